@@ -22,8 +22,8 @@ def after_fork_in_child(callback: _Callback) -> _Callback:
     A data loader worker inherits sockets, locks and memory. It has one thread: a lock that another thread of the parent
     held stays locked, so ``callback`` takes no lock and makes new ones. What it closes is the child's copy alone.
 
-    Callbacks run in the order in which they were given. An error in one is logged and the others run. Where the system
-    cannot fork, nothing is called.
+    Callbacks run in the order in which they were given. If a callback raises, that is logged and the others run. Where
+    the system cannot fork, nothing is called.
 
     Args:
         callback: a function, for which this is a decorator too, or a method. A method does not keep its object alive
@@ -49,7 +49,7 @@ def _run() -> None:
             continue
         try:
             callback()
-        except Exception:  # noqa: BLE001 - one that fails must not keep the others from letting go
+        except Exception:  # noqa: BLE001 - a failing callback must not keep the others from letting go
             from ._log import get_logger  # here: `import holdfast` needs no logging
 
             get_logger("fork").exception("a forked child could not let go of what belongs to its parent")

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _DATA = "Ray Data is not used: give each worker its part with holdfast.torch.prepare_data_loader"
 _GROUP = "the process group is gloo on CPUs and nccl on GPUs; start another one in the train function"
 _PREEMPTED = (
-    "a worker that is told to go (SIGTERM, or exit status 85) is started again as often as "
+    "a worker that has to go (SIGTERM, or exit status 85) is started again as often as "
     "FailureConfig(max_preemptions=...) says; holdfast.Checkpointer saves on the signal"
 )
 _DIRECTLY = "use PyTorch itself: prepare_model and prepare_data_loader are all that is needed"
@@ -37,7 +37,7 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         "LightGBMTrainer": _OTHER,
         "LoggingConfig": "use the logger 'holdfast' (logging.getLogger('holdfast').setLevel(...))",
         "NCCLHangError": "FailureConfig(hang_timeout_s=...) makes a hang a failure: WorkerHangError among failures",
-        "PreemptionError": f"one more than allowed raises TrainingFailedError; {_PREEMPTED}",
+        "PreemptionError": f"a preemption above the limit raises TrainingFailedError; {_PREEMPTED}",
         "PreemptionInfo": _PREEMPTED,
         "SyncConfig": "checkpoints go straight to storage_path, nothing is synced",
         "TRAIN_DATASET_KEY": _DATA,

@@ -1,4 +1,4 @@
-"""A progress bar of bytes on stderr: for what takes long while somebody watches. rich is imported when it is drawn."""
+"""A progress bar of bytes on stderr: for slow operations on a terminal. rich is imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["progress_bar", "told_bar"]
+__all__ = ["progress_bar", "sized_progress_bar"]
 
 Total = int | Callable[[], int | None] | None
 
@@ -21,14 +21,14 @@ Total = int | Callable[[], int | None] | None
 def progress_bar(
     label: str, total: Total = None, *, show: bool | None = None, after_s: float = 0.0, counts: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes the bytes just done, from any thread, and draw how far that is.
+    """Give a function that takes the bytes just done, from any thread, and draw the sum.
 
     Args:
         label: what is done, in a few words.
-        total: bytes in all, or a function asked for them once the bar is drawn; None if nobody knows.
+        total: bytes in all, or a function asked for them once the bar is drawn; None if that is not known.
         show: True or False; None draws only if stderr is a terminal.
         after_s: draw nothing before this time, so that what is quick leaves no trace.
-        counts: things are counted, not bytes.
+        counts: the numbers count objects, not bytes.
 
     Example:
         >>> with progress_bar("load", 100, show=False) as progress:
@@ -45,7 +45,7 @@ def progress_bar(
 
 
 @contextlib.contextmanager
-def told_bar(label: str, *, after_s: float = 0.5) -> Iterator[Callable[[int | None, int], None]]:
+def sized_progress_bar(label: str, *, after_s: float = 0.5) -> Iterator[Callable[[int | None, int], None]]:
     """Give a function that takes (bytes in all, 0) when these are known, and (None, bytes just done)."""
     total: list[int | None] = [None]
     with progress_bar(label, lambda: total[0], after_s=after_s) as bar:

@@ -116,8 +116,8 @@ def job_end() -> float | None:
             command, env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
             capture_output=True, text=True, timeout=_ASK_S, check=True,
         )  # fmt: skip
-        told = asked.stdout.strip()
-        return None if told in ("N/A", "NONE", "Unknown") else datetime.fromisoformat(told).timestamp()
+        answer = asked.stdout.strip()
+        return None if answer in ("N/A", "NONE", "Unknown") else datetime.fromisoformat(answer).timestamp()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = getattr(error, "stderr", None) or error
         raise ConfigError(

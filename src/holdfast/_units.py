@@ -73,7 +73,7 @@ def parse_interval(spec: IntervalLike) -> Interval:
 
 
 def parse_span(text: str) -> float | None:
-    """Return the seconds of a span of time ("90s", "15min", "1h20m40s"), in lower case; None if it is none."""
+    """Return the seconds of a span of time ("90s", "15min", "1h20m40s"), in lower case; None for another text."""
     parts = _SPAN.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
@@ -85,7 +85,7 @@ def parse_intervals(spec: IntervalLike | Sequence[IntervalLike] | None) -> tuple
     if spec is None:
         return ()
     if isinstance(spec, (list, tuple)):
-        return tuple(parse_interval(one) for one in spec)
+        return tuple(parse_interval(interval) for interval in spec)
     return (parse_interval(spec),)  # type: ignore[arg-type]
 
 

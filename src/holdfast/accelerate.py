@@ -55,7 +55,7 @@ class Checkpointer(_Checkpointer):
             )
         super().__init__(path, {**found, **(state or {})}, **options)
         self.accelerator, self._found = accelerator, frozenset(found)
-        self._loaders: dict[int, Any] = {}  # id of a prepared loader -> itself and what it was made of
+        self._loaders: dict[int, Any] = {}  # id of a prepared loader -> the loader and its parts
 
     def step(self, **metrics: Any) -> None:
         """Record one finished optimizer step; does nothing where gradients only gather (``accelerator.accumulate``)."""
@@ -71,14 +71,14 @@ class Checkpointer(_Checkpointer):
         The batches are as large as Accelerate makes them and split over the ranks as there; their order is that of
         `holdfast.Checkpointer.batches`: a function of the run's seed and the epoch, so that the position is exact, and
         holds for another number of ranks. Of loaders whose order is unknown (an iterable dataset, ``dispatch_batches``,
-        batch samplers of one's own) the position is the number of batches; one with ``use_stateful_dataloader`` keeps
+        custom batch samplers) the position is the number of batches; a loader with ``use_stateful_dataloader`` keeps
         its own.
 
         Args:
             loader: from ``accelerator.prepare``.
             name: tells several training loaders apart.
-            split: as there, for a loader that was not prepared.
-            ahead: as there.
+            split: as in `holdfast.Checkpointer.batches`, for a loader that was not prepared.
+            ahead: as in `holdfast.Checkpointer.batches`.
         """
         if not hasattr(loader, "gradient_state"):
             return super().batches(loader, name=name, split=split, ahead=ahead)
@@ -133,11 +133,11 @@ def load_state(accelerator: Any, checkpoint: Checkpoint | None = None, **options
 
     Args:
         accelerator: the `Accelerator`.
-        checkpoint: which; the one to go on from by default.
+        checkpoint: which; default: `holdfast.get_checkpoint`.
         **options: of ``accelerator.load_state``.
 
     Returns:
-        What was loaded, whose ``metrics`` tell step and epoch; None if there is nothing to go on from.
+        The checkpoint loaded, whose ``metrics`` hold step and epoch; None if there is none.
     """
     checkpoint = checkpoint or get_checkpoint()
     if checkpoint is not None:

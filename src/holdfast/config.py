@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 class Keep:
     """Which checkpoints of a run stay: the union of all rules given.
 
-    The newest checkpoint, pinned ones and the one resumed from always stay. A bare ``Keep()`` keeps everything.
+    The newest checkpoint, pinned ones and that resumed from always stay. A bare ``Keep()`` keeps everything.
 
     Example:
         >>> Keep(last=3, best=2, metric="val_loss", mode="min", every="10000ba").last
@@ -106,7 +106,7 @@ class Mirror:
         keep: which checkpoints stay there, besides those that are not uploaded yet; None keeps all. The remote side
             has the ``keep`` of the `Checkpointer`.
         max_behind: how many checkpoints may wait for their upload.
-        when_behind: at a save beyond that: "skip" (give up the oldest one that waits), "wait" or "raise".
+        when_behind: at a save beyond that: "skip" (give up the oldest that waits), "wait" or "raise".
         delete_after_upload: remove a checkpoint from the local side as soon as the remote has it, whatever ``keep``
             says.
         warn_after: how long nothing may arrive at the remote while something waits, before that is said.
@@ -209,7 +209,7 @@ class ScalingConfig:
 
     def _check_range(self, given: tuple[Any, ...]) -> None:
         shown = f"ScalingConfig(num_workers={given!r})"
-        if len(given) != 2 or not all(_is_int(one) for one in given) or not 1 <= given[0] <= given[1]:
+        if len(given) != 2 or not all(map(_is_int, given)) or not 1 <= given[0] <= given[1]:
             raise ConfigError(f"{shown}: give one number, or (least, most) with 1 <= least <= most")
         if self.engine == "local":
             raise ConfigError(f"{shown}: an elastic range needs engine='ray'; on one machine give one number")
@@ -293,7 +293,7 @@ class CheckpointConfig:
 class CheckpointStrategy:
     """Which checkpoints of `save_checkpoint` are written and stay: the style of Ray 1.x.
 
-    With ``num_to_keep`` written, one that is not strictly better than the worst of them is not written at all.
+    With ``num_to_keep`` written, a checkpoint that is not strictly better than the worst of them is not written at all.
 
     Attributes:
         num_to_keep: how many stay on disk; None: all; 0: none, the newest stays in memory for recovery.
@@ -334,7 +334,7 @@ class FailureConfig:
 
     Attributes:
         max_failures: number of failures to recover from; -1: no limit.
-        max_preemptions: the same for workers that were told to go (SIGTERM), which do not count as failures.
+        max_preemptions: the same for workers that had to go (SIGTERM), which do not count as failures.
         hang_timeout_s: a worker that shows no sign of life for so long has failed; None: never.
     """
 
@@ -441,10 +441,10 @@ class ValidationTaskConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ValidationTaskConfig:
-        """Make one of a dict: arguments of the function, or the fields of this class.
+        """Make a configuration of a dict: arguments of the function, or the fields of this class.
 
         Raises:
-            ConfigError: it is a mixture of both, so that nobody can say what is meant.
+            ConfigError: it mixes both, which is ambiguous.
         """
         fields = given.keys() & {"fn_kwargs", "timeout_s"}
         if not fields:

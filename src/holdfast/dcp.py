@@ -40,7 +40,7 @@ def export(
 def import_(path: str | os.PathLike[str], destination: str | os.PathLike[str], *, overwrite: bool = False) -> Imported:
     """Make a checkpoint of a directory of ``torch.distributed.checkpoint``; see `holdfast.import_checkpoint`.
 
-    ``.metadata`` is read by an allow-list: a hostile one is refused, and nothing in it is run.
+    ``.metadata`` is read by an allow-list: a hostile file is refused, and nothing in it is run.
 
     Args:
         path: the directory.

@@ -81,7 +81,7 @@ def load(engine: Any, checkpoint: str | os.PathLike[str] | Checkpoint, **options
 class Keeper(ShardCheckpoints):
     """Keeps the checkpoints of an engine, without the function trainer: any storage, in the background, best and last.
 
-    Every rank makes one and makes the same calls, after ``deepspeed.initialize``. Arguments are those of
+    Every rank makes a `Keeper` and makes the same calls, after ``deepspeed.initialize``. Arguments are those of
     `ShardCheckpoints`.
 
     Example:

@@ -115,7 +115,7 @@ class StorageFullError(StorageError):
 
 
 class StorageExistsError(StorageError, FileExistsError):
-    """A write that had to create its object found one there."""
+    """A write that had to create its object found that it exists."""
 
 
 class StorageConflictError(StorageError):

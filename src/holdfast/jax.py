@@ -54,7 +54,7 @@ class Pytree:
         """Return the leaves by their path ("params/dense/kernel"); arrays as tensors over the same memory.
 
         Raises:
-            UnsupportedStateError: an array is cut over processes, or two leaves have one path.
+            UnsupportedStateError: an array is cut over processes, or two leaves have the same path.
         """
         found: dict[str, Any] = {}
         for name, leaf in self._leaves():
@@ -139,7 +139,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, item: str) -
         item: the name that the `Pytree` had in the state.
 
     Raises:
-        StateMismatchError: the stored pytree is another one.
+        StateMismatchError: the stored pytree has another structure.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
     tree = Pytree(like)

@@ -1,6 +1,6 @@
 """Keras 3: `model.fit` that goes on where it was, and that reports on the workers of the function trainer.
 
-`HoldfastCallback` is for a plain ``model.fit``, `ReportCallback` for one in a ``train_func`` of `TorchTrainer`.
+`HoldfastCallback` is for a plain ``model.fit``, `ReportCallback` for ``fit`` in a ``train_func`` of `TorchTrainer`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ReportCallback(_Callback):  # type: ignore[misc]
         every_n_steps: a checkpoint every so many batches instead.
 
     Raises:
-        ConfigError: both are given, or one is no positive number. In ``fit`` SessionError: not in a ``train_func``.
+        ConfigError: both are given, or a number is not positive. In ``fit`` SessionError: not in a ``train_func``.
     """
 
     CHECKPOINT_NAME = "model.keras"

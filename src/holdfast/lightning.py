@@ -1,6 +1,6 @@
 """PyTorch Lightning, under both of its names: reports, exact checkpoints, and Ray Train's strategies.
 
-Importing this module imports no Lightning: what is imported when an object is made is what it belongs to.
+Importing this module imports no Lightning: an object belongs to the Lightning package that is imported when it is made.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReportCallback(Grafted):
         validation: run the trainer's validation function on each checkpoint; a dict gives it arguments.
 
     Raises:
-        ConfigError: both are given, or one is no positive number.
+        ConfigError: both are given, or a number is not positive.
     """
 
     BASES = ("lightning.pytorch:Callback", "pytorch_lightning:Callback")
@@ -82,7 +82,7 @@ class ReportCallback(Grafted):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report with a checkpoint, if steps are counted and it is time."""
         step = trainer.global_step
-        # Batches that are accumulated end with the step of the one before.
+        # Batches that are accumulated end with the step of the batch before.
         if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._last_step:
             self._last_step = step
             self.report(trainer)
@@ -145,7 +145,7 @@ class HoldfastCheckpointIO(Grafted):
         self._saves.save(path, checkpoint, step=checkpoint.get("global_step"), metrics=_monitored(checkpoint, path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, checked; one that Lightning itself wrote is read by the weights-only reader of torch."""
+        """Load a checkpoint, checked; torch's weights-only reader reads files that Lightning itself wrote."""
         device = None if callable(map_location) or isinstance(map_location, dict) else map_location
         return self._saves.load(path, device=device, trusted=weights_only is False)
 
@@ -164,5 +164,6 @@ class HoldfastCheckpointIO(Grafted):
 
 def _monitored(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any]:
     """What ``ModelCheckpoint`` ranks this very path by; its ``current_score`` may be that of an older checkpoint."""
-    states = [one for one in checkpoint.get("callbacks", {}).values() if isinstance(one, Mapping) and "monitor" in one]
-    return scalars(*({one["monitor"]: one.get("best_k_models", {}).get(os.fspath(path))} for one in states))
+    callbacks = checkpoint.get("callbacks", {}).values()
+    states = [state for state in callbacks if isinstance(state, Mapping) and "monitor" in state]
+    return scalars(*({state["monitor"]: state.get("best_k_models", {}).get(os.fspath(path))} for state in states))

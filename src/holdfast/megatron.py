@@ -78,7 +78,7 @@ def load(sharded_state_dict: dict[str, Any], checkpoint: str | os.PathLike[str] 
 class Keeper(ShardCheckpoints):
     """Keeps sharded checkpoints without the function trainer: any storage, in the background, best and last.
 
-    Every rank makes one and makes the same calls. Arguments are those of `ShardCheckpoints`.
+    Every rank makes a `Keeper` and makes the same calls. Arguments are those of `ShardCheckpoints`.
 
     Example:
         >>> with Keeper("s3://bucket/run", keep=Keep(last=2, best=1, metric="loss")) as keeper:  # doctest: +SKIP

@@ -34,7 +34,7 @@ def trial_path(root: str | os.PathLike[str], trial: Any, study: Any = None) -> s
 
     Args:
         root: of all trials of all studies: a path or a URI.
-        trial: what the objective got; or with ``study`` one that is over, such as ``study.best_trial``.
+        trial: what the objective got; or with ``study`` a trial that is over, such as ``study.best_trial``.
         study: of a trial that is over.
     """
     if study is not None:
@@ -50,7 +50,7 @@ def resume_killed(study: Any, *, max_retry: int | None = None, alone: bool = Fal
     """Put trials whose process has died in front of the others; call it before ``study.optimize``.
 
     A killed trial stays "running" in a study for ever. Here it becomes failed, and a trial with its parameters waits to
-    be run, which finds the checkpoints of the first one by `trial_path`. Only trials that have called `trial_path` on
+    be run, which finds the checkpoints of the first trial by `trial_path`. Only trials that have called `trial_path` on
     this machine, since it was started, are known to be dead; Optuna's heartbeat with its
     ``RetryHeartbeatStaleTrialCallback`` finds those of other machines, and their retries find their checkpoints too.
 
@@ -116,22 +116,22 @@ class TidyTrials:
         over = [trial] if trial.state.name in self._states else []
         if trial.state.name == "COMPLETE" and self._keep_best is not None:
             over += self._displaced(study)
-        for one in over:
-            if one.number in self._gone:
+        for ended in over:
+            if ended.number in self._gone:
                 continue
-            self._gone.add(one.number)
-            path = _place(self._root, study.study_name, one)
+            self._gone.add(ended.number)
+            path = _place(self._root, study.study_name, ended)
             try:
                 resolve(path).delete_tree("")
             except HoldfastError as error:
-                _LOG.warning("the checkpoints of trial %d stay at %s: %s", one.number, path, error)
+                _LOG.warning("the checkpoints of trial %d stay at %s: %s", ended.number, path, error)
 
     def _displaced(self, study: Any) -> list[Any]:
-        done = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        done = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
         if len(study.directions) > 1:
-            best = {one.number for one in study.best_trials}
-            return [one for one in done if one.number not in best]
-        done.sort(key=lambda one: one.value, reverse=study.direction.name == "MAXIMIZE")
+            best = {trial.number for trial in study.best_trials}
+            return [trial for trial in done if trial.number not in best]
+        done.sort(key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
         return done[self._keep_best :]
 
 

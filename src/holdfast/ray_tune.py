@@ -38,7 +38,7 @@ from .storage.resolve import from_description
 __all__ = ["REFERENCE_NAME", "get_checkpoint", "report"]
 
 REFERENCE_NAME = "holdfast-reference.json"
-"""The one file in what Tune keeps of a checkpoint that stays where it is."""
+"""The only file in what Tune keeps of a checkpoint that stays where it is."""
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
     Args:
         metrics: for Tune and its schedulers; numbers and strings are noted in the checkpoint of a ``state`` too.
         state: saved, and handed to Tune. Anything that `holdfast.save` takes.
-        checkpoint: one that is committed already. It must stay there for as long as Tune may come back to it: the
+        checkpoint: committed already. It must stay there for as long as Tune may come back to it: the
             `Keep` of its run has to last longer than Tune's ``num_to_keep``.
 
     Raises:
@@ -83,7 +83,7 @@ def get_checkpoint() -> Checkpoint | None:
     every byte.
 
     Raises:
-        CheckpointNotFoundError: Tune knows of one that is not there any more.
+        CheckpointNotFoundError: Tune knows of a checkpoint that is gone.
         CorruptCheckpointError: another checkpoint is there in its place.
         SessionError: called outside of a trial.
     """
@@ -94,18 +94,18 @@ def get_checkpoint() -> Checkpoint | None:
     if kept.manifest is not None:
         return kept
     try:
-        told = json.loads(kept.storage.read(f"{kept.directory}/{REFERENCE_NAME}"))
+        reference = json.loads(kept.storage.read(f"{kept.directory}/{REFERENCE_NAME}"))
     except StorageNotFoundError:
         raise CheckpointNotFoundError(
-            f"{kept.uri} is no checkpoint of Holdfast: report with holdfast.ray_tune.report, or read this one through "
+            f"{kept.uri} is no checkpoint of Holdfast: report with holdfast.ray_tune.report, or read it through "
             "ray.tune.get_checkpoint()"
         ) from None
-    checkpoint = Checkpoint.at(from_description(told["storage"]), told["name"])
+    checkpoint = Checkpoint.at(from_description(reference["storage"]), reference["name"])
     manifest = _manifest(checkpoint, "keep the checkpoints of a run for longer than Tune does, or report a state")
-    if manifest.checkpoint_id != told["checkpoint_id"]:
+    if manifest.checkpoint_id != reference["checkpoint_id"]:
         raise CorruptCheckpointError(
             f"this trial goes on from {checkpoint.uri}, where another checkpoint lies now ({manifest.checkpoint_id}, "
-            f"not {told['checkpoint_id']}): give every trial a run of its own"
+            f"not {reference['checkpoint_id']}): give every trial a run of its own"
         )
     return checkpoint
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: tell them of every committed checkpoint: where it is, its metrics, its digest.
+"""Experiment trackers: log every committed checkpoint in them: where it is, its metrics, its digest.
 
 No bytes are uploaded unless asked for. What a tracker does happens on a thread of its own; if it fails, the log says so
 and training goes on. One object works in all three places::
@@ -26,12 +26,12 @@ __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbArtifacts", "
 class MLflowTracker(Tracker):
     """Tags of an MLflow run name the checkpoints, metrics are logged at their steps.
 
-    The newest is in the tags ``holdfast.uri``, ``holdfast.digest`` and ``holdfast.step``; each is in one
+    The newest is in the tags ``holdfast.uri``, ``holdfast.digest`` and ``holdfast.step``; each has a tag
     ``holdfast.checkpoint.STEP`` as well. Characters that MLflow does not take in the name of a metric become "_".
 
     Args:
-        run_id: of the run; default: the active one of the thread that makes this, else one that begins with the first
-            checkpoint, and ends with the process.
+        run_id: of the run; default: the active run of the thread that makes this, else a new run that begins with the
+            first checkpoint, and ends with the process.
         prefix: before the names of metrics.
         upload: store the files as artifacts of the run too, under ``checkpoints/NAME``.
     """
@@ -70,7 +70,7 @@ class WandbTracker(Tracker):
     loop trainer it stands for the artifacts of its run's project (`WandbArtifacts`).
 
     Args:
-        run: default: the current one when a checkpoint comes.
+        run: default: wandb's current run when a checkpoint comes.
         name: of the artifact; default: ``checkpoint-RUN``.
         upload: store the files in the artifact instead of a reference.
     """
@@ -97,19 +97,19 @@ class WandbTracker(Tracker):
     def record(self, checkpoint: Checkpoint) -> None:
         """Log it."""
         run = self._active()
-        told = {"uri": checkpoint.uri, "digest": checkpoint.digest or "", "step": checkpoint.step or 0}
+        notes = {"uri": checkpoint.uri, "digest": checkpoint.digest or "", "step": checkpoint.step or 0}
         artifact = self._wandb.Artifact(
             self._name or f"checkpoint-{run.id}",
             type="checkpoint",
-            metadata={**told, "metrics": finite(checkpoint.metrics)},
+            metadata={**notes, "metrics": finite(checkpoint.metrics)},
         )
         if self._upload:
             with checkpoint.as_directory() as directory:
                 artifact.add_dir(directory)
         else:
             _refer(artifact, checkpoint.uri, checkpoint.name)
-        run.log_artifact(artifact, aliases=["latest", f"step-{told['step']}"])
-        run.summary.update({f"holdfast/{name}": value for name, value in told.items()})
+        run.log_artifact(artifact, aliases=["latest", f"step-{notes['step']}"])
+        run.summary.update({f"holdfast/{name}": value for name, value in notes.items()})
 
 
 class TensorBoardTracker(Tracker):

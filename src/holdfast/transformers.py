@@ -1,6 +1,6 @@
 """Hugging Face Transformers: checkpoints of a `transformers.Trainer`, inside the function trainer and without it.
 
-Inside `TorchTrainer`, `ReportCallback` reports what the trainer saves; for a plain one, `HoldfastCallback` keeps it.
+Inside `TorchTrainer`, `ReportCallback` reports what it saves; of a plain trainer, `HoldfastCallback` keeps it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
 def prepare_trainer(trainer: Any) -> Any:
     """Make sure that a `Trainer` in a ``train_func`` reports its checkpoints; returns it.
 
-    A `ReportCallback` is added if neither one nor another callback with ``on_save`` of the user's own is there.
+    A `ReportCallback` is added unless the trainer has one, or another callback of the user's own with ``on_save``.
 
     Raises:
         ConfigError: the trainer does not see the ranks that there are. SessionError: outside of train_func.
@@ -148,6 +148,7 @@ def prepare_trainer(trainer: Any) -> Any:
             f"the Trainer sees {trainer.args.world_size} ranks, the run has {context.get_world_size()}: make "
             "TrainingArguments inside train_func, and let it use distributed training"
         )
-    if all(type(one).on_save.__module__.startswith("transformers.") for one in trainer.callback_handler.callbacks):
+    callbacks = trainer.callback_handler.callbacks
+    if all(type(callback).on_save.__module__.startswith("transformers.") for callback in callbacks):
         trainer.add_callback(ReportCallback())
     return trainer

@@ -97,6 +97,19 @@ def test_a_name_reaches_the_shell_as_one_word(run, tmp_path, monkeypatch, capfd)
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_name_with_braces_of_its_own_stays_one_word(tmp_path, monkeypatch, capfd) -> None:
+    """A value that holds `{name}` is not filled in again: inside its quotes that would let the shell run the name."""
+    monkeypatch.chdir(tmp_path)
+    catalog = begin(LocalStorage(tmp_path / "run"))
+    save(catalog, 1, name="a {name}; touch gone #")
+    catalog.index.finish({})
+    catalog.index.end_attempt("finished")
+    invoke("watch", tmp_path / "run", "--start", "first", "--exec", "printf '%s|' {path} {path} {unknown}")
+    path = f"{tmp_path}/run/a {{name}}; touch gone #"
+    assert capfd.readouterr().out == f"{path}|{path}|{{unknown}}|"
+    assert not (tmp_path / "gone").exists()
+
+
 def test_commands_that_fail_are_said_and_the_next_one_runs(run) -> None:
     """Status 1 at the end; a command that prints no metrics is a failure of --report."""
     said = invoke("watch", run, "--start", "first", "--exec", "test {step} != 2", code=1).stderr

@@ -142,7 +142,7 @@ class Play:
         """All that are left exit; what comes out of it is in ``out``, together."""
         out: list[Action] = []
         for rank in range(self.plan.num_workers):
-            if rank not in getattr(self.controller._crew, "exited", {}):
+            if rank not in getattr(self.controller._group, "exited", {}):
                 out += self.exit(rank, signal=signal)
         self.out = out
         return out

@@ -107,7 +107,7 @@ def test_a_stranger_is_not_let_in(nodes: FakeNodes) -> None:
     """Who does not know the token is hung up on, and changes nothing."""
     engine = ClusterEngine(nodes, entry=ENTRY)
     try:
-        with socket.create_connection(("127.0.0.1", engine._agents._door.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", engine._agents._listener.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(4096):

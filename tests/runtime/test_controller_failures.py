@@ -128,7 +128,7 @@ def test_what_is_sealed_is_committed(sealed: bool) -> None:
     assert commit.wait_s > 5
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.shelf.newest() is not None
+    assert play.controller.commits.known.newest() is not None
 
 
 def test_living_workers_may_still_seal() -> None:
@@ -158,7 +158,7 @@ def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
     play.out = [ingest]
     play.committed()  # late: it was behind in the writer's queue, and counts all the same
     assert play.out == []
-    assert play.controller.commits.shelf.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
+    assert play.controller.commits.known.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
 
 
 def test_what_comes_after_a_failure_is_not_taken() -> None:
@@ -168,7 +168,7 @@ def test_what_comes_after_a_failure_is_not_taken() -> None:
     play.report(1, 1)
     play.exit(1, signal=signal.SIGKILL)
     assert play.report(0, 2) == []
-    assert 2 not in play.controller.reports.board.reports
+    assert 2 not in play.controller.reports.ledger.reports
 
 
 def test_a_rank_that_ends_early_while_others_wait() -> None:
@@ -260,7 +260,7 @@ def test_a_node_finishes_what_its_dead_worker_has_left(kind: str) -> None:
     assert play.only(Ingest if kind == "directory" else CommitParts)
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.shelf.newest() is not None
+    assert play.controller.commits.known.newest() is not None
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])
@@ -280,7 +280,7 @@ def test_a_node_that_cannot_finish_it(kind: str) -> None:
     assert play.only(KillGroup)
     for commit in (Ingest, CommitParts):
         assert play.all(commit) == []
-    assert play.controller.commits.shelf.newest() is None
+    assert play.controller.commits.known.newest() is None
 
 
 def test_silence_is_a_hang() -> None:

@@ -212,7 +212,7 @@ def test_ranks_that_do_different_things() -> None:
     play.part(1, 1)
     assert play.all(Ingest) == []
     play.tick()
-    assert play.controller.reports.board.reports == {}
+    assert play.controller.reports.ledger.reports == {}
 
 
 def test_names() -> None:

@@ -12,8 +12,10 @@ from test_session_state import Committer, assert_loads, copy_of, make_state, pai
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageError
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import unfinished
+from holdfast.trainers.function.worker.staging import Staging
 
 
 @pytest.fixture
@@ -95,6 +97,20 @@ def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypa
     assert not (root / "checkpoint_000001" / "manifest.json").exists()
     assert len(list(root.glob("checkpoint_*/manifest.json"))) == 3
     assert left(disk) == []
+
+
+def test_a_callback_that_raises_gives_its_room_back(root: Path, tmp_path: Path) -> None:
+    """Else the states after it would wait for room until they time out."""
+
+    def ended(error: BaseException | None) -> None:
+        raise RuntimeError("of the callback") from error
+
+    staging = Staging(str(tmp_path / "disk"), LocalStorage(root), rank=0, start_id="ab" * 8, sweeps=False)
+    for _ in range(2):
+        assert staging.wait(1.0)
+        staging.bring("checkpoint_000001", "s", ended)  # a share that is not there: a failure
+    assert staging.wait_until_idle(10.0)
+    staging.close()
 
 
 def test_what_a_dead_start_has_left_is_swept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

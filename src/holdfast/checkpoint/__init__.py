@@ -2,5 +2,5 @@
 
 `handle` is the public class, `follow` yields the checkpoints of a run as they are committed, `summary` and `verify`
 look inside. Imports run, copying, format and storage, never torch.
-The one door upwards is `Checkpoint.load` (and the dict forms), which imports `holdfast.checkpointer` when it is called.
+The only import upwards is in `Checkpoint.load` (and the dict forms), which import `holdfast.checkpointer` when called.
 """

@@ -23,7 +23,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
     text = os.fspath(path)
     if filesystem is not None:
         if not isinstance(filesystem, Storage):
-            # A file system of pyarrow or fsspec: the path is one of its own, and local ones know the current directory.
+            # A file system of pyarrow or fsspec: the path follows its rules, and local ones know the current directory.
             head, slash, name = text.rstrip("/").rpartition("/")
             return resolve(head or slash, filesystem), check_path(name)
         storage = filesystem

@@ -34,7 +34,7 @@ __all__ = ["follow"]
 Start = Literal["newest", "first", "next"] | int
 
 _LOCAL_S, _REMOTE_S = 0.5, 5.0
-_LOOK_AGAIN = 12  # looks at everything, whatever run.json says, once in so many polls
+_LOOK_AGAIN = 12  # every so many polls, list everything whatever run.json says
 _GIVE_UP_S = 1800.0  # of a storage that does not answer
 _log = get_logger("follow")
 
@@ -60,19 +60,19 @@ def follow(
     Args:
         run: path or URI of the run.
         every: only the first checkpoint at or after each multiple of it: 1000 or "1000ba" steps, "2ep", "1h".
-        start: "newest": begin with the newest one there is; "first": with the oldest; "next": with the next to come; a
+        start: "newest": begin with the newest there is; "first": with the oldest; "next": with the next to come; a
             number: with those after this step.
         only_newest: if several have come since the last look, yield the newest alone: for a server of weights.
         verify: read every byte before, and leave out what is damaged.
-        hold_s: keep retention away from the one yielded until the next is asked for, at most for these seconds (see
-            `Checkpoint.hold`).
+        hold_s: keep retention away from the yielded checkpoint until the next is asked for, at most for these seconds
+            (see `Checkpoint.hold`).
         poll_s: seconds between looks; default 0.5 on a local disk and 5 elsewhere.
         timeout_s: raise TimeoutError when nothing has come for so long.
         filesystem: a file system, as in `Checkpoint`.
 
     Raises:
         TimeoutError: nothing came for ``timeout_s``.
-        ConfigError: an argument is none of these.
+        ConfigError: an argument has none of these values.
         StorageError: the storage has not answered for half an hour, or refuses.
 
     Example:
@@ -84,7 +84,7 @@ def follow(
         >>> for checkpoint in holdfast.follow(folder, start="first"):
         ...     with checkpoint.hold():
         ...         checkpoint.report(loss=1 / checkpoint.step)
-        >>> [round(one.metrics["loss"], 2) for one in reversed(ck.checkpoints())]
+        >>> [round(saved.metrics["loss"], 2) for saved in reversed(ck.checkpoints())]
         [1.0, 0.5, 0.33]
     """
     if isinstance(start, bool) or not (isinstance(start, int) or start in ("newest", "first", "next")):
@@ -134,10 +134,10 @@ def _follow(
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:
-    found = checkpoint.verify()
-    if not found.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
-        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(found.problems[:3]))
-    return found.ok
+    verification = checkpoint.verify()
+    if not verification.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
+        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(verification.problems[:3]))
+    return verification.ok
 
 
 class _Watched:
@@ -160,7 +160,7 @@ class _Watched:
             StorageError: it refuses, or has been away for too long.
         """
         try:
-            found = self._look()
+            catalog = self._look()
         except StoragePermissionError:
             raise
         except StorageError as error:
@@ -171,7 +171,7 @@ class _Watched:
             _log.warning("%s does not answer, looking again: %s", self.storage.uri, error)
             return None
         self._since = None
-        return found
+        return catalog
 
     def _look(self) -> Catalog | None:
         try:
@@ -196,7 +196,7 @@ class _Watched:
         return catalog
 
     def settle(self) -> None:
-        """Have the index of a finished run know what followers have reported, if nobody else does it now."""
+        """Bring what followers have reported into the index of a finished run, unless another process does it now."""
         with contextlib.suppress(RunBusyError, StorageError):
             if self.storage.exists(RUN_FILE):
                 with upkeep(self.storage, wait_s=0) as catalog:
@@ -212,7 +212,7 @@ class _Feed:
         self._every, self._only_newest = every, only_newest
         self._start: Start | None = start
         self._seen: set[tuple[str, str]] = set()
-        self._multiple: tuple[int, int] | None = None  # of `every`: attempt and the multiple that has had its one
+        self._multiple: tuple[int, int] | None = None  # of `every`: the attempt and the last multiple with a checkpoint
 
     def look(self) -> Iterator[Record]:
         """Yield the new ones, oldest first."""

@@ -52,7 +52,7 @@ _LOG = get_logger("checkpoint")
 class Checkpoint:
     """A reference to a checkpoint: a directory (or one file) in a storage. Making one reads nothing.
 
-    Any directory can be a checkpoint. One without a manifest of ours is *foreign*: usable, but never picked by
+    Any directory can be a checkpoint. A directory without a manifest of ours is *foreign*: usable, but never picked by
     itself, and `verify` says so. Two handles are equal when they mean the same location.
 
     Args:
@@ -60,7 +60,7 @@ class Checkpoint:
         filesystem: the `holdfast.storage.Storage` that holds ``path``.
 
     Raises:
-        ConfigError: the path names no directory below a storage's root, or nobody knows its scheme.
+        ConfigError: the path names no directory below a storage's root, or its scheme is not known.
 
     Example:
         >>> import pathlib, tempfile
@@ -210,8 +210,8 @@ class Checkpoint:
                 with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
                     yield self.to_directory(directory)
             else:
-                with shared_download(self._storage, self._name) as found:
-                    yield str(found)
+                with shared_download(self._storage, self._name) as folder:
+                    yield str(folder)
         elif self._is_file():
             with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
                 os.symlink(self.path, os.path.join(directory, self.name))
@@ -224,7 +224,7 @@ class Checkpoint:
             yield self.path
 
     def open(self, name: str) -> BinaryIO:
-        """Open one of its files for reading.
+        """Open a file of the checkpoint for reading.
 
         Raises:
             StorageNotFoundError: there is no such file.
@@ -269,7 +269,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str | None:
-        """Digest of the manifest, which holds those of all files; None for a foreign one."""
+        """Digest of the manifest, which holds those of all files; None for a foreign checkpoint."""
         return None if self.manifest is None else body_digest(read_manifest_bytes(self._storage, self._name))
 
     @property
@@ -308,7 +308,7 @@ class Checkpoint:
         return read_sidecar(self._storage, self._name).pinned
 
     def keys(self) -> list[str]:
-        """The names in its state (``model``, ``optimizer``...); empty for a foreign one."""
+        """The names in its state (``model``, ``optimizer``...); empty for a foreign checkpoint."""
         manifest = self.manifest
         return [] if manifest is None else top_names(state_tree(self._storage, self._name, manifest))
 
@@ -366,17 +366,17 @@ class Checkpoint:
         """Keep the retention of its run away from it while the body runs: for a process that evaluates or serves it.
 
         The trainer is not held up: it deletes the checkpoint later. A holder that dies holds no more: known at once on
-        the same machine, after ``at_most_s`` elsewhere. `delete` asks nobody.
+        the same machine, after ``at_most_s`` elsewhere. `delete` does not ask.
 
         Args:
             at_most_s: how long retention waits for the body to end, from when it first wants to delete.
 
         Raises:
-            CheckpointNotFoundError: it is gone, or its deletion has begun: take a newer one.
+            CheckpointNotFoundError: it is gone, or its deletion has begun: take a newer checkpoint.
 
         Example:
             >>> import tempfile, holdfast
-            >>> saved = holdfast.save(f"{tempfile.mkdtemp()}/one", {"step": 5})
+            >>> saved = holdfast.save(f"{tempfile.mkdtemp()}/first", {"step": 5})
             >>> with saved.hold():
             ...     saved.load()
             {'step': 5}
@@ -411,7 +411,7 @@ class Checkpoint:
         self._storage.put(self._metadata_path(), data)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge into the user's metadata. Two processes at once: the later one wins."""
+        """Merge into the user's metadata. Two processes at once: the later write wins."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -421,8 +421,8 @@ class Checkpoint:
 
     def _require(self) -> None:
         root = self._storage.local_root
-        there = (root / self._name).is_dir() if root is not None else next(self._storage.list(self._name), None)
-        if not there:
+        exists = (root / self._name).is_dir() if root is not None else next(self._storage.list(self._name), None)
+        if not exists:
             raise CheckpointNotFoundError(f"there is no checkpoint {self.uri}: nothing is at this place")
 
     def _metadata_path(self) -> str:
@@ -460,7 +460,7 @@ def without_prefix(value: Any) -> Any:
 def newest_of_run(given: Checkpoint) -> Checkpoint:
     """Return the newest committed checkpoint of the run at ``given``; ``given`` itself if it is no run.
 
-    Which one was taken is logged as a warning, for whoever meant another one.
+    The name of the checkpoint taken is logged as a warning, for callers who meant another.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -471,7 +471,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         pass  # no checkpoint there: perhaps a run
     except HoldfastError:
-        return given  # whoever reads it says what is wrong
+        return given  # the caller's read raises what is wrong
     root = given.storage.child(given.directory)
     if not root.exists(RUN_FILE):
         return given

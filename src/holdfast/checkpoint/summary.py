@@ -103,7 +103,7 @@ def state_tree(storage: Storage, name: str, manifest: Manifest) -> Any:
     """Read the structure file as typed JSON, undecoded; None if the checkpoint has none.
 
     Raises:
-        CorruptCheckpointError: it is not one that was written.
+        CorruptCheckpointError: the file is not as it was written.
     """
     trees = []
     for entry in sorted(manifest.with_role("state"), key=lambda entry: entry.writer):

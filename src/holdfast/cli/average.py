@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._progress import told_bar
+from holdfast._progress import sized_progress_bar
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.run.catalog import Catalog
@@ -29,7 +29,7 @@ _SHOWN = 8
 @click.option("-o", "--output", required=True, help="The new checkpoint: a path or URI.")
 @click.option("--weights", metavar="W,W,...", help="Share of each, in their order; divided by their sum.")
 @click.option("--ema", type=float, metavar="DECAY", help="An exponential moving average of them, the oldest first.")
-@click.option("--last", type=click.IntRange(min=2), metavar="N", help="Of one run: its last N checkpoints.")
+@click.option("--last", type=click.IntRange(min=2), metavar="N", help="Of a single run: its last N checkpoints.")
 @click.option(
     "--only", multiple=True, help="Names or globs to average and write [default: the model]; may be repeated."
 )
@@ -49,7 +49,7 @@ def average(
 ) -> None:
     """Average the weights of several checkpoints into a new one, all alike unless --weights or --ema says otherwise.
 
-    PATHS are checkpoints or runs, of each of which one is taken; or one run, with --last N or --ema: then its
+    PATHS are checkpoints or runs, of which each gives a checkpoint; or a single run, with --last N or --ema: then its
     checkpoints in the order of their steps. Floating tensors of the model are averaged, integers and plain data come
     from the last one, optimizers are left out.
     """
@@ -61,7 +61,7 @@ def average(
 
     if ema is not None:
         shares = interop.ema_weights(ema, len(sources))
-    with told_bar("average") as progress:
+    with sized_progress_bar("average") as progress:
         done = interop.average(
             sources,
             Checkpoint(output),
@@ -119,7 +119,7 @@ def _numbers(text: str) -> list[float]:
 def _document(done: AverageResult) -> dict[str, Any]:
     return {
         "checkpoint": done.checkpoint.uri,
-        "sources": [{"checkpoint": one.uri, "step": step, "share": share} for one, step, share in done.sources],
+        "sources": [{"checkpoint": source.uri, "step": step, "share": share} for source, step, share in done.sources],
         "averaged": list(done.averaged),
         "from_last": list(done.from_last),
         "unlike": list(done.unlike),
@@ -137,8 +137,8 @@ def _print(done: AverageResult) -> None:
         out.print(Text(printable(text), style=style), soft_wrap=True)
 
     say(f"{done.checkpoint.uri}  average of {len(done.sources)} checkpoints", "bold")
-    for one, step, share in done.sources:
-        say(f"  {number(share):>8}  {one.uri}" + ("" if step is None else f"  step {step}"))
+    for source, step, share in done.sources:
+        say(f"  {number(share):>8}  {source.uri}" + ("" if step is None else f"  step {step}"))
     say(f"{len(done.averaged)} tensors averaged, {len(done.from_last)} others taken from the last one")
     for names, what in (
         (done.unlike, "not the same in all, and taken from the last one"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._progress import told_bar
+from holdfast._progress import sized_progress_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
@@ -58,13 +58,13 @@ def diff(
 
     sides = _sides(a, b, pick)
     limits = Tolerance(absolute=tolerance, relative=rtol)
-    with told_bar("compare") as progress:
-        found = compare(*sides, only=only or None, skip=skip or None, tolerance=limits, progress=progress)
+    with sized_progress_bar("compare") as progress:
+        difference = compare(*sides, only=only or None, skip=skip or None, tolerance=limits, progress=progress)
     if as_json:
-        print_json({**_document(found), "tolerance": tolerance, "rtol": rtol})
+        print_json({**_document(difference), "tolerance": tolerance, "rtol": rtol})
     else:
-        _print(found)
-    if not found.same:
+        _print(difference)
+    if not difference.same:
         raise click.exceptions.Exit(1)
 
 
@@ -77,33 +77,33 @@ def _sides(a: str, b: str, pick: Choice) -> list[Checkpoint]:
     ]
 
 
-def _document(found: CheckpointDifference) -> dict[str, Any]:
+def _document(difference: CheckpointDifference) -> dict[str, Any]:
     def rows(changes: Iterable[Any]) -> list[dict[str, Any]]:
         return [asdict(change) for change in changes]
 
     return {
-        "a": found.a.uri,
-        "b": found.b.uri,
-        "same": found.same,
-        "about": {name: list(values) for name, values in found.about.items()},
-        "metrics": rows(found.metrics),
-        "metadata": rows(found.metadata),
-        "only_in_a": rows(found.only_in_a),
-        "only_in_b": rows(found.only_in_b),
-        "kinds": rows(found.kinds),
-        "plain": rows(found.plain),
-        "files": rows(found.files),
+        "a": difference.a.uri,
+        "b": difference.b.uri,
+        "same": difference.same,
+        "about": {name: list(values) for name, values in difference.about.items()},
+        "metrics": rows(difference.metrics),
+        "metadata": rows(difference.metadata),
+        "only_in_a": rows(difference.only_in_a),
+        "only_in_b": rows(difference.only_in_b),
+        "kinds": rows(difference.kinds),
+        "plain": rows(difference.plain),
+        "files": rows(difference.files),
         "tensors": {
-            "compared": found.compared,
-            "by_digest": found.by_digest,
-            "within_tolerance": found.within,
-            "different": rows(found.tensors),
+            "compared": difference.compared,
+            "by_digest": difference.by_digest,
+            "within_tolerance": difference.within,
+            "different": rows(difference.tensors),
         },
-        "bytes_read": found.bytes_read,
+        "bytes_read": difference.bytes_read,
     }
 
 
-def _print(found: CheckpointDifference) -> None:
+def _print(difference: CheckpointDifference) -> None:
     from rich.text import Text
 
     out = console()
@@ -111,40 +111,44 @@ def _print(found: CheckpointDifference) -> None:
     def say(text: str, style: str = "") -> None:
         out.print(Text(printable(text), style=style), soft_wrap=True)
 
-    say(f"A  {found.a.uri}", "bold")
-    say(f"B  {found.b.uri}", "bold")
-    noted = [(name, *found.about[name]) for name in _NOTED]
-    noted += [(name, *values) for name, values in found.about.items() if name not in (*_NOTED, "total_bytes")]
-    for name, one, other in noted:
-        if one != other:
-            say(f"  {name}: {number(one)} → {number(other)}", "dim")
-    _list(say, found.metrics, lambda one: f"  metric {one.name}: {number(one.a)} → {number(one.b)}")
-    _list(say, found.metadata, lambda one: f"  metadata {one.name}: {number(one.a)} → {number(one.b)}")
-    _list(say, found.only_in_a, lambda one: f"- only in A: {_missing(one)}", "red")
-    _list(say, found.only_in_b, lambda one: f"+ only in B: {_missing(one)}", "green")
-    _list(say, found.kinds, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
-    _list(say, found.plain, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
-    _list(say, found.files, lambda one: f"! file {one.name}: {_file(one.a)} → {_file(one.b)}", "yellow")
-    _tensors(out, found)
-    tensors = f"{found.compared} tensors" + (f" ({found.by_digest} by digest, not read)" if found.by_digest else "")
-    within = f", {len(found.within)} of them within the tolerance" if found.within else ""
-    if found.same:
+    say(f"A  {difference.a.uri}", "bold")
+    say(f"B  {difference.b.uri}", "bold")
+    noted = [(name, *difference.about[name]) for name in _NOTED]
+    noted += [(name, *values) for name, values in difference.about.items() if name not in (*_NOTED, "total_bytes")]
+    for name, left, right in noted:
+        if left != right:
+            say(f"  {name}: {number(left)} → {number(right)}", "dim")
+    _list(say, difference.metrics, lambda change: f"  metric {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(say, difference.metadata, lambda change: f"  metadata {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(say, difference.only_in_a, lambda entry: f"- only in A: {_missing(entry)}", "red")
+    _list(say, difference.only_in_b, lambda entry: f"+ only in B: {_missing(entry)}", "green")
+    _list(say, difference.kinds, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+    _list(say, difference.plain, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+    _list(
+        say, difference.files, lambda change: f"! file {change.name}: {_file(change.a)} → {_file(change.b)}", "yellow"
+    )
+    _tensors(out, difference)
+    tensors = f"{difference.compared} tensors" + (
+        f" ({difference.by_digest} by digest, not read)" if difference.by_digest else ""
+    )
+    within = f", {len(difference.within)} of them within the tolerance" if difference.within else ""
+    if difference.same:
         say(f"the same: {tensors}{within}", "green")
         return
     counts = (
-        (len(found.tensors), f"of {tensors}{within}"),
-        (len(found.plain), "values of plain data"),
-        (len(found.only_in_a) + len(found.only_in_b), "on one side only"),
-        (len(found.kinds), "of another kind"),
-        (len(found.files), "files"),
+        (len(difference.tensors), f"of {tensors}{within}"),
+        (len(difference.plain), "values of plain data"),
+        (len(difference.only_in_a) + len(difference.only_in_b), "on one side only"),
+        (len(difference.kinds), "of another kind"),
+        (len(difference.files), "files"),
     )
-    read = f"; {format_bytes(found.bytes_read)} read" if found.bytes_read else ""
+    read = f"; {format_bytes(difference.bytes_read)} read" if difference.bytes_read else ""
     say(f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{read}", "bold")
 
 
-def _tensors(out: Any, found: CheckpointDifference) -> None:
+def _tensors(out: Any, difference: CheckpointDifference) -> None:
     """Print the tensors that differ, those that differ most at the top."""
-    rows = sorted(found.tensors, key=lambda one: (one.elements is not None, -(one.relative or one.norm or 0.0)))
+    rows = sorted(difference.tensors, key=lambda row: (row.elements is not None, -(row.relative or row.norm or 0.0)))
     if not rows:
         return
     shown = printable([_cells(row) for row in rows[:_SHOWN]])
@@ -156,8 +160,8 @@ def _tensors(out: Any, found: CheckpointDifference) -> None:
             made.add_row(*(cells[title] for title, _ in columns))
         if fits(out, made) or not given_up:
             break
-        less = given_up.pop(0)
-        columns = [column for column in columns if column[0] != less]
+        dropped = given_up.pop(0)
+        columns = [column for column in columns if column[0] != dropped]
     out.print(made)
     if len(rows) > _SHOWN:
         out.print(f"... and {len(rows) - _SHOWN} tensors more (--json lists all)", style="dim")
@@ -180,8 +184,8 @@ def _cells(row: TensorChange) -> dict[str, str]:
     return cells
 
 
-def _missing(one: Missing) -> str:
-    return one.name if one.entries == 1 else f"{one.name} ({one.entries} entries)"
+def _missing(entry: Missing) -> str:
+    return entry.name if entry.entries == 1 else f"{entry.name} ({entry.entries} entries)"
 
 
 def _shape(sizes: Sequence[int]) -> str:

@@ -56,9 +56,9 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
         for part, findings in probes.items():
             with contextlib.closing(findings), ended_by_sigterm():
                 rows += [(part, finding) for finding in findings]
-    counts = {level: sum(one.level == level for _, one in rows) for level in _LEVELS}
+    counts = {level: sum(finding.level == level for _, finding in rows) for level in _LEVELS}
     if out is None:
-        listed = [{"part": part, **one.to_json()} for part, one in rows]
+        listed = [{"part": part, **finding.to_json()} for part, finding in rows]
         print_json({"path": uri, "ok": not counts["bad"], "findings": listed})
     else:
         _print(uri, rows)
@@ -79,16 +79,16 @@ def _print(uri: str, rows: list[tuple[str, Finding]]) -> None:
     from rich.text import Text
 
     out = console()
-    width = max(len(one.name) for _, one in rows)
+    width = max(len(finding.name) for _, finding in rows)
     shown = ""
-    for part, one in rows:
+    for part, finding in rows:
         if part != shown:
             shown = part
             title = printable(uri) if part == "storage" else "this machine"
             out.print(Text(f"{title}", style="bold"), soft_wrap=True)
-        line = Text(f"  {one.level:<5}", style=_LEVELS[one.level]) + Text(f"{one.name:<{width}}  ")
-        line += Text(printable(one.found))
-        line += Text(printable(f"; {one.means}") if one.means else "", style="dim")
+        line = Text(f"  {finding.level:<5}", style=_LEVELS[finding.level]) + Text(f"{finding.name:<{width}}  ")
+        line += Text(printable(finding.found))
+        line += Text(printable(f"; {finding.means}") if finding.means else "", style="dim")
         out.print(line, soft_wrap=True)
-        if one.todo:
-            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(one.todo)}", style="yellow"), soft_wrap=True)
+        if finding.todo:
+            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(finding.todo)}", style="yellow"), soft_wrap=True)

@@ -46,25 +46,25 @@ def unpin(path: str, as_json: bool, pick: Choice) -> None:
 
 
 def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
-    found = choose(path, pick)
-    found.pin() if on else found.unpin()
+    checkpoint = choose(path, pick)
+    checkpoint.pin() if on else checkpoint.unpin()
     if as_json:
-        print_json({"checkpoint": found.uri, "name": found.name, "pinned": on})
+        print_json({"checkpoint": checkpoint.uri, "name": checkpoint.name, "pinned": on})
     else:
-        click.echo(f"{printable(found.uri)}  {'pinned' if on else 'not pinned'}")
+        click.echo(f"{printable(checkpoint.uri)}  {'pinned' if on else 'not pinned'}")
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
-@click.option("--force", is_flag=True, help="Also one that is pinned, held, or the newest of its run.")
+@click.option("--force", is_flag=True, help="Also a checkpoint that is pinned, held, or the newest of its run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Delete checkpoints, each manifest first. Whole runs are not deleted.
 
     The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
-    chosen = [_one(path) for path in paths]
+    chosen = [_checkpoint_at(path) for path in paths]
     rows = [_removal(checkpoint, force=force) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
     if yes and not refused:
@@ -76,51 +76,51 @@ def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _one(path: str) -> Checkpoint:
-    storage, found = find(path)
-    if found is None:
+def _checkpoint_at(path: str) -> Checkpoint:
+    storage, checkpoint = find(path)
+    if checkpoint is None:
         raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
-    return found
+    return checkpoint
 
 
-def _removal(found: Checkpoint, *, force: bool) -> dict[str, Any]:
+def _removal(checkpoint: Checkpoint, *, force: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
-    catalog = Catalog(found.storage)
+    catalog = Catalog(checkpoint.storage)
     newest = next(iter(catalog.records()), None)
-    holding = holders(found.storage).get(found.directory)
+    holding = holders(checkpoint.storage).get(checkpoint.directory)
     reasons = [f"held by {', '.join(holding)}"] if holding else []
     with contextlib.suppress(CheckpointError):
-        reasons += ["pinned"] if found.is_pinned else []
-    reasons += ["the newest of its run"] if newest is not None and newest.name == found.directory else []
-    foreign = found.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
+        reasons += ["pinned"] if checkpoint.is_pinned else []
+    reasons += ["the newest of its run"] if newest is not None and newest.name == checkpoint.directory else []
+    foreign = checkpoint.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
     reasons += ["it is no checkpoint of Holdfast"] if foreign else []
     return {
-        "checkpoint": found.uri,
-        "name": found.name,
-        "bytes": _bytes(found),
+        "checkpoint": checkpoint.uri,
+        "name": checkpoint.name,
+        "bytes": _bytes(checkpoint),
         "state": "kept",
         "refused": None if force and not foreign else ", ".join(reasons) or None,
     }
 
 
-def _bytes(found: Checkpoint) -> int:
+def _bytes(checkpoint: Checkpoint) -> int:
     try:
-        return found.size_bytes
+        return checkpoint.size_bytes
     except CheckpointError:
         return 0
 
 
-def _remove(found: Checkpoint, *, force: bool) -> None:
-    storage, name = found.storage, found.directory
+def _remove(checkpoint: Checkpoint, *, force: bool) -> None:
+    storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
-        found.delete()
+        checkpoint.delete()
         return
     with upkeep(storage) as catalog:
         catalog.discard([name], "holdfast rm")
         if name in catalog.index.rows and not force:
-            raise CheckpointError(f"{found.uri} stays: another process has begun to use it")
+            raise CheckpointError(f"{checkpoint.uri} stays: another process has begun to use it")
         if next(storage.list(name), None) is not None:  # quarantined, damaged, held, or more than the checkpoint itself
-            found.delete()
+            checkpoint.delete()
             catalog.refresh()
             catalog.index.save()
 
@@ -133,8 +133,8 @@ def _remove(found: Checkpoint, *, force: bool) -> None:
 def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 
-    The newest one, pinned ones, the one resumed from and those that another process holds always stay. The run must not
-    be training: its own retention deletes then. Without --yes nothing is deleted.
+    The newest, pinned ones, that resumed from and those that another process holds always stay. The run must not be
+    training: its own retention deletes then. Without --yes nothing is deleted.
     """
     storage = reach(run)
     catalog = run_at(storage, run)
@@ -142,14 +142,14 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
     records = {record.name: record for record in catalog.records()}
     verdicts = decide(keep, records.values())
     holding = holders(storage)
-    held = {one.name: holding.get(one.name) for one in verdicts if not one.keep}
+    held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
     rows = [
         {
-            **_row(storage.uri, records[one.name]),
-            "state": "kept" if one.keep or held[one.name] else "would go",
-            "why": f"held by {', '.join(who)}" if (who := held.get(one.name)) else one.why,
+            **_row(storage.uri, records[verdict.name]),
+            "state": "kept" if verdict.keep or held[verdict.name] else "would go",
+            "why": f"held by {', '.join(who)}" if (who := held.get(verdict.name)) else verdict.why,
         }
-        for one in verdicts
+        for verdict in verdicts
     ]
     if yes and any(row["state"] == "would go" for row in rows):
         gone = _prune(run, keep)
@@ -169,7 +169,7 @@ def _prune(run: str, keep: Keep) -> set[str]:
     gone: set[str] = set()
     with upkeep(resolve(run)) as catalog:
         kept_rules = catalog.index.keep
-        while fresh := {one.name for one in catalog.prune(keep)}:
+        while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh
         catalog.index.keep = kept_rules  # it shows what the run itself goes by
         catalog.index.save()

@@ -1,10 +1,10 @@
-"""``holdfast export``: a checkpoint in somebody else's format."""
+"""``holdfast export``: a checkpoint in another program's format."""
 
 from __future__ import annotations
 
 import click
 
-from holdfast._progress import told_bar
+from holdfast._progress import sized_progress_bar
 from holdfast._units import format_bytes
 
 from .targets import Choice, choose, pick_options
@@ -48,7 +48,7 @@ def export(
     from holdfast.interop.export import watched_export
 
     source = choose(path, pick)
-    with told_bar(f"export {source.name}") as progress:
+    with sized_progress_bar(f"export {source.name}") as progress:
         done = watched_export(
             source,
             destination,

@@ -15,7 +15,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one probe has found.
+    """What a probe has found.
 
     Attributes:
         name: of the probe.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from holdfast._progress import told_bar
+from holdfast._progress import sized_progress_bar
 
 from .terminal import console, print_json, printable
 
@@ -32,7 +32,7 @@ def import_(source: str, destination: str, kind: str, trusted: bool, overwrite: 
     """
     from holdfast.interop.import_ import watched_import
 
-    with told_bar("import") as progress:
+    with sized_progress_bar("import") as progress:
         done = watched_import(source, destination, format=kind, trusted=trusted, overwrite=overwrite, progress=progress)
     if as_json:
         print_json(

@@ -26,7 +26,7 @@ def latest(run: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--metric", help="The metric that ranks; default: the one the run's Keep ranks by.")
+@click.option("--metric", help="The metric that ranks; default: that of the run's Keep.")
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def best(run: str, metric: str | None, mode: str | None, as_json: bool) -> None:
@@ -45,8 +45,15 @@ def best(run: str, metric: str | None, mode: str | None, as_json: bool) -> None:
 
 
 def _answer(run: str, pick: Choice, as_json: bool) -> None:
-    found: Checkpoint = choose(run, pick)
+    checkpoint: Checkpoint = choose(run, pick)
     if as_json:
-        print_json({"checkpoint": found.uri, "name": found.name, "step": found.step, "metrics": found.metrics})
+        print_json(
+            {
+                "checkpoint": checkpoint.uri,
+                "name": checkpoint.name,
+                "step": checkpoint.step,
+                "metrics": checkpoint.metrics,
+            }
+        )
     else:
-        click.echo(printable(found.uri))
+        click.echo(printable(checkpoint.uri))

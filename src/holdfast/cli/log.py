@@ -31,7 +31,7 @@ _HEIGHT, _WIDEST = 14, 100
 @click.option("--metric", "metrics", multiple=True, help="Only this metric; may be repeated.")
 @click.option("--format", "kind", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last N rows; 0: all [default: 30 of a table].")
-@click.option("--plot", metavar="METRIC", help="Draw one metric over the steps in the terminal.")
+@click.option("--plot", metavar="METRIC", help="Draw this metric over the steps in the terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: str | None, as_json: bool) -> None:
     """Print the metrics that RUN has reported, oldest first, those of checkpoints included.
@@ -65,7 +65,7 @@ def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: s
 
 
 def _rows(catalog: Catalog) -> list[dict[str, Any]]:
-    """Give one row for each step, with what was reported and what its checkpoint says."""
+    """Return a row for each step, with what was reported and the metrics of its checkpoint, in the order of steps."""
     rows: dict[Any, dict[str, Any]] = {}
     for number_, row in enumerate(catalog.index.history()):
         step = row.get("step")
@@ -77,7 +77,7 @@ def _rows(catalog: Catalog) -> list[dict[str, Any]]:
             "checkpoint": row.get("checkpoint"),
             "metrics": flat_metrics(row.get("metrics") or {}),
         }
-    for record in reversed(catalog.records()):  # of two of one step the newer one counts
+    for record in reversed(catalog.records()):  # of two checkpoints of a step the newer counts
         fresh = {"step": record.step, "epoch": record.epoch, "time": record.created, "attempt": record.attempt}
         row = rows.setdefault(record.step, {**fresh, "checkpoint": record.name, "metrics": {}})
         row["checkpoint"] = record.name
@@ -87,7 +87,7 @@ def _rows(catalog: Catalog) -> list[dict[str, Any]]:
     for place, row in enumerate(rows.values()):
         at = row["step"] if row["step"] is not None else at
         order.append((at, place, row))
-    return [row for _, _, row in sorted(order, key=lambda one: one[:2])]
+    return [row for _, _, row in sorted(order, key=lambda item: item[:2])]
 
 
 def _picked(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _plot(rows: Sequence[dict[str, Any]], metric: str) -> None:
     click.echo(printable(metric))
     for line in range(_HEIGHT - 1, -1, -1):
         label = labels[0] if line == _HEIGHT - 1 else labels[1] if line == 0 else ""
-        cells = (" " if one is None or not level(one[0]) <= line <= level(one[1]) else "•" for one in columns)
+        cells = ("•" if span is not None and level(span[0]) <= line <= level(span[1]) else " " for span in columns)
         click.echo(f"{label:>{margin}} ┤{''.join(cells)}".rstrip())
     click.echo(f"{'':>{margin}} └{'─' * width}")
     click.echo(f"{'':>{margin}}  step {first}{f'step {last}':>{max(1, width - len(f'step {first}'))}}")

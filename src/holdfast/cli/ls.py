@@ -29,13 +29,13 @@ _COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete":
 
 @click.command()
 @click.argument("path")
-@click.option("--metric", help="Metric that marks the best; default: the one the run's Keep ranks by.")
+@click.option("--metric", help="Metric that marks the best; default: that of the run's Keep.")
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """List the checkpoints of the run at PATH, newest first; of a folder of runs, one line for each run.
 
-    "new" is what a checkpoint added to the disk: files that did not change are shared with the one before.
+    "new" is what a checkpoint added to the disk: files that did not change are shared with the checkpoint before.
     """
     storage, checkpoint = find(path)
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""``holdfast page``: a run as one HTML file."""
+"""``holdfast page``: a run as a single HTML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["page"]
 @click.option("--every", default=5.0, show_default=True, help="With --watch: seconds between looks and reloads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON document and write no file.")
 def page(run: str, output: str, watch: bool, every: float, as_json: bool) -> None:
-    """Draw RUN, or a folder of runs, as one HTML file that needs no server and no network.
+    """Draw RUN, or a folder of runs, as a single HTML file that needs no server and no network.
 
     Metric curves with the checkpoints on them, the attempts and what they cost, a table of checkpoints with why each is
     kept. Needs vl-convert-python: pip install 'holdfast[page]'.

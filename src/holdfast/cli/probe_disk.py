@@ -59,12 +59,12 @@ def _existing(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _folder_in(place: Path) -> Iterator[Path]:
-    """Give a folder of our own in a directory; it goes again, also on Ctrl-C and within `ended_by_sigterm`.
+    """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ended_by_sigterm`.
 
     Raises:
-        OSError: none can be made.
+        OSError: the folder cannot be made.
     """
-    for old in place.glob(f"{LEFT}*"):  # of one that SIGKILL ended
+    for old in place.glob(f"{LEFT}*"):  # of a probe that SIGKILL ended
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_S:
                 shutil.rmtree(old)
@@ -108,7 +108,7 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
-    """Yield what there is to say about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
+    """Yield the findings about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
     place = _existing(path)
     kind, device, options = _file_system(place)
     where = str(place) + ("" if place == path else f" (nearest directory above {path}, which is not there yet)")
@@ -196,14 +196,14 @@ def _room(place: Path) -> Generator[Finding]:
 
 def probe_promises(storage: Storage) -> Generator[Finding]:
     """Try what every storage promises: writes with a condition, listings, copies, deletions."""
-    stale = storage.put("probe/one", b"1")
-    storage.put("probe/one", b"22")
+    stale = storage.put("probe/object", b"1")
+    storage.put("probe/object", b"22")
     tries: list[tuple[str, dict[str, Any]]] = [("if absent", {"if_absent": True})]
     tries += [("if unchanged", {"if_match": stale})] if stale is not None else []
     broken = []
     for name, options in tries:
         try:
-            storage.put("probe/one", b"333", **options)
+            storage.put("probe/object", b"333", **options)
         except (StorageExistsError, StorageConflictError):
             continue
         broken.append(name)
@@ -217,9 +217,9 @@ def probe_promises(storage: Storage) -> Generator[Finding]:
     else:
         yield good("conditional writes", "kept", "of two trainers that start one run, one wins")
     names = sorted(info.path for info in storage.list("probe"))
-    if names != ["probe/one"] or len(storage.read("probe/one")) < 2:
+    if names != ["probe/object"] or len(storage.read("probe/object")) < 2:
         yield bad(
-            "listing", f"{names} right after a write of probe/one", "the newest checkpoint may not be found",
+            "listing", f"{names} right after a write of probe/object", "the newest checkpoint may not be found",
             "use a storage that shows what was written at once",
         )  # fmt: skip
     else:
@@ -232,10 +232,10 @@ def _locks(folder: Path) -> Finding:
     except ImportError:  # pragma: no cover - Windows
         return warn("locks", "this platform has none", "two trainers of one run are told apart later", "")
     path = folder / "lock"
-    with path.open("w") as one, path.open("w") as other:
+    with path.open("w") as first, path.open("w") as second:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return good("locks", "flock works", "a second trainer of a run on this machine is refused at once")
         except OSError as error:
@@ -301,7 +301,7 @@ def _clock(folder: Path) -> Finding:
 
 
 def skew_of(skew: float, whose: str) -> Finding:
-    """Judge by how many seconds the clock of a storage is ahead of ours."""
+    """Judge ``skew``: by how many seconds the clock of a storage is ahead of this machine's."""
     text = f"{whose} is {abs(skew):.2f} s {'ahead' if skew > 0 else 'behind'}"
     if abs(skew) < _SKEW_WARN_S:
         return good("clock", text, "ages and leases are right", skew_s=skew)
@@ -386,7 +386,7 @@ def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: ProbeDeadlin
 
 
 def read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
-    """Read that object as a load does; returns the bytes read."""
+    """Read the object that `write` made as a load does; return the bytes read."""
     view = memoryview(bytearray(_BLOCK))
     with storage.open("bulk") as reader:
         done = 0
@@ -400,14 +400,14 @@ def read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
 
 
 def rates(work: Callable[[], int]) -> tuple[int, float]:
-    """Return how many bytes some work took care of, and bytes a second."""
+    """Return how many bytes ``work`` has processed, and bytes per second."""
     start = time.perf_counter()
     done = work()
     return done, done / max(time.perf_counter() - start, 1e-9)
 
 
 def _judged(name: str, ours: tuple[int, float], limit: tuple[int, float]) -> Finding:
-    """Judge a speed by that of plain calls."""
+    """Judge a speed by that of plain calls; both are (bytes, bytes per second)."""
     share = ours[1] / max(limit[1], 1.0)
     text = f"{format_bytes(int(ours[1]))}/s, {share:.0%} of plain calls ({format_bytes(int(limit[1]))}/s)"
     text += f", {format_bytes(ours[0])}"

@@ -32,7 +32,7 @@ _PROBED_PIN = 64 << 20
 
 
 def probe_machine() -> Generator[Finding]:
-    """Yield what there is to say about this machine."""
+    """Yield the findings about this machine."""
     yield _versions()
     yield _cores()
     yield _memory()

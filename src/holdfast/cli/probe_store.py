@@ -28,7 +28,7 @@ _PARALLEL = 4
 def probe_store(
     storage: Storage, max_bytes: int, deadline: ProbeDeadline, progress: Callable[[int], object]
 ) -> Generator[Finding]:
-    """Yield what there is to say about a storage that is not a local disk; all that is written goes again."""
+    """Yield the findings about a storage that is not a local disk; removes all that it writes."""
     name = f"holdfast-doctor-{uuid.uuid4().hex[:12]}"
     own = storage.child(name)
     try:
@@ -100,7 +100,7 @@ def _copies(own: Storage) -> Finding:
 
 
 def _speed(own: Storage, size: int, deadline: ProbeDeadline, progress: Callable[[int], object]) -> Generator[Finding]:
-    """Measure one transfer, and several at once: what the way there gives is what these reach together."""
+    """Measure one transfer alone, and several at once: only these together fill the network."""
     buffer = mmap.mmap(-1, _BLOCK)
     buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))
     each = max(_BLOCK, size // 2 // _PARALLEL // _BLOCK * _BLOCK)
@@ -111,15 +111,15 @@ def _speed(own: Storage, size: int, deadline: ProbeDeadline, progress: Callable[
         "read": lambda place: read(place, deadline, progress),
     }
     for name, do in work.items():
-        one = rates(partial(do, places[0]))
-        many = one
+        alone = rates(partial(do, places[0]))
+        many = alone
         if count > 1 and deadline.left_s > 0:
             many = rates(lambda do=do: sum(together(own, [partial(do, place) for place in places])))  # type: ignore[misc]
-        best = max(one[1], many[1])
-        text = f"{format_bytes(int(one[1]))}/s alone, {format_bytes(int(many[1]))}/s {count} at once"
+        best = max(alone[1], many[1])
+        text = f"{format_bytes(int(alone[1]))}/s alone, {format_bytes(int(many[1]))}/s {count} at once"
         yield good(
             f"{name} speed", text, f"10 GB take {format_duration(10e9 / max(best, 1.0))}",
-            bytes_per_s=one[1], parallel_bytes_per_s=many[1], parallel=count, bytes=one[0] + many[0],
+            bytes_per_s=alone[1], parallel_bytes_per_s=many[1], parallel=count, bytes=alone[0] + many[0],
         )  # fmt: skip
         if deadline.left_s <= 0:
             return

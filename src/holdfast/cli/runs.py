@@ -25,14 +25,14 @@ _COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreadable"
 
 
 def runs_of(catalog: Catalog) -> list[str]:
-    """Name the runs directly in a folder that is no run itself; other folders are left out."""
+    """Return the names of the runs directly in a folder that is no run itself; other folders are left out."""
     if catalog.index.damage != "missing":
         return []
     return [name for name in catalog.foreign if catalog.storage.exists(f"{name}/{RUN_FILE}")]
 
 
 def show_runs(storage: Storage, names: Sequence[str], metric: str | None, mode: str | None, *, as_json: bool) -> None:
-    """Print one line for each run, the one saved to last at the top."""
+    """Print one line for each run, that with the newest checkpoint at the top."""
     rows = [run_row(storage.child(name), name, metric, mode) for name in names]
     rows.sort(key=lambda row: row.get("created") or 0.0, reverse=True)
     if metric is not None:
@@ -111,8 +111,8 @@ def run_row(storage: Storage, name: str, metric: str | None = None, mode: str | 
 
 
 def say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> None:
-    """Say on stderr that nobody has a number for a metric that was asked for."""
-    if not any(is_number(one.get(metric)) for one in have):
-        known = sorted({name for one in have for name in one if not name.startswith("_")})
+    """Say so on stderr if none of the metrics in ``have`` is a number called ``metric``."""
+    if not any(is_number(metrics.get(metric)) for metrics in have):
+        known = sorted({name for metrics in have for name in metrics if not name.startswith("_")})
         text = f"holdfast: nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}"
         click.echo(printable(text), err=True)

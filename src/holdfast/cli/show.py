@@ -32,7 +32,7 @@ _DATA_SHOWN = 24
 def show(path: str, tensors: bool, as_json: bool, pick: Choice) -> None:
     """Show what a checkpoint is and holds, from its small files alone.
 
-    PATH is a checkpoint, or a run: then its newest one is shown, or the one that --best or --step names.
+    PATH is a checkpoint, or a run: then its newest is shown, or the one that --best or --step names.
     """
     show_checkpoint(choose(path, pick, warns=False), tensors=tensors, as_json=as_json)
 
@@ -109,7 +109,7 @@ def _foreign(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _parent(index: RunIndex | None, manifest: Manifest) -> dict[str, Any] | None:
-    """The checkpoint it descends from: always its id, and its name while the run still has it."""
+    """Return the checkpoint it descends from: always its id, and its name while the run still has it."""
     if not manifest.parent:
         return None
     records = map(unpack, index.rows.values() if index is not None else ())
@@ -180,7 +180,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     facts.append(("size", size))
     made = document.get("extra", {}).get("average")
     if isinstance(made, dict) and isinstance(made.get("sources"), list):
-        of = ", ".join(f"{number(one.get('share'))} of {one.get('checkpoint')}" for one in made["sources"])
+        of = ", ".join(f"{number(source.get('share'))} of {source.get('checkpoint')}" for source in made["sources"])
         facts.append((f"average ({made.get('method')})", of))
     facts += [("metadata", str(document["metadata"]))] if document.get("metadata") else []
     return facts

@@ -52,13 +52,13 @@ def stats(run: str, target: str | None, watch: bool, every: float, as_json: bool
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
         _export(storage, run, target, every if watch else None)
         return
-    found = _look(storage, run)
-    if len(found) == 1 and found[0]["name"] is None:
-        print_json(found[0]) if as_json else _show(printable(found[0]))
+    summaries = _look(storage, run)
+    if len(summaries) == 1 and summaries[0]["name"] is None:
+        print_json(summaries[0]) if as_json else _show(printable(summaries[0]))
     elif as_json:
-        print_json({"path": storage.uri, "kind": "folder", "runs": found})
+        print_json({"path": storage.uri, "kind": "folder", "runs": summaries})
     else:
-        _show_folder(printable(storage.uri), printable(found))
+        _show_folder(printable(storage.uri), printable(summaries))
 
 
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
@@ -67,13 +67,13 @@ def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     names = runs_of(catalog)
     if not names or catalog.records():
         return [_describe(run_at(storage, path), None)]
-    found = []
+    summaries = []
     for name in names:
         try:
-            found.append(_describe(Catalog(storage.child(name)), name))
+            summaries.append(_describe(Catalog(storage.child(name)), name))
         except HoldfastError as error:
             click.echo(printable(f"holdfast: {name} cannot be read: {error}"), err=True)
-    return found
+    return summaries
 
 
 def _describe(catalog: Catalog, name: str | None) -> dict[str, Any]:
@@ -102,17 +102,19 @@ def _show(summary: Mapping[str, Any]) -> None:
     out.print(Text(summary["path"], style="bold") + Text(f"  {summary['state']}", style="dim"))
     failed = f", {summary['lost_saves']} lost" if summary["lost_saves"] else ""
     skipped = summary["skipped_saves"]
-    left_out = f", {skipped} skipped while the one before was written" if skipped else ""
+    left_out = f", {skipped} skipped while an earlier save was being written" if skipped else ""
     out.print(f"{summary['saves']} saves{failed}{left_out}; {summary['checkpoints']} checkpoints are there")
     written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
-    made = table([("seconds", "left"), *((one, "right") for one in ("saves", "in all", "mean", "p50", "p95", "max"))])
+    made = table(
+        [("seconds", "left"), *((title, "right") for title in ("saves", "in all", "mean", "p50", "p95", "max"))]
+    )
     for name, title in _TIMES:
-        one = summary[name]
-        if one["count"]:
-            figures = [f"{one[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
-            made.add_row(title, str(one["count"]), f"{one['sum']:.4g}", *figures)
+        spread = summary[name]
+        if spread["count"]:
+            figures = [f"{spread[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
+            made.add_row(title, str(spread["count"]), f"{spread['sum']:.4g}", *figures)
     if made.row_count:
         out.print(made)
         out.print()
@@ -128,19 +130,19 @@ def _failures(summary: Mapping[str, Any]) -> str:
     if summary["lost_steps"]:
         said += f": {summary['lost_steps']:g} steps ({format_duration(summary['failure_s'])}) had to be done again"
     if summary["down_s"]:
-        said += f", {format_duration(summary['down_s'])} between the end of one and the next"
+        said += f", {format_duration(summary['down_s'])} between the end of an attempt and the next start"
     return said
 
 
-def _show_folder(uri: str, found: list[dict[str, Any]]) -> None:
+def _show_folder(uri: str, summaries: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     out = console()
-    out.print(Text(uri, style="bold") + Text(f"  {len(found)} runs", style="dim"))
+    out.print(Text(uri, style="bold") + Text(f"  {len(summaries)} runs", style="dim"))
     out.print()
     titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
     made = table([("run", "left"), ("state", "left"), *((title, "right") for title in titles)])
-    for summary in found:
+    for summary in summaries:
         p50 = summary["durable_s"]["p50"]
         figures = [f"{summary[name]['sum']:.3g}" if summary[name]["count"] else "-" for name in ("held_s", "lost_s")]
         made.add_row(
@@ -161,14 +163,14 @@ def _show_folder(uri: str, found: list[dict[str, Any]]) -> None:
 def _export(storage: Storage, path: str, target: str, every: float | None) -> None:
     while True:
         try:
-            found = _look(storage, path)
+            summaries = _look(storage, path)
         except StorageError as error:
             if every is None:
                 raise
             click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
-            _replace(target, openmetrics([(_labels(one), _figures(one)) for one in found]))
-            if every is None or not any(one["live"] for one in found):
+            _replace(target, openmetrics([(_labels(summary), _figures(summary)) for summary in summaries]))
+            if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)
 
@@ -202,7 +204,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(target: str, text: str) -> None:
-    """Replace the file in one step, so that nobody collects half of it."""
+    """Replace the file in one step, so that no collector reads half of it."""
     path = Path(target)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -51,7 +51,7 @@ def sweep(uri: str, older: str, dry_run: bool, as_json: bool) -> None:
 def _swept(
     uploads: UnfinishedUploads, upload: Any, before: float, *, dry_run: bool, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Remove one upload if it is old; says what became of it."""
+    """Remove an upload if it is old; return its row with what was done."""
     is_old = upload.started < before
     if is_old and not dry_run:
         uploads.remove(upload)

@@ -1,4 +1,4 @@
-"""What a PATH argument means: a run with checkpoints below it, or one checkpoint."""
+"""What a PATH argument means: a run with checkpoints below it, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Choice:
         best: name of the metric by which it is the best.
         mode: "min" or "max"; None: what the run's `Keep` says about this metric, else "min".
         step: the step it was saved at.
-        newest: it is asked for the newest one; the same as nothing where one checkpoint is wanted anyway.
+        newest: the newest is asked for; changes nothing where a single checkpoint is wanted anyway.
     """
 
     best: str | None = None
@@ -85,7 +85,7 @@ def pick_options(*, whole: bool) -> Callable[[_Command], _Command]:
 def reach(path: str) -> Storage:
     """Return the storage rooted at ``path``; where no credentials are found, say where they were looked for.
 
-    Before the network is asked: what it answers without them takes long, and says little.
+    Called before any request: without credentials an answer takes long and says little.
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
@@ -121,15 +121,15 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
 
 
 def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
-    """Return the checkpoint that is meant: the one at ``path``, or of the run there the one asked for.
+    """Return the checkpoint that is meant: that at ``path``, or of the run there the one asked for.
 
-    Which one of a run is taken without having been asked for is said on stderr, and so is, unless ``warns`` is false,
-    that the one at ``path`` is quarantined.
+    Says on stderr which checkpoint of a run is taken if ``pick`` names none, and, unless ``warns`` is false, that the
+    checkpoint at ``path`` is quarantined.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
         CheckpointError: the run there has no such checkpoint.
-        ConfigError: no run is at ``path``, or one of its checkpoints is asked for where there is one.
+        ConfigError: ``path`` is no run, or ``pick`` asks for a checkpoint of a run where ``path`` is a checkpoint.
     """
     storage, checkpoint = find(path)
     if checkpoint is not None:
@@ -182,7 +182,7 @@ def _pick(catalog: Catalog, pick: Choice) -> Record:
         metric, mode = ranking(catalog.index.keep, pick.best, pick.mode)
         record = catalog.best(metric or "", mode)
         if record is None:
-            known = sorted({name for one in catalog.records() for name in flat_metrics(one.metrics)})
+            known = sorted({name for saved in catalog.records() for name in flat_metrics(saved.metrics)})
             raise UnknownMetricError(
                 f"no checkpoint of {where} has a number for {metric!r}; they have: {', '.join(known) or 'no metrics'}"
             )
@@ -204,6 +204,6 @@ def _at_step(catalog: Catalog, step: int) -> Record:
     if step in bad:
         name, why = bad[step]
         raise CheckpointError(f"step {step} of {catalog.storage.uri} is quarantined ({name}): {why}")
-    near = sorted({record.step for record in records}, key=lambda one: (abs(one - step), one))[:_SHOWN]
+    near = sorted({record.step for record in records}, key=lambda other: (abs(other - step), other))[:_SHOWN]
     has = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "it has none at all"
     raise CheckpointError(f"the run {catalog.storage.uri} has no checkpoint of step {step}: {has}")

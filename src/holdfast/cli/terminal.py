@@ -24,7 +24,7 @@ _AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may
 
 
 def console() -> Console:
-    """A console on stdout; wide where nobody looks at it, so that a pipe gets whole lines."""
+    """A console on stdout; wide where it is no terminal, so that a pipe gets whole lines."""
     from rich.console import Console
 
     is_tty = sys.stdout.isatty()
@@ -61,7 +61,7 @@ class PlainTable:
         self.add([title for title, _ in columns], style="dim", last="dim")
 
     def add(self, cells: Sequence[str], *, style: str = "", last: str = "") -> None:
-        """Add a row: texts, the style of all cells, and that of the last one."""
+        """Add a row: texts, the style of all cells, and that of the last cell."""
         self._rows.append(([cell if cell.isprintable() else printable(cell) for cell in cells], style, last))
 
     def print(self, out: Console, *, fitting: bool = False) -> bool:
@@ -95,7 +95,7 @@ def painted(out: Console, text: str, style: str) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document, indented unless it is so long that nobody reads it."""
+    """Print one JSON document, indented unless it is very long."""
     is_long = any(isinstance(value, list) and len(value) > _LONG for value in document.values())
     click.echo(json.dumps(strict(document), indent=None if is_long else 2, allow_nan=False, default=str))
 

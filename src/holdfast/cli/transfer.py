@@ -83,7 +83,7 @@ def cp(source: str, target: str, **options: Any) -> None:
 
 @dataclass(slots=True)
 class _Job:
-    """What is copied where, and what has come of it so far.
+    """What is copied where, and the outcomes so far.
 
     Attributes:
         source: uri of what is copied.
@@ -129,7 +129,7 @@ def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: b
 
 def _job(source: str, target: str, pick: Choice, *, overwrite: bool) -> _Job:
     if pick.is_given:
-        return _one_job(choose(source, pick), target, overwrite=overwrite)
+        return _checkpoint_job(choose(source, pick), target, overwrite=overwrite)
     storage, checkpoint = find(source)
     if checkpoint is None:
         plan = plan_run(storage)
@@ -137,7 +137,7 @@ def _job(source: str, target: str, pick: Choice, *, overwrite: bool) -> _Job:
             return _run_job(storage, plan, target, overwrite=overwrite)
         checkpoint = Checkpoint(source)
     warn_of_quarantine(checkpoint)
-    return _one_job(checkpoint, target, overwrite=overwrite)
+    return _checkpoint_job(checkpoint, target, overwrite=overwrite)
 
 
 def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -> _Job:
@@ -151,7 +151,7 @@ def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -
     return _Job(storage.uri, root, plan, steps, is_run=True)
 
 
-def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
+def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     new = Checkpoint.at(resolve(target), old.name) if target.endswith("/") else Checkpoint(target)
     check_apart(old.storage.child(old.directory), new.storage.child(new.directory))
     plan = RunPlan(names=(new.directory,), total_bytes=_size(old))
@@ -159,10 +159,10 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     def steps(progress: Progress) -> Iterator[CopyOutcome]:
         places = (old.storage, old.directory, new.storage, new.directory)
         if old.storage.exists(old.directory):
-            there = compare_files(*places) if new.storage.exists(new.directory) else None
-            if there == "same":
+            present = compare_files(*places) if new.storage.exists(new.directory) else None
+            if present == "same":
                 copied = Copied(bytes_there=plan.total_bytes, files=1, is_foreign=True)
-            elif there == "other" and not overwrite:
+            elif present == "other" and not overwrite:
                 raise CheckpointExistsError(f"{new.uri} is another file: --overwrite replaces it, or give another name")
             else:
                 copy_file(*places, progress=progress)
@@ -175,7 +175,7 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
 
 
 def _size(checkpoint: Checkpoint) -> int:
-    """Give the bytes to be copied; what cannot be copied says so later, with the reason."""
+    """Return the bytes to copy; 0 for a checkpoint that cannot be read: the copy raises the reason."""
     try:
         return checkpoint.size_bytes
     except CheckpointNotFoundError:

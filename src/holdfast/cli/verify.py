@@ -47,7 +47,7 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     if checkpoint is not None:
         deep = True if deep is None else deep
         bad = RunIndex.load(checkpoint.storage).quarantined.get(checkpoint.directory)
-        rows = [{**_one(checkpoint, deep), "quarantined": bad}]
+        rows = [{**_checked(checkpoint, deep), "quarantined": bad}]
     else:
         deep = bool(deep)
         rows = list(_run(storage, deep))
@@ -60,7 +60,7 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _one(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
+def _checked(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
     if checkpoint.storage.exists(checkpoint.directory):
         found = checkpoint.verify()
     else:
@@ -124,7 +124,7 @@ def _below(storage: Storage, name: str, deep: bool) -> list[dict[str, Any]]:
 
 
 def _look(storage: Storage, path: str, levels: int, folders: list[str]) -> bool:
-    """Find runs and folders of checkpoints, with one listing for each folder: most have nothing to do with us.
+    """Find runs and folders of checkpoints, with one listing for each folder: most hold no checkpoints.
 
     Args:
         storage: where to look.

@@ -50,7 +50,7 @@ def verify_resume(
 
     began = time.monotonic()
     try:
-        found = examine(
+        examined = examine(
             command, kills=kills, steps=steps, every=every, seed=seed, timeout_s=timeout_s, keep_in=keep_in, say=say
         )
     except LifeFailedError as error:
@@ -59,15 +59,15 @@ def verify_resume(
         click.echo(f"holdfast: {printable(str(error))}", err=True)
         raise click.exceptions.Exit(1) from error
     if as_json:
-        print_json({"command": list(command), **_document(found), "seconds": round(time.monotonic() - began, 1)})
+        print_json({"command": list(command), **_document(examined), "seconds": round(time.monotonic() - began, 1)})
     else:
-        _print(found, time.monotonic() - began)
-    if found.difference is not None:
+        _print(examined, time.monotonic() - began)
+    if examined.difference is not None:
         raise click.exceptions.Exit(1)
 
 
-def _document(found: Examined) -> dict[str, Any]:
-    report, difference = found.report, found.difference
+def _document(examined: Examined) -> dict[str, Any]:
+    report, difference = examined.report, examined.difference
     first = None
     if difference is not None:
         items = [{"item": path, "uninterrupted": left, "resumed": right} for path, left, right in difference.items] + [
@@ -75,36 +75,36 @@ def _document(found: Examined) -> dict[str, Any]:
         ] * difference.batches
         first = {
             "kind": difference.kind, "step": difference.step, "life": difference.life + 1, "rank": difference.rank,
-            "resumed": difference.resumed, "saved": found.why, "items": items,
+            "resumed": difference.resumed, "saved": examined.why, "items": items,
         }  # fmt: skip
     return {
         "exact": difference is None,
-        "verdict": found.verdict,
+        "verdict": examined.verdict,
         "steps": report.steps,
         "items": report.items,
         "compared": report.compared,
         "kills": [
-            {"saved": None if one.save is None else asdict(one.save), "killed": asdict(one.stop), "why": one.why}
-            for one in found.kills
+            {"saved": None if kill.save is None else asdict(kill.save), "killed": asdict(kill.stop), "why": kill.why}
+            for kill in examined.kills
         ],
         "lives": [{"began": begun, "killed_after": killed} for begun, killed in report.lives],
         "first_difference": first,
-        "causes": found.causes,
+        "causes": examined.causes,
         "notes": list(report.notes),
     }
 
 
-def _print(found: Examined, seconds: float) -> None:
-    report = found.report
+def _print(examined: Examined, seconds: float) -> None:
+    report = examined.report
     click.echo()
-    if found.difference is None:
+    if examined.difference is None:
         click.echo(
-            f"EXACT: killed {len(found.kills)} times and bit by bit as never killed: {report.steps} steps, "
+            f"EXACT: killed {len(examined.kills)} times and bit by bit as never killed: {report.steps} steps, "
             f"{report.items} items of state, {report.compared} comparisons ({seconds:.0f} s)"
         )
     else:
-        click.echo(f"{found.verdict.upper()} ({seconds:.0f} s): {printable(found.what())}")
-        for number, cause in enumerate(found.causes):
+        click.echo(f"{examined.verdict.upper()} ({seconds:.0f} s): {printable(examined.what())}")
+        for number, cause in enumerate(examined.causes):
             click.echo(f"\n{'likely cause' if number == 0 else 'or'}: {printable(cause)}")
     for note in report.notes:
         click.echo(f"note: {printable(note)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from .terminal import printable, strict
 
 __all__ = ["watch"]
 
-_FIELDS = ("path", "uri", "name", "step")
+_FIELD = re.compile(r"\{(path|uri|name|step)\}")
 
 
 @click.command()
@@ -30,7 +31,7 @@ _FIELDS = ("path", "uri", "name", "step")
 @click.option("--report", is_flag=True, help="The last line COMMAND prints is a JSON object of metrics: report them.")
 @click.option("--every", metavar="INTERVAL", help="Only the first at or after each multiple: 1000ba, 2ep, 1h.")
 @click.option("--start", default="newest", show_default=True, help="newest, first, next, or those after a step.")
-@click.option("--only-newest", is_flag=True, help="Leave out those that a newer one has overtaken.")
+@click.option("--only-newest", is_flag=True, help="Leave out those that a newer checkpoint has overtaken.")
 @click.option("--verify", is_flag=True, help="Read every byte before; leave out what is damaged.")
 @click.option("--hold", default="1h", show_default=True, help="How long retention waits for COMMAND at most.")
 @click.option("--poll", metavar="SPAN", help="Time between looks [default: 0.5s on a disk, 5s elsewhere].")
@@ -56,7 +57,7 @@ def watch(
     """
     if report and command is None:
         raise ConfigError("--report reports what a command prints: give --exec COMMAND too")
-    found = follow(
+    checkpoints = follow(
         run,
         int(every) if every is not None and every.isdigit() else every,
         int(start) if start.isdigit() else cast("Any", start),
@@ -68,7 +69,7 @@ def watch(
     )
     has_failed = False
     try:
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             row: dict[str, Any] = {"checkpoint": checkpoint.uri, "name": checkpoint.name, "step": checkpoint.step}
             if command is not None:
                 row |= _run(command, checkpoint, report=report, aside=as_json)
@@ -89,7 +90,7 @@ def watch(
 
 
 def _run(command: str, checkpoint: Checkpoint, *, report: bool, aside: bool) -> dict[str, Any]:
-    """Run the command for one checkpoint; says how that ended."""
+    """Run the command for a checkpoint; return its status, the metrics reported and what went wrong."""
     with contextlib.ExitStack() as stack:
         values: dict[str, Callable[[], str]] = {
             "path": lambda: stack.enter_context(checkpoint.as_directory()),
@@ -97,11 +98,9 @@ def _run(command: str, checkpoint: Checkpoint, *, report: bool, aside: bool) -> 
             "name": lambda: checkpoint.name,
             "step": lambda: str(checkpoint.step),
         }
-        filled = command
-        for field in _FIELDS:
-            if f"{{{field}}}" in filled:
-                # Names come from a storage that others may write to: the shell gets each as one word.
-                filled = filled.replace(f"{{{field}}}", shlex.quote(values[field]()))
+        # Names come from a storage that others may write to: the shell gets each as a word, and braces in a value stay.
+        words = {field: shlex.quote(values[field]()) for field in dict.fromkeys(_FIELD.findall(command))}
+        filled = _FIELD.sub(lambda match: words[match[1]], command)
         sys.stdout.flush()
         output = subprocess.PIPE if report else sys.stderr.fileno() if aside else None
         done = subprocess.run(["/bin/sh", "-c", filled], stdout=output, check=False)

@@ -1,4 +1,4 @@
-"""A run, or a folder of runs, as one HTML file that needs no server and no network.
+"""A run, or a folder of runs, as a single HTML file that needs no server and no network.
 
 `facts` collects what the page shows as JSON and bounds its curves; `document` puts the JSON, the style sheet, the
 script and the plotting library (Vega, from the package vl-convert-python) into one file. No torch, no lease: a page

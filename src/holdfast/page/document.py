@@ -1,4 +1,4 @@
-"""One HTML file: the facts as JSON, a style sheet, a script and the plotting library, and nothing from elsewhere."""
+"""A single HTML file: the facts as JSON, a style sheet, a script and the plotting library, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def render(facts: Mapping[str, Any], *, reload_s: float | None = None) -> str:
 
 
 def _embed(value: Any) -> str:
-    """JSON that cannot end the script element that holds it."""
+    """Return JSON that cannot end the script element that holds it."""
     text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

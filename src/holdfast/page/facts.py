@@ -55,16 +55,16 @@ def run_facts(storage: Storage) -> dict[str, Any]:
 
     Returns:
         JSON with ``metrics`` (curves of at most `MOST_POINTS` points [step, value]), ``checkpoints`` (newest
-        first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether somebody trains now).
+        first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether it is being trained now).
     """
     catalog = Catalog(storage)
-    told = catalog.index.read_history()
-    live = live_rows(told.rows, told.attempts)
+    history = catalog.index.read_history()
+    live = live_rows(history.rows, history.attempts)
     curves, warnings = _curves(live)
     records = catalog.records()
-    made = saves(told.events, records)
+    made = saves(history.events, records)
     is_remote = storage.local_root is None
-    sums = stats(told, records, is_remote=is_remote)
+    sums = stats(history, records, is_remote=is_remote)
     state = run_state(catalog)
     return {
         "kind": "run",
@@ -78,12 +78,12 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         "ranking": _ranking(catalog.index.keep),
         "reports": len(live),
         "metrics": curves,
-        "checkpoints": _checkpoints(catalog, records, live, made, deletions(told.events, is_remote=is_remote)),
+        "checkpoints": _checkpoints(catalog, records, live, made, deletions(history.events, is_remote=is_remote)),
         "size_bytes": sum(record.size for record in records),
         "new_bytes": sum(record.size - record.reused for record in records),
         "attempts": _attempts(
             sums.pop("attempts"),
-            live_attempts(told.attempts, {row["attempt"] for row in told.rows} | {one.attempt for one in made}),
+            live_attempts(history.attempts, {row["attempt"] for row in history.rows} | {save.attempt for save in made}),
         ),
         "saving": {**sums, "curves": _saving_curves(made)},
         "newest": _newest(storage, records),
@@ -118,19 +118,19 @@ def folder_facts(storage: Storage, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
-    """Describe one run among others, no more of it than is shown; why it cannot be read otherwise."""
+    """Describe one run among others, no more of it than is shown; return why if it cannot be read."""
     try:
         catalog = Catalog(storage)
-        told = catalog.index.read_history()
+        history = catalog.index.read_history()
         state = run_state(catalog)
     except HoldfastError as error:
         return str(error)
-    curves, said = _curves(live_rows(told.rows, told.attempts), _CURVE_OF_RUN)
+    curves, said = _curves(live_rows(history.rows, history.attempts), _CURVE_OF_RUN)
     records = catalog.records()
     ranking = _ranking(catalog.index.keep)
     best = best_of(records, ranking.get("metric"), ranking.get("mode", "min"))
-    made = saves(told.events, records)
-    attempts = attempt_rows(told, made)
+    made = saves(history.events, records)
+    attempts = attempt_rows(history, made)
     source = attempts[0]["from_name"] if attempts else None
     return {
         "name": name,
@@ -143,7 +143,7 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
         "attempts": len(attempts),
         "from": source,
         "saves": len(made),
-        "lost_s": math.fsum(one.lost_s or 0.0 for one in made) if any(one.lost_s for one in made) else None,
+        "lost_s": math.fsum(save.lost_s or 0.0 for save in made) if any(save.lost_s for save in made) else None,
         "lost_steps": sum(row["lost_steps"] for row in attempts),
         "best": None if best is None else best.name,
         "metrics": {curve["name"]: curve["points"][-1][1] for curve in curves},
@@ -156,7 +156,7 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
 
 
 def _curves(live: Iterable[Mapping[str, Any]], most: int = MOST_POINTS) -> tuple[list[dict[str, Any]], list[str]]:
-    """One curve for each metric that has numbers at steps, those with most points first; and what was left out."""
+    """Return a curve for each metric that has numbers at steps, those with most points first; and what was left out."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     odd: Counter[str] = Counter()
     for row in live:
@@ -182,12 +182,18 @@ def _curves(live: Iterable[Mapping[str, Any]], most: int = MOST_POINTS) -> tuple
 
 
 def _saving_curves(made: Sequence[Save]) -> dict[str, list[tuple[float, float]]]:
-    """What each save took, in seconds and bytes, over the steps; empty where nothing was recorded."""
-    told = {name: [(one.step, getattr(one, name)) for one in made] for name in ("durable_s", "held_s", "lost_s")}
-    told["written_bytes"] = [(one.step, None if one.size is None else one.size - (one.reused or 0)) for one in made]
-    told["reused_bytes"] = [(one.step, one.reused) for one in made]
-    known = {name: sorted(point for point in points if point[1] is not None) for name, points in told.items()}
+    """Return what each save took, in seconds and bytes, over the steps; empty where nothing was recorded."""
+    curves: dict[str, list[tuple[Any, Any]]] = {
+        name: [(save.step, getattr(save, name)) for save in made] for name in ("durable_s", "held_s", "lost_s")
+    }
+    curves["written_bytes"] = [(save.step, _new_bytes(save)) for save in made]
+    curves["reused_bytes"] = [(save.step, save.reused) for save in made]
+    known = {name: sorted(point for point in points if point[1] is not None) for name, points in curves.items()}
     return {name: thin(points) for name, points in known.items()}
+
+
+def _new_bytes(save: Save) -> int | None:
+    return None if save.size is None else save.size - (save.reused or 0)
 
 
 # ---- checkpoints
@@ -200,11 +206,11 @@ def _checkpoints(
     made: Iterable[Save],
     gone: Mapping[tuple[int, str], Deletion],
 ) -> list[dict[str, Any]]:
-    """All that are or were there, newest first: good ones with why they are kept, bad ones, and those deleted since."""
+    """Describe all checkpoints, newest first: good ones with why they are kept, bad ones, and deleted ones."""
     keep = catalog.index.keep
     ranking = _ranking(keep)
     best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
-    why = {one.name: one.why for one in decide(_rules(keep), good)}
+    why = {verdict.name: verdict.why for verdict in decide(_rules(keep), good)}
     rows = []
     for number, record in enumerate(good):
         marks = {"newest": not number, "best": record is best, "pinned": record.pinned}
@@ -224,24 +230,25 @@ def _checkpoints(
 
 
 def _deleted(
-    there: set[str],
+    present: set[str],
     live: Iterable[Mapping[str, Any]],
     made: Iterable[Save],
     gone: Mapping[tuple[int, str], Deletion],
 ) -> list[dict[str, Any]]:
-    """Those that were there once, as far as the journal or a report names them."""
+    """Describe deleted checkpoints, as far as the journal or a report names them; ``present`` are left out."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in made:
-        if one.name not in there:
-            sizes = {"size_bytes": one.size, "new_bytes": None if one.size is None else one.size - (one.reused or 0)}
-            rows[one.name] = {**_bare(one.name), "attempt": one.attempt, "step": one.step, "created": one.time, **sizes}
+    for save in made:
+        if save.name not in present:
+            sizes = {"size_bytes": save.size, "new_bytes": _new_bytes(save)}
+            origin = {"attempt": save.attempt, "step": save.step, "created": save.time}
+            rows[save.name] = {**_bare(save.name), **origin, **sizes}
     for (attempt, name), end in gone.items():
-        if name not in there:
+        if name not in present:
             known = rows.setdefault(name, {**_bare(name), "attempt": attempt or None, "step": end.step})
             known |= {"why": end.why, "deleted": end.time}
     for row in live:
         name = str(row.get("checkpoint") or "")
-        if name and name not in there:
+        if name and name not in present:
             known = rows.setdefault(name, {**_bare(name), "step": row.get("step"), "created": row.get("time")})
             known |= {"epoch": row.get("epoch"), "metrics": {**known["metrics"], **flat_metrics(row["metrics"])}}
     return [{"why": "", **row, "state": _GONE, "marks": []} for row in rows.values()]
@@ -288,7 +295,7 @@ def _keep_words(keep: Mapping[str, Any] | None) -> str:
 
 
 def _newest(storage: Storage, records: Sequence[Record]) -> dict[str, Any] | None:
-    """What the newest checkpoint says about how it was made."""
+    """Return what the newest checkpoint says about how it was made; None if its manifest cannot be read."""
     if not records:
         return None
     try:
@@ -303,7 +310,7 @@ def _newest(storage: Storage, records: Sequence[Record]) -> dict[str, Any] | Non
 
 
 def _attempts(rows: Sequence[dict[str, Any]], on_path: set[int]) -> list[dict[str, Any]]:
-    """Each start of the run, what its end has cost, and where it stands in the lineage.
+    """Describe each start of the run: what its end has cost, and where it stands in the lineage.
 
     "line" is "fresh", "resumed" (from a checkpoint of this run) or "another run"; "is_live" is False for a branch that
     a later start went back behind.

@@ -1,4 +1,4 @@
-"""What callbacks of a run hear of it."""
+"""The interface of a run's callbacks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class UserCallback:
     def after_report(
         self, run_context: RunContext, metrics: Sequence[Mapping[str, Any]], checkpoint: Checkpoint | None
     ) -> None:
-        """Hear of a report that all ranks have made; of one with a checkpoint when it is committed.
+        """Called after a report that all ranks have made; if it has a checkpoint, once that is committed.
 
         Args:
             run_context: of the run.
             metrics: what each rank reported, in the order of the ranks.
-            checkpoint: None if nobody reported one.
+            checkpoint: None if no rank reported a checkpoint.
         """
 
     def after_exception(self, run_context: RunContext, worker_exceptions: Mapping[int, BaseException]) -> None:
-        """Hear of a failure: what went wrong, by rank."""
+        """Called after a failure, with the exceptions by rank."""

@@ -1,6 +1,6 @@
 """What the controller needs of an engine, and the events that an engine delivers.
 
-An engine starts one group of workers at a time, carries messages, and tells of exits. It decides nothing: what a death
+An engine starts one group of workers at a time, carries messages, and reports exits. It decides nothing: what a death
 means is the controller's business. `holdfast.trainers.function.engines.local.engine` runs workers on this machine,
 `holdfast.trainers.function.engines.cluster.engine` on the nodes of a cluster.
 """
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 Reason: TypeAlias = Literal["process", "garbled", "node", "drained", "unreachable", "unplaced"]
-"""Why a worker has ended: its process did; it was ended for what it sent; its node did, or the agent
-there; so did a node that had said that it would; the node was given up though it may be alive; or
-there was no place to start it."""
+"""Why a worker has ended: its process ended; it was killed for what it sent; its node ended, or the
+agent there; its node ended as announced; the node was given up though it may be alive; or there was no
+place to start it."""
 
 
 def node_name(node: str, address: str = "") -> str:
@@ -45,7 +45,7 @@ def node_name(node: str, address: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One group of workers to start.
+    """A group of workers to start.
 
     Attributes:
         num_workers: ranks 0 .. num_workers - 1.
@@ -108,7 +108,7 @@ class Received:
 class Exited:
     """A worker has ended; nothing more comes from this rank until the next start.
 
-    The one exception: if it died by itself (``reason`` "process" or "garbled"), its node finishes what it had handed
+    With an exception: if it died by itself (``reason`` "process" or "garbled"), its node finishes what it had handed
     over, and the message "part" about that comes as a Received after this.
 
     Attributes:
@@ -158,14 +158,14 @@ class Draining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unable:
-    """The engine cannot run this at all, whatever is tried again: the run ends with ``error``."""
+    """The engine can never run this, so that no retry helps: the run ends with ``error``."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Woken:
-    """Somebody called `Engine.wake`; several calls may make one event."""
+    """`Engine.wake` was called; several calls may make one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class TaskEnded:
     Attributes:
         task: number that ``run_task`` gave.
         result: the pickled return value.
-        error: what it raised with its own traceback as cause, or a TrainingError that tells how its process ended.
+        error: what it raised with its own traceback as cause, or a TrainingError that says how its process ended.
     """
 
     task: int
@@ -202,7 +202,7 @@ class Engine(Protocol):
         """
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; a message to a worker that has ended is dropped (its Exited tells)."""
+        """Send a message without blocking; a message to a worker that has ended is dropped (an Exited says so)."""
 
     def events(self, timeout_s: float | None) -> list[Event]:
         """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""

@@ -46,7 +46,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
     Args:
         scaling: what was asked for.
         storage: root of the run.
-        max_failures: after which the run ends; with 0 nothing is kept ready on spare nodes.
+        max_failures: failures after which the run ends; with 0 nothing is kept ready on spare nodes.
 
     Raises:
         ConfigError: there is no cluster, or it cannot do this.
@@ -76,7 +76,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
 
 
 def threads(scaling: ScalingConfig) -> dict[str, str]:
-    """Return the variable that sizes thread pools of workers, where something is known of it."""
+    """Return the variable that sizes thread pools of workers; {} where their number of cores is not known."""
     cores: Any = (scaling.resources_per_worker or {}).get("CPU")
     if not cores and runs_on_ray(scaling) and "OMP_NUM_THREADS" not in os.environ:
         cores = _resources(scaling).get("CPU")  # what is reserved
@@ -87,7 +87,7 @@ def _spares() -> int:
     """Return on how many nodes without workers an interpreter is kept ready.
 
     Raises:
-        ConfigError: the variable is no such number.
+        ConfigError: HOLDFAST_SPARE_NODES is no number.
     """
     text = os.environ.get(_SPARES, _MOST_SPARES)
     if not text.isdecimal():
@@ -98,14 +98,18 @@ def _spares() -> int:
 
 
 def _resources(scaling: ScalingConfig) -> dict[str, float]:
-    """Amounts of each worker: one CPU unless something else is said, and its GPU."""
+    """Return the amounts of each worker, by resource: one CPU unless configured otherwise, and its GPU.
+
+    Raises:
+        ConfigError: more than one GPU, or nothing at all.
+    """
     resources = {"CPU": 1.0, **(scaling.resources_per_worker or {})}
     if scaling.use_gpu:
         resources = {"GPU": 1.0, **resources}
         if resources["GPU"] != 1:
             raise ConfigError(
                 f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
-                "gets one GPU, others amounts are not built yet; start more workers, or leave 'GPU' out"
+                "gets one GPU, other amounts are not built yet; start more workers, or leave 'GPU' out"
             )
     found = {name: amount for name, amount in resources.items() if amount}
     if not found:

@@ -44,7 +44,7 @@ def pack_secrets(*storages: Storage) -> bytes:
     For the control sockets of our own processes: never for a file, an argument, the environment or a log.
     """
     described = [{"storage": storage.describe(), "secrets": storage.secrets()} for storage in storages]
-    described = [one for one in described if one["storage"] is not None and one["secrets"]]
+    described = [entry for entry in described if entry["storage"] is not None and entry["secrets"]]
     return json.dumps(described).encode() if described else b""
 
 

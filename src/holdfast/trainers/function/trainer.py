@@ -119,7 +119,7 @@ class TorchTrainer:
         self._run = run_config or RunConfig()
         self._first = _first_checkpoint(resume_from_checkpoint)
         self._validation = _validation_of(validation, validation_config)
-        self._local_dir(self._root(self._run.name or "run"))  # a place that cannot work is refused here
+        self._local_dir(self._root(self._run.name or "run"))  # raises for a place that cannot work
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], *_: Any, **__: Any) -> TorchTrainer:
@@ -148,7 +148,7 @@ class TorchTrainer:
         """Train to the end; blocks. Everything reported is durable when it returns.
 
         Ctrl-C commits what is complete, stops the workers and raises KeyboardInterrupt; SIGTERM the same with
-        SystemExit(143). A second one waits for nothing.
+        SystemExit(143). A second signal ends it without waiting.
 
         Raises:
             TrainingFailedError: workers failed more often than allowed; ``failures`` has the exception of each rank.
@@ -180,7 +180,7 @@ class TorchTrainer:
             if end.error is not None:
                 raise end.error
             stops.raise_again()
-        memory, newest = driver.controller.commits.shelf.memory, driver.controller.commits.shelf.newest()
+        memory, newest = driver.controller.commits.known.memory, driver.controller.commits.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()
@@ -231,7 +231,7 @@ class TorchTrainer:
             raise end.error from (raised[0] if raised else end.error.__cause__)
 
     def _root(self, name: str) -> Storage:
-        """Give the root of the run of this name.
+        """Return the root of the run of this name.
 
         Raises:
             ConfigError: workers cannot reach it, or it is a file.
@@ -279,7 +279,7 @@ class TorchTrainer:
         )
 
     def _local_dir(self, storage: Storage) -> str | None:
-        """Give the disk in front of a run on a store.
+        """Return the disk in front of a run on a store; None without ``local_dir``.
 
         Raises:
             ConfigError: the run is on a disk itself.
@@ -356,8 +356,8 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
     """Turn ``resume_from_checkpoint`` into what workers can open: a place and its storage, or packed files.
 
     Raises:
-        ConfigError: it is nothing of the kind.
-        CheckpointError: there is none, or it is damaged.
+        ConfigError: it is of another type.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     if given is None:
         return None, None, ()
@@ -367,12 +367,12 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
         given = Checkpoint(given)
     if not isinstance(given, Checkpoint):
         raise ConfigError(
-            f"TorchTrainer(resume_from_checkpoint={given!r}): give a holdfast.Checkpoint, the path of one, or a dict"
+            f"TorchTrainer(resume_from_checkpoint={given!r}): give a holdfast.Checkpoint, its path, or a dict"
         )
     root = given.storage.local_root
     if root is not None and not (root / given.directory).exists():
         raise CheckpointNotFoundError(f"resume_from_checkpoint: there is nothing at {given.uri}; check the path")
-    _ = given.manifest  # one that is damaged or was never committed is refused here
+    _ = given.manifest  # a damaged or uncommitted checkpoint is refused here
     if given.storage.describe() is None:
         return None, pack_checkpoint(given), ()
     return describe_location(given.storage, given.directory), None, (given.storage,)
@@ -407,7 +407,7 @@ def _keep(config: CheckpointConfig | CheckpointStrategy | None) -> Keep:
 def _scores(
     config: CheckpointConfig | CheckpointStrategy | None,
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Give the score of a CheckpointConfig, and the strategy of a CheckpointStrategy, for the wire."""
+    """Return the score of a CheckpointConfig, and the strategy of a CheckpointStrategy, for the wire."""
     if isinstance(config, CheckpointStrategy):
         score = {"attribute": config.checkpoint_score_attribute, "order": config.checkpoint_score_order}
         return None, {"num_to_keep": config.num_to_keep, **score}

@@ -27,7 +27,7 @@ def takes_config(function: Callable[..., Any]) -> bool:
         raise ConfigError(f"train_func is {function!r}: give a function that takes nothing or one config")
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+    except (TypeError, ValueError):  # some builtins and C functions have no signature
         return True
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -57,7 +57,7 @@ def pack_call(function: Callable[..., Any], config: Any = None) -> bytes:
 
 
 def pack_value(value: Any, name: str) -> bytes:
-    """Pickle one value.
+    """Pickle a value.
 
     Raises:
         ConfigError: it cannot be pickled; the message names it and, in a mapping or function, the part.
@@ -116,7 +116,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _by_value_if_not_importable(function: Callable[..., Any]) -> None:
-    """Send a module by value that workers could not import, such as one made with `runpy` or a notebook's loader."""
+    """Send a module by value that workers could not import, such as those made with `runpy` or in a notebook."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if not isinstance(module, ModuleType) or module.__name__ == "__main__":
         return

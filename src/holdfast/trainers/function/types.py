@@ -39,7 +39,7 @@ class ReportedCheckpointStatus(Enum):
     """How far a reported checkpoint has come."""
 
     COMMITTED = "COMMITTED"
-    """Safe; nobody asked for a validation."""
+    """Safe; no validation was requested."""
 
     PENDING_VALIDATION = "PENDING_VALIDATION"
     """Safe; its validation waits or runs."""

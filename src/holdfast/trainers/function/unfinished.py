@@ -1,6 +1,6 @@
-"""What a worker has handed over and not stored in the run yet: its node finishes that if the worker dies.
+"""Uploads that a worker has handed over and not finished yet: its node finishes them if the worker dies.
 
-A worker brings two things to the store in the background: directories that it has reported, and its shares of states
+A worker uploads two kinds of data in the background: directories that it has reported, and its shares of states
 that are on a disk of its node first (``RunConfig(local_dir=...)``). The message that announces such work (a report, or
 "staged") has the key ``unfinished``, which `left_directory` or `left_share` makes; the message "part" of that report
 ends it.
@@ -50,7 +50,7 @@ def left_share(*, folder: str, directory: str, save_id: str, rank: int) -> dict[
     """Describe a share of a state that is, or will be, on a disk of this node.
 
     Args:
-        folder: what stands there for the run.
+        folder: the local folder of the run.
         directory: of the checkpoint.
         save_id: of the save.
         rank: whose share it is.
@@ -59,10 +59,10 @@ def left_share(*, folder: str, directory: str, save_id: str, rank: int) -> dict[
 
 
 def bring_share(local: Storage, remote: Storage, *, directory: str, save_id: str, rank: int) -> None:
-    """Copy a share that is stored in ``local`` to the run, durable there on return; it is removed here in any case.
+    """Copy a share that is stored in ``local`` to the run, durable there on return; removes the local copy in any case.
 
     Raises:
-        HoldfastError: it is not there, or could not be read or stored.
+        HoldfastError: the share is missing, or could not be read or stored.
     """
     try:
         part = read_part(local, directory, save_id, rank)
@@ -81,9 +81,9 @@ def bring_share(local: Storage, remote: Storage, *, directory: str, save_id: str
 
 
 class Unfinished:
-    """Keeps account of what the workers of this node have handed over, and finishes what a dead worker has left.
+    """Records the uploads that the workers of this node have begun, and finishes those of a dead worker.
 
-    All methods belong to the thread that receives the messages; what takes time is done on threads of its own.
+    All methods belong to the thread that receives the messages; what takes time runs on other threads.
 
     Args:
         tell: takes the number of a child, and header and attachments of the message that its worker would have sent;
@@ -103,13 +103,13 @@ class Unfinished:
     ) -> None:
         self._tell, self._log = tell, log
         self.storage = storage
-        self._left: dict[int, dict[int, Mapping[str, Any]]] = {}  # child -> report -> what it has left
+        self._left: dict[int, dict[int, Mapping[str, Any]]] = {}  # child -> report -> its upload
         self._lock = threading.Lock()
         self._given_up = threading.Event()  # of the group that runs
-        self._brought: list[Mapping[str, Any]] = []  # for it
+        self._brought: list[Mapping[str, Any]] = []  # uploads finished for that group
 
     def note(self, child: int, header: Mapping[str, Any]) -> None:
-        """Look at a message of a worker."""
+        """Record the upload that a message of a worker begins or ends."""
         if (left := header.get("unfinished")) is not None:
             self._left.setdefault(child, {})[header["index"]] = left
         elif header.get("on") == "part":
@@ -126,16 +126,16 @@ class Unfinished:
         if not left:
             return
         if not finish:
-            for index, one in left.items():
-                self._discard(index, one)
+            for index, upload in left.items():
+                self._discard(index, upload)
             return
         arguments = (child, left, self._given_up)
         threading.Thread(target=self._finish_all, args=arguments, name="holdfast-unfinished", daemon=True).start()
 
     def give_up(self) -> None:
-        """Stop what goes on for workers that have ended, and remove what was brought: another group begins.
+        """Stop the uploads for workers that have ended, and remove what was uploaded: another group begins.
 
-        The driver has committed by now what it wanted of that, and swept what it found. Does not wait.
+        By now the driver has committed what it needs of that, and swept the rest. Does not wait.
         """
         with self._lock:
             self._given_up.set()
@@ -144,84 +144,84 @@ class Unfinished:
         if brought:
 
             def work() -> None:
-                for one in brought:
-                    self._take_back(one)
+                for upload in brought:
+                    self._take_back(upload)
 
             threading.Thread(target=work, name="holdfast-give-up", daemon=True).start()
 
     def close(self) -> None:
-        """Discard what is left of workers that were ended with this engine, and bring nothing more."""
+        """Discard the uploads of workers that were ended with this engine, and begin no more."""
         for child in list(self._left):
             self.end(child, finish=False)
         self._given_up.set()
 
     def _finish_all(self, child: int, left: Mapping[int, Mapping[str, Any]], given_up: threading.Event) -> None:
-        for index, one in sorted(left.items()):
-            # Whose train_func has raised has put its files back by itself, and says so in its log.
-            is_there = one["kind"] != "directory" or os.path.lexists(one["path"])
+        for index, upload in sorted(left.items()):
+            # A worker whose train_func raised has put its files back itself and logged that.
+            is_there = upload["kind"] != "directory" or os.path.lexists(upload["path"])
             how = "brought by its node"
             header: dict[str, Any] = {"on": "part", "index": index}
             data: tuple[bytes, ...] = ()
             try:
-                self._finish(one, given_up)
+                self._finish(upload, given_up)
             except Exception as error:  # noqa: BLE001 - a thread edge: the driver hears of it
                 header["error"], blob = error_to_wire(error)
                 data, how = (blob,), f"that is lost: {error}"
             with self._lock:
                 is_late = given_up.is_set()
                 if not is_late and "error" not in header:
-                    self._brought.append(one)
+                    self._brought.append(upload)
             if is_late:
-                self._take_back(one)
+                self._take_back(upload)
                 how = "given up, for the driver goes on without it"
             else:
                 self._tell(child, header, data)
             if is_there:
-                self._log(f"rank {one['rank']} ended before report {index} was stored: {how}")
-            _remove(one)
+                self._log(f"rank {upload['rank']} ended before report {index} was stored: {how}")
+            _remove(upload)
 
-    def _finish(self, one: Mapping[str, Any], given_up: threading.Event) -> None:
+    def _finish(self, upload: Mapping[str, Any], given_up: threading.Event) -> None:
         def go_on() -> None:
             if given_up.is_set():
                 raise HoldfastError("it is not wanted any more")
 
         go_on()
-        rank, storage = one["rank"], self.storage
+        rank, storage = upload["rank"], self.storage
         if storage is None:
             raise HoldfastError("the storage of the run could not be tried on this node")
-        if one["kind"] == "directory":
-            put_incoming(storage, one["home"], IngestSource(rank=rank, path=one["path"]), go_on=go_on)
+        if upload["kind"] == "directory":
+            put_incoming(storage, upload["home"], IngestSource(rank=rank, path=upload["path"]), go_on=go_on)
             return
-        local = LocalStorage(one["folder"])
-        which = {"directory": one["directory"], "save_id": one["save_id"], "rank": rank}
+        local = LocalStorage(upload["folder"])
+        which = {"directory": upload["directory"], "save_id": upload["save_id"], "rank": rank}
         until = time.monotonic() + _WRITER_S
-        while read_part(local, one["directory"], one["save_id"], rank) is None and time.monotonic() < until:
+        while read_part(local, upload["directory"], upload["save_id"], rank) is None and time.monotonic() < until:
             time.sleep(_LOOK_S)
             go_on()
         bring_share(local, storage, **which)
 
-    def _take_back(self, one: Mapping[str, Any]) -> None:
-        """Remove from the run what was brought, unless it is committed. What stays there is swept by another start."""
+    def _take_back(self, upload: Mapping[str, Any]) -> None:
+        """Remove an upload from the run, unless it is committed. Another start sweeps what stays there."""
         storage = self.storage
         if storage is None:
             return
-        if one["kind"] == "directory":
-            remove_incoming(storage, one["home"])
+        if upload["kind"] == "directory":
+            remove_incoming(storage, upload["home"])
             return
         with suppress(HoldfastError):
-            if not storage.exists(join(one["directory"], MANIFEST_NAME)):
-                remove_part(storage, one["directory"], one["save_id"], one["rank"])
+            if not storage.exists(join(upload["directory"], MANIFEST_NAME)):
+                remove_part(storage, upload["directory"], upload["save_id"], upload["rank"])
 
-    def _discard(self, index: int, one: Mapping[str, Any]) -> None:
-        if _remove(one):
-            self._log(f"rank {one['rank']} ended before report {index} was stored: {one['path']} is removed")
+    def _discard(self, index: int, upload: Mapping[str, Any]) -> None:
+        if _remove(upload):
+            self._log(f"rank {upload['rank']} ended before report {index} was stored: {upload['path']} is removed")
 
 
-def _remove(one: Mapping[str, Any]) -> bool:
-    """Remove a directory that was taken over; False if there is none. Shares are removed by the next start."""
-    if one["kind"] != "directory" or not one["owned"] or not os.path.lexists(one["path"]):
+def _remove(upload: Mapping[str, Any]) -> bool:
+    """Remove a directory that was taken over; return False if there is none. The next start removes shares."""
+    if upload["kind"] != "directory" or not upload["owned"] or not os.path.lexists(upload["path"]):
         return False
-    path = one["path"]
+    path = upload["path"]
     try:
         LocalStorage(os.path.dirname(path)).delete_tree(os.path.basename(path))
     except HoldfastError as error:

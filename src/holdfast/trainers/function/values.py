@@ -29,7 +29,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     A tensor on an accelerator is read here, which waits for its device.
 
     Raises:
-        ConfigError: naming the first value that is no metric.
+        ConfigError: a value is no metric; the message names the first.
     """
     if type(metrics) is dict:
         for key, value in metrics.items():
@@ -45,7 +45,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_score(metrics: Mapping[str, Any], attribute: str) -> None:
-    """Refuse a score that cannot rank. A missing one and NaN are fine: they rank below everything.
+    """Refuse a score that cannot rank. A missing score and NaN are fine: they rank below everything.
 
     Raises:
         ConfigError: the value is neither a number nor missing.
@@ -148,7 +148,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Return what looks like a number as one: a one-element tensor, a Decimal, an average meter."""
+    """Convert what has a number's value: a one-element tensor, a Decimal, an average meter; None for the rest."""
     if isinstance(value, (int, float)):
         return value
     shape = getattr(value, "shape", None)

@@ -1,4 +1,4 @@
-"""What the controller takes in and gives out: frozen values, so that every step of it can be tested on its own.
+"""Inputs and outputs of the controller: frozen values, so that each of its steps can be tested alone.
 
 Into it go the engine's events, `ActionResult` of what it asked for, `Tick` and `StopRequested`; out come actions, which
 `holdfast.trainers.function.control.drive` carries out.
@@ -60,7 +60,7 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextAttempt:
-    """End the attempt with these words and register another. Outcome: {"attempt", "start_id"}."""
+    """End the attempt for ``reason`` and register another. Outcome: {"attempt", "start_id"}."""
 
     reason: str
     details: Mapping[str, Any]
@@ -71,7 +71,7 @@ class FindStart:
     """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.finder`.
 
     Attributes:
-        deep: names whose every byte is read, not just their sizes.
+        deep: names of checkpoints of which every byte is read, not just sizes.
     """
 
     deep: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class FindStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Note what this attempt goes on from."""
+    """Note the checkpoint that this attempt goes on from."""
 
     name: str
     step: int
@@ -128,7 +128,7 @@ class LateMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedDirectory:
-    """One directory that a rank reported."""
+    """A directory that a rank reported."""
 
     rank: int
     path: str
@@ -137,7 +137,7 @@ class ReportedDirectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What every way to a committed checkpoint has in common. Outcome: `holdfast.writer.messages.SaveResult`."""
+    """Commit a checkpoint; a subclass says from what. Outcome: `holdfast.writer.messages.SaveResult`."""
 
     index: int
     directory: str
@@ -169,7 +169,7 @@ class CommitUploaded(Commit):
     """Commit files that the user has put into ``directory`` of the run.
 
     Attributes:
-        beside: directories of other ranks, whose files are brought there before.
+        beside: directories of other ranks, whose files are copied there first.
     """
 
     beside: tuple[ReportedDirectory, ...] = ()
@@ -195,7 +195,7 @@ class KillGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Tell a worker to run train_func, which is attached by whoever carries this out.
+    """Make a worker run train_func, which the executor attaches.
 
     Attributes:
         memory: pickled values to start from, in place of a stored checkpoint.
@@ -219,7 +219,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Tell a worker something; ``error`` travels with it."""
+    """Send a worker a message; ``error`` travels with it."""
 
     rank: int
     header: Mapping[str, Any]
@@ -300,7 +300,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """Somebody wants the run to end: Ctrl-C or SIGTERM; a second one wants it now."""
+    """A signal asks for the end of the run: Ctrl-C or SIGTERM; a second signal for an immediate end."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""What became of each start of a run, and what its end cost."""
+"""How each start of a run ended, and what its end cost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _AFTER_THE_START = ("find", "start", "load")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSummary:
-    """One start of all workers.
+    """A start of all workers.
 
     Attributes:
         attempt: its number, counted from 1 since the run began.
         started: when, in UTC; None if that is lost.
         ended: when; None while it runs, or when it was killed together with its driver.
-        reason: how it ended ("finished", or what failed); None if it could not say so.
+        reason: how it ended ("finished", or what failed); None if that was not noted.
         resumed_from: name (or URI) of the checkpoint it went on from; None for a fresh start.
         seconds_lost: training that had to be done again because of its end, and the time until the next start trained.
             Time in which no driver ran is not counted.
@@ -74,7 +74,7 @@ def summarise(
 
 
 class _Times:
-    """When an attempt saved what, and when it was last heard of."""
+    """When each checkpoint of an attempt was saved, and when the attempt last reported."""
 
     def __init__(self, records: Sequence[Record], reports: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         self._saved = {(record.attempt, record.step): record.created for record in records}
@@ -82,15 +82,15 @@ class _Times:
         self._reported: dict[tuple[int, Any], float] | None = None
 
     def saved(self, attempt: int, step: int) -> float | None:
-        """The moment up to which the checkpoint of ``step`` holds the work; its report tells if it is gone."""
+        """Return when the checkpoint of ``step`` was saved (seconds since 1970), or reported if it is gone."""
         return self._saved.get((attempt, step)) or self._rows().get((attempt, step))
 
     def last_saved(self, attempt: int) -> float | None:
-        """The moment of the newest checkpoint of an attempt."""
+        """Return when the newest checkpoint of an attempt was saved."""
         return max((moment for (number, _), moment in self._saved.items() if number == attempt), default=None)
 
     def last_sign(self, attempt: int) -> float | None:
-        """The newest report or checkpoint of an attempt that could not say its end."""
+        """Return when the newest report or checkpoint of an attempt without a noted end was made."""
         signs = [moment for (number, _), moment in self._rows().items() if number == attempt]
         return max([*signs, self.last_saved(attempt) or 0.0]) or None
 
@@ -102,14 +102,14 @@ class _Times:
 
 
 def _lost(attempt: Attempt, following: Attempt | None, times: _Times) -> float:
-    """Count from the last moment whose work was kept to the end, and what the next start spent before it trained."""
+    """Return seconds: from the last work that was kept to the end, and what the next start spent before it trained."""
     began = timestamp(attempt.started)
     end = timestamp(attempt.ended) if attempt.ended is not None else times.last_sign(attempt.attempt) or began
     kept: float | None = None
     if following is None:
         kept = times.last_saved(attempt.attempt)
     elif following.resumed_from is not None and following.resumed_from.get("attempt") == attempt.attempt:
-        # What an older start had saved already is not this one's work, and not its loss.
+        # What an older start had saved is neither the work nor the loss of this attempt.
         kept = times.saved(attempt.attempt, following.resumed_from["step"])
     phases = (following.details or {}).get("seconds") if following is not None else None
     seconds = phases if isinstance(phases, Mapping) else {}

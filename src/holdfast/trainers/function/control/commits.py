@@ -1,4 +1,4 @@
-"""From complete reports to committed checkpoints, and what follows a commit: retention, validation, the word to all."""
+"""From complete reports to committed checkpoints, and what follows: retention, validation, messages to workers."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from .actions import (
 )
 from .known_checkpoints import KnownCheckpoints, without_marks
 from .plan import RunSpec
-from .report_ledger import Heard, LedgerEntry, ReportLedger, Stage
+from .report_ledger import CallbackCalls, LedgerEntry, ReportLedger, Stage
 from .validation import WANTED, Validations, status_of
 
 __all__ = ["Commits", "epoch_of"]
 
 
 class Commits:
-    """Commits what is complete and tells the workers.
+    """Commits complete reports and sends the outcome to the workers.
 
     Args:
         plan: of the run.
         out: where actions go.
 
     Attributes:
-        shelf: the checkpoints of the run.
-        board: reports of the group that runs.
+        known: the checkpoints of the run.
+        ledger: reports of the group that runs.
         validations: those that wait or run.
-        heard: what callbacks hear of reports.
+        callbacks: the calls of callbacks about reports.
         undelivered: (rank, error) of background saves that failed when the rank took no message any more.
         attempt: number of the attempt that runs.
         size: number of its workers.
         just_saved: whether each commit of this group since the last look was an agreed save.
         agreed_failed: an agreed save of this group has failed since the last look.
-        longest_s: how long the slowest save of this group took, from its first rank to the commit; None: there was
-            none yet by ranks that call `should_save`.
+        longest_s: how long the slowest save of this group took, from its first rank to the commit; None: no
+            save yet by ranks that call `should_save`.
     """
 
     def __init__(self, plan: RunSpec, out: list[Action]) -> None:
         self._plan, self._out = plan, out
-        self.shelf = KnownCheckpoints(first_number=1 if plan.strategy is not None else 0)
+        self.known = KnownCheckpoints(first_number=1 if plan.strategy is not None else 0)
         self.size = plan.num_workers
-        self.board = ReportLedger(plan.num_workers)
+        self.ledger = ReportLedger(plan.num_workers)
         self.validations = Validations(timeout_s=plan.limits.validation_s)
-        self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
+        self.callbacks = CallbackCalls(plan.num_workers, wanted=plan.has_callbacks)
         self.undelivered: list[tuple[int, BaseException]] = []
         self.attempt = 0
         self.just_saved: list[bool] = []
@@ -67,19 +67,19 @@ class Commits:
         self.longest_s: float | None = None
         self._under_way: dict[str, tuple[LedgerEntry, ReportLedger]] = {}
         self._wanted: set[str] = set()
-        self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
+        self._ranking: set[str] = set()  # validated; what retention deletes for their metrics is not known yet
         self._fields: dict[str, Any] = {}
-        self._warned: set[str] = set()  # of what comes with every report one word is enough
+        self._warned: set[str] = set()  # warnings that came before: each is printed once
         self._newest: str | None = None  # id of the newest checkpoint that this group had, or began with
-        self._parents: dict[str, str | None] = {}  # of saves under way: every writer of one has to name the same
+        self._parents: dict[str, str | None] = {}  # of saves under way: all writers of a save have to name the same
         self._start_id = ""
 
-    def begin(self, board: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
+    def begin(self, ledger: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
-        self.board, self.undelivered, self.attempt, self._start_id = board, [], attempt, start_id
-        self.size, self.just_saved, self.agreed_failed = len(board.entered), [], False
+        self.ledger, self.undelivered, self.attempt, self._start_id = ledger, [], attempt, start_id
+        self.size, self.just_saved, self.agreed_failed = len(ledger.entered), [], False
         self.longest_s = None
-        self.heard.begin(self.size)
+        self.callbacks.begin(self.size)
         self._newest, self._parents = parent, {}
         self._fields = {
             "run_id": run_id,
@@ -105,11 +105,11 @@ class Commits:
 
     def advance(self) -> None:
         """Commit what is complete."""
-        for report in self.board.committable():
+        for report in self.ledger.committable():
             self.commit(report)
 
     def advance_validations(self, now: float) -> None:
-        """Stop a validation that has run for too long, begin the next one."""
+        """Stop a validation that has run for too long, begin the next."""
         running = self.validations.running
         if running is not None and self.validations.is_overdue(now):
             self._out.append(StopValidation(name=running.name))
@@ -119,7 +119,7 @@ class Commits:
     # -- commits -------------------------------------------------------------------------------------------------
 
     def job(self, report: LedgerEntry) -> dict[str, Any]:
-        """Give directory, save id and manifest fields: what every writer of this checkpoint has to know."""
+        """Return directory, save id and manifest fields: what every writer of this checkpoint has to know."""
         save_id = f"{self._start_id}-{report.index:x}"
         fields = {
             **self._fields,
@@ -138,15 +138,16 @@ class Commits:
         """Commit a report, or fail it if that is impossible.
 
         Args:
-            report: nobody has to bring anything to it any more.
+            report: no rank has to add anything to it any more.
             wait_s: how long parts of dead workers are waited for.
         """
         problem = self._problem(report)
         if problem is None and report.directory is None:
-            place = next((one.location for one in report.entries.values() if one.location is not None), None)
+            locations = (entry.location for entry in report.entries.values())
+            place = next((location for location in locations if location is not None), None)
             try:
                 wanted = report.name if place is None else place["name"]
-                report.directory = self.shelf.allocate(wanted, uploaded=place is not None)
+                report.directory = self.known.allocate(wanted, uploaded=place is not None)
             except ConfigError as error:
                 problem = error
         if problem is not None or report.directory is None:
@@ -154,9 +155,9 @@ class Commits:
             return
         job = self.job(report)
         report.stage = Stage.COMMITTING
-        self._under_way[job["save_id"]] = (report, self.board)
+        self._under_way[job["save_id"]] = (report, self.ledger)
         if report.validation:
-            # Before the commit: the one after it may be on its way already and must not delete this one.
+            # Before the commit: a later commit may be on its way already and must not delete this checkpoint.
             self._wanted.add(report.directory)
             self._protect()
         ranks = sorted(report.entries)
@@ -164,14 +165,14 @@ class Commits:
             self._out.append(CommitParts(index=report.index, **job, writers=tuple(ranks), wait_s=wait_s))
             return
         entries = [report.entries[rank] for rank in ranks if report.entries[rank].kind == "directory"]
-        sources = tuple(ReportedDirectory(rank=one.rank, path=one.path, owned=one.owned) for one in entries)
+        sources = tuple(ReportedDirectory(rank=entry.rank, path=entry.path, owned=entry.owned) for entry in entries)
         if len(sources) < len(ranks):
             self._out.append(CommitUploaded(index=report.index, **job, beside=sources))
         else:
             self._out.append(Ingest(index=report.index, **job, sources=sources))
 
     def _problem(self, report: LedgerEntry) -> HoldfastError | None:
-        problem = self.board.disagreement(report)
+        problem = self.ledger.disagreement(report)
         if problem is not None:
             return ReportMismatchError(f"report {report.index}: {problem}")
         if report.validation and not self._plan.validates:
@@ -183,20 +184,20 @@ class Commits:
 
     def done(self, action: Commit, result: SaveResult | None, error: BaseException | None, now: float) -> None:
         """Take the outcome of a commit; it may belong to a group that is gone."""
-        report, board = self._under_way.pop(action.save_id)
+        report, ledger = self._under_way.pop(action.save_id)
         self._parents.pop(action.save_id, None)
         if result is None:
-            self.fail(report, error or HoldfastError("the commit failed"), board=board)
+            self.fail(report, error or HoldfastError("the commit failed"), ledger=ledger)
             return
-        board.end(report)
+        ledger.end(report)
         fields, name = action.manifest, result.name
-        if board is self.board:
+        if ledger is self.ledger:
             self._newest = fields["checkpoint_id"]
             self.just_saved.append(report.agreed)
             if all(entry.asks for entry in report.entries.values()):
                 self.longest_s = max(self.longest_s or 0.0, now - report.since)
         self.deleted(gone for gone, _ in result.deleted)
-        self.shelf.committed(
+        self.known.committed(
             Record(
                 name=name,
                 attempt=fields["attempt"],
@@ -209,7 +210,7 @@ class Commits:
         self._out += [Say(line=f"{name}: {text}") for text in result.warnings if text not in self._warned]
         self._warned.update(result.warnings)
         location = self._plan.location(name)
-        for rank in range(self.size) if board is self.board else ():
+        for rank in range(self.size) if ledger is self.ledger else ():
             entry = report.entries.get(rank)
             if entry is not None and entry.call is not None and not report.in_parts:
                 self._out.append(Answer(rank=rank, call=entry.call, value={"checkpoint": location}))
@@ -218,7 +219,7 @@ class Commits:
         if name in self._wanted:
             self._wanted.discard(name)
             self.validations.add(name, report.validation)
-        self._out += self.heard.committed(report, location, current=board is self.board)
+        self._out += self.callbacks.committed(report, location, current=ledger is self.ledger)
 
     def fail(
         self,
@@ -226,24 +227,24 @@ class Commits:
         error: BaseException,
         *,
         ranks: Iterable[int] | None = None,
-        board: ReportLedger | None = None,
+        ledger: ReportLedger | None = None,
     ) -> None:
         """End a report with an error: ranks that wait get it as their answer, the others at their next call.
 
         Args:
             report: the report.
             error: why.
-            ranks: those that get it; default: all that brought something.
-            board: where the report belongs if not to the group that runs.
+            ranks: those that get it; default: all that have reported.
+            ledger: where the report belongs if not to the group that runs.
         """
-        owner = board or self.board
+        owner = ledger or self.ledger
         owner.end(report, error)
-        if owner is self.board:
-            self.heard.forget(report.index)
+        if owner is self.ledger:
+            self.callbacks.forget(report.index)
         if report.directory is not None:
-            self.shelf.failed(report.directory)
+            self.known.failed(report.directory)
             self._wanted.discard(report.directory)
-        if owner is not self.board:
+        if owner is not self.ledger:
             self._out.append(Say(line=f"report {report.index} of the attempt before was not saved: {error}"))
             return
         self.agreed_failed = self.agreed_failed or report.agreed
@@ -263,15 +264,15 @@ class Commits:
     def deleted(self, names: Iterable[str]) -> None:
         """Forget checkpoints that retention removed."""
         for name in names:
-            self.shelf.kept.pop(name, None)
+            self.known.kept.pop(name, None)
             self.validations.forget(name)
 
     # -- validation ----------------------------------------------------------------------------------------------
 
     def resume_validations(self, wanted: Mapping[str, Any]) -> None:
-        """Take up validations that an earlier driver did not come to, by checkpoint."""
+        """Take up validations that an earlier driver did not run, by checkpoint."""
         for name, options in wanted.items():
-            if self._plan.validates and name in self.shelf.kept:
+            if self._plan.validates and name in self.known.kept:
                 self.validations.add(name, options)
         if self.validations.pending:
             self._protect()
@@ -281,14 +282,14 @@ class Commits:
         done, metrics, problem = self.validations.end(value or {}, error)
         if problem is not None:
             self._out.append(Say(line=f"the validation of {done.name} failed: {problem}"))
-        if done.name in self.shelf.kept:
-            self.shelf.add_metrics(done.name, metrics)
-            self._protect()  # before: it may be what the new ranking costs
+        if done.name in self.known.kept:
+            self.known.add_metrics(done.name, metrics)
+            self._protect()  # before: the new ranking may delete this checkpoint
             self._ranking.add(done.name)
             self._out.append(LateMetrics(name=done.name, metrics=metrics))
 
     def ranked(self, name: str, deleted: Iterable[str]) -> None:
-        """Take the outcome of late metrics: what retention removed for them."""
+        """Take the outcome of late metrics: the checkpoints that retention removed for them."""
         self._ranking.discard(name)
         self.deleted(deleted)
 
@@ -300,16 +301,16 @@ class Commits:
         pending = self.pending_validation
         return [
             {
-                "checkpoint": self._plan.location(one.name),
-                "metrics": without_marks(one.metrics),
-                "status": status_of(one.name, one.metrics, pending).value,
+                "checkpoint": self._plan.location(record.name),
+                "metrics": without_marks(record.metrics),
+                "status": status_of(record.name, record.metrics, pending).value,
             }
-            for one in self.shelf.in_order()
+            for record in self.known.in_order()
         ]
 
 
 def epoch_of(metrics: Mapping[str, Any]) -> float | None:
-    """Give the epoch where the user reports one under that name; it serves rules such as ``Keep(every="5ep")``."""
+    """Return the metric "epoch" if it is a number, else None; it serves rules such as ``Keep(every="5ep")``."""
     value = metrics.get("epoch")
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # noqa: PLR0124
     return value if known else None

@@ -1,7 +1,7 @@
 """The controller of a run: a state machine that takes events in and gives actions out, and does nothing else.
 
-It reads no clock, starts no process and touches no storage, so every situation can be tested one step at a time. What
-it knows about reports is in `reports` and `commits` beside it; what is decided about failures in `policy`.
+It reads no clock, starts no process and touches no storage, so every situation can be tested one step at a time.
+`reports` and `commits` beside it handle reports; `policy` decides about failures.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .report_ledger import ReportLedger
 from .reports import Reports
 from .room import Room
 from .starts import Start, choose_start
-from .worker_group import Clock, Crew, first_line, training_failed
+from .worker_group import Clock, WorkerGroup, first_line, training_failed
 
 __all__ = ["Controller"]
 _HANDOVERS = 3  # agreed saves that are tried for one move
@@ -83,13 +83,13 @@ class Controller:
         self.attempt = self.restarts = 0
         self._run_id = self._start_id = ""
         self._past: list[str] = []  # start ids of attempts that have ended, the newest last
-        self._crew: Crew | None = None
+        self._group: WorkerGroup | None = None
         self._teardown: Teardown | None = None
         self._stop: str | None = None
         self._history: list[Cause] = []
         self._idle_starts = 0
         self._clock = Clock()
-        self._suspect: tuple[str, Crew] | None = None
+        self._suspect: tuple[str, WorkerGroup] | None = None
         self.first = self._start = Start()
         self._answer_until: float | None = None  # when the run itself has to have answered
         self._waiting = False  # for the time of the next start, and for room
@@ -102,7 +102,7 @@ class Controller:
         self._now = 0.0
 
     def start(self, now: float) -> list[Action]:
-        """Begin; give the first actions."""
+        """Begin; return the first actions."""
         self._now = now
         self._clock.begin(now)
         self._ask(OpenRun())
@@ -110,7 +110,7 @@ class Controller:
         return actions
 
     def handle(self, event: Input, now: float) -> list[Action]:
-        """Take one event in and give out what has to be done about it."""
+        """Take an event; return the actions that follow from it."""
         if self.state.is_end:
             return []
         self._now = now
@@ -121,9 +121,9 @@ class Controller:
         elif isinstance(event, Capacity):
             self._room.update(event, now)
         elif isinstance(event, Draining):
-            if self._crew is not None and self._teardown is None:
+            if self._group is not None and self._teardown is None:
                 wait_s = gather_s(event.left_s, self.commits.longest_s)
-                self._hand_over(self._crew, Cause.PREEMPTION, event.detail, wait_s=wait_s)
+                self._hand_over(self._group, Cause.PREEMPTION, event.detail, wait_s=wait_s)
         elif isinstance(event, Unable):
             self._fatal(event.error)
         elif isinstance(event, (Placed, Started, Received, Exited)):
@@ -134,15 +134,15 @@ class Controller:
         return actions
 
     def deadline(self) -> float | None:
-        """When a `Tick` is due if nothing else happens; None: never."""
+        """Return when a `Tick` is due if nothing else happens; None: never."""
         times = [self.commits.validations.deadline, self._answer_until]
         if self._teardown is not None:
             times.append(self._teardown.deadline(self._now))
-        elif self._crew is not None:
-            times.append(next_check(self._crew, self.reports, self.commits, self._limits, self._last_sign))
+        elif self._group is not None:
+            times.append(next_check(self._group, self.reports, self.commits, self._limits, self._last_sign))
             times.append(self._ending.deadline if self._ending is not None else None)
-            times.append(self._growth(self._crew))
-            if self._handover is not None and self._crew.running_since is not None and not self._handover.is_asked:
+            times.append(self._growth(self._group))
+            if self._handover is not None and self._group.running_since is not None and not self._handover.is_asked:
                 times.append(self._handover.due)
         elif self._waiting:
             room = self._room.deadline()
@@ -154,7 +154,7 @@ class Controller:
     def _on_outcome(self, outcome: ActionResult) -> None:
         action, value, error = outcome.action, outcome.value, outcome.error
         if isinstance(error, RunBusyError) and not isinstance(action, OpenRun):
-            self._fatal(error)  # the lease is lost: somebody else writes to the run now
+            self._fatal(error)  # the lease is lost: another process writes to the run now
         if isinstance(action, Commit):
             self._last_sign = self._now  # workers may have waited for this
             self.commits.done(action, value, error, self._now)
@@ -187,22 +187,22 @@ class Controller:
         self._run_id, self._start_id, self.attempt = opened.run_id, opened.start_id, opened.attempt
         noted = opened.notes.get("number")
         if isinstance(noted, int):
-            self.commits.shelf.number = max(self.commits.shelf.number, noted)
+            self.commits.known.number = max(self.commits.known.number, noted)
         self._ask(FindStart())
 
     def _registered(self, attempt: dict[str, Any]) -> None:
         self.attempt, self._start_id = attempt["attempt"], attempt["start_id"]
         self._ask(FindStart())
 
-    def _found(self, found: RunContents) -> None:
-        self.commits.shelf.refresh(found.kept, taken=found.taken, set_aside=found.set_aside)
-        self.commits.resume_validations(found.unvalidated)
-        self._past = [start for start in found.starts if start != self._start_id][-_MOST_PAST:]
+    def _found(self, contents: RunContents) -> None:
+        self.commits.known.refresh(contents.kept, taken=contents.taken, set_aside=contents.set_aside)
+        self.commits.resume_validations(contents.unvalidated)
+        self._past = [start for start in contents.starts if start != self._start_id][-_MOST_PAST:]
         if self._suspect is not None:
-            (suspect, crew), self._suspect = self._suspect, None
-            self._decide(crew, free=any(name == suspect for name, _ in found.skipped))
+            (suspect, group), self._suspect = self._suspect, None
+            self._decide(group, free=any(name == suspect for name, _ in contents.skipped))
             return
-        self._start = choose_start(self._plan, found.start, self.commits.shelf.memory)
+        self._start = choose_start(self._plan, contents.start, self.commits.known.memory)
         if self._start.resumed is not None:
             self._out.append(self._start.resumed)
         if not self.restarts:
@@ -214,7 +214,7 @@ class Controller:
     # -- workers -------------------------------------------------------------------------------------------------
 
     def _seek_room(self) -> None:
-        """Start the group if there is room for it; say what is waited for, and give up in the end."""
+        """Start the group if there is room for it; say what is missing, and give up after ``place_s``."""
         size = self._room.size(self._now)
         if size is not None:
             self._start_group(size)
@@ -228,37 +228,37 @@ class Controller:
         if self.restarts:
             workers = f"{size} worker{'s' if size > 1 else ''}"
             self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
-        self._crew = Crew(size, self._now)
-        board = ReportLedger(size, self._start.step + 1)
+        self._group = WorkerGroup(size, self._now)
+        ledger = ReportLedger(size, self._start.step + 1)
         parent = self._start.kept.checkpoint_id if self._start.kept is not None else None
-        self.commits.begin(board, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
-        self.reports.begin(board)
+        self.commits.begin(ledger, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
+        self.reports.begin(ledger)
         self._last_sign, self._ending, self._handover = self._now, None, None
         self._become(RunState.SCHEDULING)
         self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
 
     def _on_worker(self, event: Placed | Started | Received | Exited) -> None:
-        crew, rank = self._crew, event.rank
-        if crew is None:
+        group, rank = self._group, event.rank
+        if group is None:
             return
         if isinstance(event, Exited):
-            crew.exited[rank] = event
+            group.exited[rank] = event
             ours = self._teardown is not None and self._teardown.kill_until is not None
-            if not ours and rank not in crew.finished and rank not in crew.failures:
-                crew.die(event)
-                self._fail(rank, crew.failures[rank])
+            if not ours and rank not in group.finished and rank not in group.failures:
+                group.die(event)
+                self._fail(rank, group.failures[rank])
             return
-        crew.heard[rank] = self._last_sign = self._now
+        group.heard[rank] = self._last_sign = self._now
         if isinstance(event, Placed):
-            crew.placed[rank] = event
+            group.placed[rank] = event
             return
         if isinstance(event, Started):
-            crew.started.add(rank)
+            group.started.add(rank)
             begin = self._start.begin(
                 self._plan,
                 rank,
-                size=crew.size,
-                placed=crew.placed.get(rank),
+                size=group.size,
+                placed=group.placed.get(rank),
                 attempt=self.attempt,
                 start_id=self._start_id,
                 past=self._past,
@@ -268,17 +268,17 @@ class Controller:
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
         if on == "running":
-            crew.running.add(rank)
-            if crew.all_running and self.state is RunState.SCHEDULING:
+            group.running.add(rank)
+            if group.all_running and self.state is RunState.SCHEDULING:
                 self._clock.end("start", self._now)
                 self._room.satisfied()
-                crew.running_since = self._now
+                group.running_since = self._now
                 self._become(RunState.RUNNING)
         elif on == "finished":
-            crew.finished.add(rank)
+            group.finished.add(rank)
             if header.get("left"):
-                crew.left.add(rank)
-            self.reports.board.finished.add(rank)
+                group.left.add(rank)
+            self.reports.ledger.finished.add(rank)
         elif on == "failed":
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._fail(rank, error, settle_s=self._limits.settle_s)
@@ -291,68 +291,72 @@ class Controller:
     def _take(self, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         if self._teardown is not None and header["on"] == "report" and header["index"] > self._teardown.upto:
             return
-        before = self.reports.board.any_report
+        before = self.reports.ledger.any_report
         if not self.reports.take(rank, header, attachments, self._now):
             self._say(f"rank {rank} sent a message that this version does not know: {header['on']}")
-        elif not before and self.reports.board.any_report:
+        elif not before and self.reports.ledger.any_report:
             self._clock.end("load", self._now)
             self._out.append(Details(details={"seconds": dict(self._clock.seconds)}))
             self._idle_starts = 0
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, crew: Crew, cause: Cause, why: str, *, tries: int = _HANDOVERS, wait_s: float = 0.0) -> None:
-        """Have all ranks save at one step, after ``wait_s`` at most; the group is ended after that."""
-        if crew.finished:
+    def _hand_over(
+        self, group: WorkerGroup, cause: Cause, why: str, *, tries: int = _HANDOVERS, wait_s: float = 0.0
+    ) -> None:
+        """Have all ranks save at the same step, after ``wait_s`` at most; then end the group."""
+        if group.finished:
             return
         due = self._now + wait_s
         if (handover := self._handover) is not None:
-            if cause is Cause.PREEMPTION:  # one restart does for both; the sooner of the two says when
+            if cause is Cause.PREEMPTION:  # one restart serves both, at the sooner time
                 handover.cause, handover.due = cause, min(handover.due, due)
             return
         self._say(f"{why}: the workers save and are started again")
-        self._handover = Handover(cause=cause, why=why, size=crew.size, tries=tries, due=due)
+        self._handover = Handover(cause=cause, why=why, size=group.size, tries=tries, due=due)
 
-    def _growth(self, crew: Crew) -> float | None:
-        """When the group should be ended in order to grow; None: not as things are."""
-        if crew.running_since is None or self._handover is not None or self._teardown is not None or crew.finished:
+    def _growth(self, group: WorkerGroup) -> float | None:
+        """Return when the group should be ended in order to grow; None: it should not."""
+        if group.running_since is None or self._handover is not None or self._teardown is not None or group.finished:
             return None
-        return self._room.growth(crew.size, crew.running_since)
+        return self._room.growth(group.size, group.running_since)
 
-    def _advance_moves(self, crew: Crew) -> None:
-        due = self._growth(crew)
+    def _advance_moves(self, group: WorkerGroup) -> None:
+        due = self._growth(group)
         if due is not None and self._now >= due:
-            self._hand_over(crew, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {crew.size} run")
+            self._hand_over(
+                group, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {group.size} run"
+            )
         saved, self.commits.just_saved = self.commits.just_saved, []
         handover = self._handover
         failed, self.commits.agreed_failed = self.commits.agreed_failed, False
         if handover is not None and failed and not saved:
             self._handover = None  # a later move may be agreed on anew
             if handover.cause is Cause.PREEMPTION and handover.tries > 1:
-                self._hand_over(crew, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
+                self._hand_over(group, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
         elif handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
-            crew.moved = (handover.cause, handover.why)
+            group.moved = (handover.cause, handover.why)
             self._clock.begin(self._now)
             self._tear_down()
             return
-        if self._handover is not None and crew.finished and not self._handover.is_asked:
-            self._say(f"{self._handover.why}: {rank_list(sorted(crew.finished))} finished meanwhile, the others go on")
-            self._handover = None  # who has finished would never answer
-        if self._handover is not None and crew.running_since is not None and self._now >= self._handover.due:
+        if self._handover is not None and group.finished and not self._handover.is_asked:
+            self._say(f"{self._handover.why}: {rank_list(sorted(group.finished))} finished meanwhile, the others go on")
+            self._handover = None  # a finished rank would never answer
+        if self._handover is not None and group.running_since is not None and self._now >= self._handover.due:
             self._handover.begin(self._out)
 
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _fail(self, rank: int, error: BaseException, *, settle_s: float = 0.0) -> None:
-        if self._crew is None:
+        if self._group is None:
             return
-        self._crew.fail(rank, error)
+        self._group.fail(rank, error)
         if self._teardown is None:
             self._clock.begin(self._now)
             self._tear_down(settle_s=settle_s)
 
     def _fatal(self, error: BaseException) -> None:
-        if self._crew is None:
+        if self._group is None:
             self._end(RunState.ERRORED, first_line(error), error)
             return
         self._tear_down()
@@ -361,40 +365,40 @@ class Controller:
 
     def _on_stop(self, why: str) -> None:
         again, self._stop = self._stop is not None, why
-        if self._crew is None:
+        if self._group is None:
             self._end(RunState.ABORTED, why)
             return
         self._tear_down()
-        if again and self._teardown is not None:  # the second one waits for nothing
+        if again and self._teardown is not None:  # a second signal ends the run without waiting
             self._teardown.kill_until = self._now + self._limits.stop_s
             self._out.append(KillGroup())
 
     def _tear_down(self, *, settle_s: float = 0.0) -> None:
         if self._teardown is None:
-            upto = max(self.reports.board.entered)
+            upto = max(self.reports.ledger.entered)
             now, limits = self._now, self._limits
             self._teardown = Teardown(settle_until=now + settle_s, drain_until=now + limits.drain_s, upto=upto)
             if self._stop is None and self.state in (RunState.SCHEDULING, RunState.RUNNING):
                 self._become(RunState.RESTARTING)
 
-    def _decide(self, crew: Crew, *, free: bool = False) -> None:
+    def _decide(self, group: WorkerGroup, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
-        cause, failures = crew.cause, crew.descriptions()
-        reason, ended = crew.summary(), crew.ended_before(self.reports.board.entered)
-        ended_how = "moves" if crew.moved is not None else "told to go" if crew.preempted else "failed"
+        cause, failures = group.cause, group.descriptions()
+        reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
+        ended_how = "moves" if group.moved is not None else "told to go" if group.preempted else "failed"
         self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
         details = {"failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds)}
         if self._plan.has_callbacks:
-            self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(crew.causes)}))
-        self._idle_starts += not self.reports.board.any_report
-        self._crew = None
+            self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(group.causes)}))
+        self._idle_starts += not self.reports.ledger.any_report
+        self._group = None
         if not free:
             self._history.append(cause)
             decision = self._plan.policy.decide(self._history, idle_starts=self._idle_starts)
             if isinstance(decision, GiveUp):
-                newest = self.commits.shelf.newest()
+                newest = self.commits.known.newest()
                 name = None if newest is None else newest.name
-                error = training_failed(crew, decision.why, self._plan.uri, name, ended)
+                error = training_failed(group, decision.why, self._plan.uri, name, ended)
                 self._end(RunState.ERRORED, f"training failed: {decision.why}", error, details)
                 return
             self._not_before = self._now + decision.delay_s
@@ -404,7 +408,7 @@ class Controller:
         self._clock = Clock(since=self._now)
         self._ask(NextAttempt(reason=reason, details=details))
 
-    # -- what time and the sum of events bring -------------------------------------------------------------------
+    # -- after each event and when time has passed -----------------------------------------------------------------
 
     def _advance(self) -> None:
         if self._answer_until is not None and self._now >= self._answer_until:
@@ -413,25 +417,25 @@ class Controller:
             return
         if self._waiting and self._now >= self._not_before:
             self._seek_room()
-        if self._crew is not None and self._teardown is None:
+        if self._group is not None and self._teardown is None:
             self.commits.advance()
             self.reports.advance(self._now)
-            self._advance_moves(self._crew)
-        if self._crew is not None and self._teardown is None:
-            found = find_trouble(self._now, self._crew, self.reports, self.commits, self._limits, self._last_sign)
+            self._advance_moves(self._group)
+        if self._group is not None and self._teardown is None:
+            found = find_trouble(self._now, self._group, self.reports, self.commits, self._limits, self._last_sign)
             if found is not None:
                 ranks, error = found
                 for rank in ranks:
                     self._fail(rank, error)
-        if self._teardown is not None and self._crew is not None:
-            self._advance_teardown(self._crew, self._teardown)
-        elif self._crew is not None and self._crew.all_finished:
-            self._advance_end(self._crew)
+        if self._teardown is not None and self._group is not None:
+            self._advance_teardown(self._group, self._teardown)
+        elif self._group is not None and self._group.all_finished:
+            self._advance_end(self._group)
         if self.state is not RunState.INITIALIZING and not self.state.is_end and self._stop is None:
             self.commits.advance_validations(self._now)
 
-    def _advance_teardown(self, crew: Crew, teardown: Teardown) -> None:
-        if not teardown.step(self._now, crew, self.reports, self._limits, self._out):
+    def _advance_teardown(self, group: WorkerGroup, teardown: Teardown) -> None:
+        if not teardown.step(self._now, group, self.reports, self._limits, self._out):
             return
         self._teardown = None
         self._clock.end("stop", self._now)
@@ -439,29 +443,29 @@ class Controller:
             self._end(RunState.ABORTED, self._stop)
         elif teardown.fatal is not None:
             self._end(RunState.ERRORED, first_line(teardown.fatal), teardown.fatal)
-        elif (name := self._damaged(crew)) is not None:
-            self._suspect, self._crew = (name, crew), None
+        elif (name := self._damaged(group)) is not None:
+            self._suspect, self._group = (name, group), None
             self._ask(FindStart(deep=(name,)))
         else:
-            self._decide(crew, free=crew.unplaced)
+            self._decide(group, free=group.unplaced)
 
-    def _damaged(self, crew: Crew) -> str | None:
-        """Name the checkpoint that this group started from if it failed over damaged bytes before its first report."""
+    def _damaged(self, group: WorkerGroup) -> str | None:
+        """Return the checkpoint that this group started from if it failed on damaged bytes before its first report."""
         start = self._start
-        if start.kept is None or self.reports.board.any_report:
+        if start.kept is None or self.reports.ledger.any_report:
             return None
         broken = (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError)
-        return start.kept.name if any(isinstance(error, broken) for error in crew.failures.values()) else None
+        return start.kept.name if any(isinstance(error, broken) for error in group.failures.values()) else None
 
-    def _advance_end(self, crew: Crew) -> None:
+    def _advance_end(self, group: WorkerGroup) -> None:
         if self._ending is None:
             self._ending = Ending.begin(self._now, self._limits)
-        outcome = self._ending.step(self._now, crew, self.reports, self.commits, self._limits, self._out)
+        outcome = self._ending.step(self._now, group, self.reports, self.commits, self._limits, self._out)
         if isinstance(outcome, BaseException):
             self._fatal(outcome)
             self._advance()
         elif outcome:
-            if (odd := crew.odd_ends(self.reports.board.entered)) is not None:
+            if (odd := group.odd_ends(self.reports.ledger.entered)) is not None:
                 self._say(odd)
             self._end(RunState.FINISHED, "finished")
 
@@ -471,11 +475,11 @@ class Controller:
         self, state: RunState, reason: str, error: BaseException | None = None, details: dict[str, Any] | None = None
     ) -> None:
         self._become(state)
-        self._crew = self._teardown = None
+        self._group = self._teardown = None
         running = self.commits.validations.running
         if running is not None:
             self._out.append(StopValidation(name=running.name))
-        self._out.append(Note(key="number", value=self.commits.shelf.number))
+        self._out.append(Note(key="number", value=self.commits.known.number))
         seconds = {"seconds": dict(self._clock.seconds)}
         self._out.append(End(state=state, reason=reason, error=error, details={**seconds, **(details or {})}))
 

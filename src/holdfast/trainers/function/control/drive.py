@@ -1,6 +1,6 @@
-"""Drives a run: hands events to the controller and has its actions carried out, until it says that nothing follows.
+"""Drives a run: hands events to the controller and its actions to the executor, until the controller ends.
 
-This thread waits in one place only, `Engine.events`, and never longer than until the controller's next deadline.
+This thread waits only in `Engine.events`, and never longer than until the controller's next deadline.
 Everything that takes time goes on elsewhere and comes back as an event.
 """
 
@@ -29,13 +29,13 @@ from .plan import RunSpec
 __all__ = ["Driver", "ExecutorOptions", "Stops"]
 
 _LOG = get_logger("runtime")
-_OP_S = 120.0  # that the writer may take for anything that is waited for
+_OP_S = 120.0  # most time of the writer for an operation
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENOUGH = 3
 
 
 class Driver:
-    """One run from the lease to the last commit. `close` is always called, whatever `run` does.
+    """A run from the lease to the last commit. `close` is always called, whatever `run` does.
 
     Args:
         plan: what was asked for.
@@ -91,8 +91,8 @@ class Driver:
 
     @property
     def num_reports(self) -> int:
-        """Number of the last report of any rank."""
-        return max(self.controller.reports.board.entered)
+        """The number of the last report of any rank."""
+        return max(self.controller.reports.ledger.entered)
 
     def last_words(self) -> str:
         """Say how the run ended."""
@@ -103,7 +103,7 @@ class Driver:
             end.reason if end is not None else "",
             reports=self.num_reports,
             restarts=controller.restarts,
-            names=[one.name for one in controller.commits.shelf.in_order()],
+            names=[record.name for record in controller.commits.known.in_order()],
             seconds=time.monotonic() - self._begun,
         )
 
@@ -130,11 +130,11 @@ class Driver:
             self._executor.do(action)
 
     def _announce(self) -> None:
-        session, found = self._session, self._executor.found
+        session, contents = self._session, self._executor.contents
         self._announced = True
-        if session.is_open and found is not None:
+        if session.is_open and contents is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
-            say(*start_block(self._plan, session.opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))
+            say(*start_block(self._plan, session.opened, contents, self.controller.first, keep=keep, use_gpu=use_gpu))
 
 
 class Stops:
@@ -167,7 +167,7 @@ class Stops:
         self._restore()
 
     def raise_again(self) -> None:
-        """Do what the signal that came would have done.
+        """Raise what the received signal would have raised.
 
         Raises:
             KeyboardInterrupt: it was Ctrl-C.

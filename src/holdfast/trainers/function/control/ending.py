@@ -1,6 +1,6 @@
 """How a group of workers ends: in order, torn down before its time, or moved after a save that all ranks agree on.
 
-What ends it without any event is here too: ranks that do not report, do not start, or give no sign of life.
+`find_trouble` finds what ends a group without any event: ranks that do not report, do not start, or are silent.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from .commits import Commits
 from .plan import WaitLimits
 from .policy import Cause
 from .reports import Reports
-from .worker_group import Crew, first_line
+from .worker_group import WorkerGroup, first_line
 
 __all__ = ["Ending", "Handover", "Teardown", "find_trouble", "gather_s", "next_check"]
 
 _GATHER_S = 6.0
-_SAVES = 4  # the time of so many saves, and half of all there is, is left after the wait
+_SAVES = 4  # after the wait, the time of so many saves and half of the time at first are left
 
 
 def gather_s(left_s: float, save_s: float | None) -> float:
-    """Say how long a save before a preemption may wait for notices about other nodes: one restart does for all.
+    """Return the seconds that a save before a preemption may wait for notices about more nodes: one restart serves all.
 
     The workers train on meanwhile. Without a save whose time is known there is no wait, and none where `should_save` is
-    never called: the next checkpoint that is reported has to do there.
+    never called: the next reported checkpoint serves there.
 
     Args:
         left_s: seconds until the first node goes.
@@ -69,15 +69,15 @@ class Handover:
             out.append(Send(rank=rank, header={"do": "save_soon"}))
 
     def at(self, rank: int, calls: int, out: list[Action]) -> None:
-        """Take the answer of one rank; the last one settles the call."""
+        """Take the answer of a rank; the last answer settles the call."""
         self.calls[rank] = calls
         if len(self.calls) == self.size and not self.is_sent:
             self.is_sent = True
-            for each in range(self.size):
-                out.append(Send(rank=each, header={"do": "save_at", "call": max(self.calls.values()) + 1}))
+            for receiver in range(self.size):
+                out.append(Send(rank=receiver, header={"do": "save_at", "call": max(self.calls.values()) + 1}))
 
     def is_served(self, *, agreed: bool) -> bool:
-        """Whether a commit is what was waited for: the agreed one, or any where nobody calls `should_save`."""
+        """Whether a commit ends the handover: the agreed save, or any save where no rank calls `should_save`."""
         return agreed or (self.is_sent and not any(self.calls.values()))
 
 
@@ -105,20 +105,20 @@ class Teardown:
             return self.kill_until
         return self.settle_until if now < self.settle_until else self.drain_until
 
-    def step(self, now: float, crew: Crew, reports: Reports, limits: WaitLimits, out: list[Action]) -> bool:
-        """Go on; True when no worker is left, or none that could be waited for."""
+    def step(self, now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, out: list[Action]) -> bool:
+        """Go on; return True when no worker is left, or waiting for the rest is given up."""
         if self.kill_until is None:
             left = self.drain_until - now
-            busy = reports.salvage(crew.dead, left, lost=crew.lost)
-            if (busy and left > 0) or (now < self.settle_until and not crew.is_explained):
+            busy = reports.salvage(group.dead, left, lost=group.lost)
+            if (busy and left > 0) or (now < self.settle_until and not group.is_explained):
                 return False
             self.kill_until = now + limits.grace_s + limits.stop_s
-            if not crew.all_exited:
+            if not group.all_exited:
                 out.append(KillGroup(grace_s=limits.grace_s))
-        if not crew.all_exited:
+        if not group.all_exited:
             if now < self.kill_until:
                 return False
-            left_over = [rank for rank in range(crew.size) if rank not in crew.exited]
+            left_over = [rank for rank in range(group.size) if rank not in group.exited]
             self.fatal = TrainingError(
                 f"{rank_list(left_over)} did not end within {limits.stop_s:g} s of SIGKILL: stuck in the kernel, on a "
                 "dead network disk perhaps; no other attempt can be started beside it"
@@ -151,9 +151,9 @@ class Ending:
         return min((time for time in (self.commit_until, self.exit_until) if time is not None), default=None)
 
     def step(
-        self, now: float, crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, out: list[Action]
+        self, now: float, group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, out: list[Action]
     ) -> bool | BaseException:
-        """Go on; True when everything is done, an error if it cannot be."""
+        """Go on; return True when everything is done, an error if that is impossible."""
         if commits.undelivered:
             failures = dict(commits.undelivered)
             text = "; ".join(f"rank {rank}: {first_line(error)}" for rank, error in failures.items())
@@ -161,7 +161,7 @@ class Ending:
             return TrainingFailedError(message, failures=failures)
         if self.commit_until is not None:
             left = self.commit_until - now
-            if reports.salvage(crew.exited, left, lost=crew.lost) or reports.board.reports:
+            if reports.salvage(group.exited, left, lost=group.lost) or reports.ledger.reports:
                 if left > 0:
                     return False
                 return TrainingError(
@@ -169,7 +169,7 @@ class Ending:
                     "storage stuck?"
                 )
             self.commit_until = None
-        if not crew.all_exited and self.exit_until is not None:
+        if not group.all_exited and self.exit_until is not None:
             if now < self.exit_until:
                 return False
             if not self.killed:
@@ -182,48 +182,50 @@ class Ending:
 
 
 def find_trouble(
-    now: float, crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
+    now: float, group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
 ) -> tuple[list[int], TrainingError] | None:
-    """Give the ranks that something is wrong with, and what.
+    """Return the ranks that hang or do not report, with the error; None if all are well.
 
     Args:
         now: the time.
-        crew: the workers.
+        group: the workers.
         reports: their reports.
         commits: what is being committed.
         limits: bounds of all waits.
-        last_sign: when anything was last heard of or done for any of them.
+        last_sign: when any of them last sent a message or was answered.
     """
     if (found := reports.mismatch(now)) is not None:
         return found
-    if not crew.all_running:
-        if now < crew.since + limits.start_s:
+    if not group.all_running:
+        if now < group.since + limits.start_s:
             return None
-        slow = [rank for rank in range(crew.size) if rank not in crew.running]
+        slow = [rank for rank in range(group.size) if rank not in group.running]
         text = f"train_func did not begin on {rank_list(slow)} within {limits.start_s:g} s; see the logs of the attempt"
         return slow, TrainingError(text)
-    if limits.hang_s is None or not _may_hang(crew, reports, commits) or now < last_sign + limits.hang_s:
+    if limits.hang_s is None or not _may_hang(group, reports, commits) or now < last_sign + limits.hang_s:
         return None
     last = ", ".join(
-        f"rank {rank} {now - crew.heard[rank]:.1f} s ago (report {reports.board.entered[rank]})"
-        for rank in crew.unfinished
+        f"rank {rank} {now - group.heard[rank]:.1f} s ago (report {reports.ledger.entered[rank]})"
+        for rank in group.unfinished
     )
-    return crew.unfinished, WorkerHangError(
+    return group.unfinished, WorkerHangError(
         f"no worker has given a sign of life for {now - last_sign:.1f} s (hang_timeout_s={limits.hang_s:g}); last "
         f"heard of {last}. Every report, with or without a checkpoint, is a sign of life"
     )
 
 
-def next_check(crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float) -> float | None:
-    """When `find_trouble` may find something if nothing happens."""
+def next_check(
+    group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
+) -> float | None:
+    """Return when `find_trouble` may find something if nothing happens."""
     times = [reports.next_deadline()]
-    if not crew.all_running:
-        times.append(crew.since + limits.start_s)
-    elif limits.hang_s is not None and _may_hang(crew, reports, commits):
+    if not group.all_running:
+        times.append(group.since + limits.start_s)
+    elif limits.hang_s is not None and _may_hang(group, reports, commits):
         times.append(last_sign + limits.hang_s)
     return min((time for time in times if time is not None), default=None)
 
 
-def _may_hang(crew: Crew, reports: Reports, commits: Commits) -> bool:
+def _may_hang(group: WorkerGroup, reports: Reports, commits: Commits) -> bool:
     """Whether silence would mean that workers are stuck; not while they may be waiting for storage."""
-    return not (crew.all_finished or commits.busy or reports.board.is_storing)
+    return not (group.all_finished or commits.busy or reports.ledger.is_storing)

@@ -1,7 +1,6 @@
 """Carries out what the controller decides: with the engine, the writer, and threads where a storage has to be read.
 
-Nothing here waits. What takes time comes back later as an `ActionResult`, given to ``post`` by whatever thread knows
-it.
+Nothing here waits. What takes time comes back later as an `ActionResult`, given to ``post`` by the thread that has it.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class ExecutorOptions:
         use_gpu: workers get GPUs.
         environment: variables of every worker.
         validation: what validates a checkpoint.
-        callbacks: objects that hear of reports and failures.
-        context: what callbacks get first.
+        callbacks: objects whose methods are called for reports and failures.
+        context: first argument of callbacks.
     """
 
     blob: bytes
@@ -101,7 +100,7 @@ class ExecutorOptions:
 
 
 class Executor:
-    """Does things for a controller.
+    """Carries out the actions of a controller.
 
     Args:
         plan: of the run.
@@ -111,7 +110,7 @@ class Executor:
         post: takes outcomes; called from any thread.
 
     Attributes:
-        found: what lay in it at the last look.
+        contents: what the run held at the last look.
     """
 
     def __init__(
@@ -124,14 +123,14 @@ class Executor:
     ) -> None:
         self._plan, self._options, self._storage = plan, options, session.storage
         self._engine, self._session, self._post = engine, session, post
-        self.found: RunContents | None = None
+        self.contents: RunContents | None = None
         self._tasks: dict[int, Validate] = {}
         self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
             OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
             NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
             FindStart: self._find_start,
-            # Not held: it is the newest until the first new one is committed, and after that the rules decide alone.
+            # Not held: it is the newest until the next commit, and after that the rules decide alone.
             Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
             Details: lambda do: self._op(do, "details", details=dict(do.details)),
             Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
@@ -191,32 +190,32 @@ class Executor:
 
         def work() -> None:
             try:
-                found = find_start(
+                contents = find_start(
                     self._storage,
                     session.ask("records"),
                     quarantined=session.quarantined,
                     quarantine=session.quarantine,
                     deep=action.deep,
                     dead=session.opened.dead,
-                    validations=self._options.validation is not None and self.found is None,
+                    validations=self._options.validation is not None and self.contents is None,
                 )
             except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
                 self._post(ActionResult(action=action, error=error))
             else:
-                self.found = found
-                self._post(ActionResult(action=action, value=found))
+                self.contents = contents
+                self._post(ActionResult(action=action, value=contents))
 
         threading.Thread(target=work, name="holdfast-find", daemon=True).start()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def _ingest(self, action: Ingest | CommitUploaded) -> None:
-        """Take directories in; what was uploaded has none: it is committed where it lies."""
+        """Take directories in; an uploaded checkpoint has none: it is committed where it lies."""
         sources = action.sources if isinstance(action, Ingest) else ()
         job = IngestJob(
             directory=action.directory,
             save_id=action.save_id,
-            sources=tuple(IngestSource(rank=one.rank, path=one.path, owned=one.owned) for one in sources),
+            sources=tuple(IngestSource(rank=source.rank, path=source.path, owned=source.owned) for source in sources),
             manifest=_dated(action.manifest),
         )
         self._follow(action, self._session.client.ingest(self._storage, job))
@@ -260,7 +259,7 @@ class Executor:
         )
 
     def _logs(self) -> Path:
-        """Give the folder of the logs: in the run itself, or a folder that is copied there."""
+        """Return the folder of the logs: in the run itself, or a folder that is copied there."""
         root = self._storage.local_root
         if root is not None:
             return root / LOGS
@@ -335,8 +334,8 @@ def _dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def bring_beside(storage: Storage, directory: str, sources: Sequence[ReportedDirectory]) -> None:
     """Copy the files of reported directories into ``directory``, where files lie already.
 
-    One name, one content, as everywhere: a file that is there with the same bytes is left out, one with others gets the
-    rank in its name. What is brought and never committed is swept like all of an upload that failed.
+    A file that is there with the same bytes is left out, a file with other bytes gets the rank in its name. Files that
+    are copied and never committed are swept like all of an upload that failed.
 
     Args:
         storage: root of the run.
@@ -376,12 +375,12 @@ def bring_beside(storage: Storage, directory: str, sources: Sequence[ReportedDir
 
 
 def _files(storage: Storage, source: ReportedDirectory) -> tuple[Storage, dict[str, str]]:
-    """Give where the files of a source are, and the path of each there by its name."""
+    """Return the storage of a source's files, and their paths in it by name."""
     path = source.path
     if is_incoming(path):
         contents = read_incoming(storage, path, source.rank).contents
         last = contents.manifest_file
-        return storage, {one.name: one.source for one in (*contents.files, *(() if last is None else (last,)))}
+        return storage, {file.name: file.source for file in (*contents.files, *(() if last is None else (last,)))}
     if os.path.isfile(path):
         head, name = os.path.split(path)
         return LocalStorage(head), {name: name}

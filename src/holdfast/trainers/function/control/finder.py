@@ -1,4 +1,4 @@
-"""Find the checkpoint that a start goes on from: newest first, damaged ones are set aside, never silently from zero."""
+"""Find the checkpoint that a start goes on from: newest first; damaged ones are set aside; never silently from zero."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .known_checkpoints import VALIDATED
 
 __all__ = ["RunContents", "find_start", "find_unvalidated"]
 
-_LOOKED_AT = 1000  # checkpoints whose manifests are read for validations that were not come to
+_LOOKED_AT = 1000  # most checkpoints whose manifests are searched for validations that did not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContents:
-    """What lies in a run.
+    """What a run holds.
 
     Attributes:
         kept: every committed checkpoint that may be used.
-        start: the newest good one.
+        start: the newest good checkpoint.
         skipped: (name, reason) of those set aside now.
         taken: every name under the run.
         set_aside: names of damaged checkpoints, found now or earlier.
@@ -54,16 +54,16 @@ def find_start(
     dead: Collection[str] = (),
     validations: bool = False,
 ) -> RunContents:
-    """Look for the newest checkpoint whose files are all there.
+    """Find the newest checkpoint whose files are all there; reads names and sizes, and the bytes of ``deep``.
 
     Args:
         storage: root of the run.
         rows: of its committed checkpoints, newest first.
         quarantined: those set aside earlier, with reasons.
-        quarantine: sets one aside.
-        deep: names whose every byte is compared with its digest.
+        quarantine: sets a checkpoint aside; takes its name and the reason.
+        deep: names of checkpoints that are compared byte by byte with their digests.
         dead: names at which an owner that was taken over may still be at work.
-        validations: look for those that have no result too.
+        validations: look for validations without a result too.
 
     Raises:
         CorruptCheckpointError: there are checkpoints and none of them is good.
@@ -71,20 +71,20 @@ def find_start(
     """
     kept = [unpack(row) for row in rows]
 
-    def check(one: Record) -> str | None:
-        outcome = verify(storage, one.name, deep=one.name in deep)
+    def check(record: Record) -> str | None:
+        outcome = verify(storage, record.name, deep=record.name in deep)
         if outcome.ok:
             return None
         if outcome.state == "missing":
-            return GONE  # somebody deleted it since it was listed
+            return GONE  # deleted since it was listed
         reason = "; ".join(outcome.problems) or outcome.state
         if outcome.state == "unreadable":
-            raise StorageError(f"{storage.uri}/{one.name} cannot be read: {reason}")
-        quarantine(one.name, reason)
+            raise StorageError(f"{storage.uri}/{record.name} cannot be read: {reason}")
+        quarantine(record.name, reason)
         return reason
 
     found = newest_good(
-        [(one.name, one) for one in kept],
+        [(record.name, record) for record in kept],
         check,
         bad=quarantined,
         where=storage.uri,
@@ -92,7 +92,7 @@ def find_start(
     )
     start, skipped = found
     bad = {**quarantined, **dict(skipped)}
-    usable = tuple(one for one in kept if one.name not in bad)
+    usable = tuple(record for record in kept if record.name not in bad)
     return RunContents(
         kept=usable,
         start=start,
@@ -100,20 +100,20 @@ def find_start(
         taken=frozenset(info.path.rstrip("/") for info in storage.list("", recursive=False)),
         set_aside=frozenset({*bad, *dead}),
         unvalidated=find_unvalidated(storage, usable) if validations else {},
-        starts=tuple(one.start_id for one in RunIndex.load(storage, head_only=True).attempts),
+        starts=tuple(attempt.start_id for attempt in RunIndex.load(storage, head_only=True).attempts),
     )
 
 
 def find_unvalidated(storage: Storage, kept: Iterable[Record]) -> dict[str, Any]:
     """Find validations that were asked for and have no result, oldest first."""
     wanted: dict[str, Any] = {}
-    for one in sorted(kept, key=lambda one: one.order)[-_LOOKED_AT:]:
-        if VALIDATED in one.metrics:
+    for record in sorted(kept, key=lambda record: record.order)[-_LOOKED_AT:]:
+        if VALIDATED in record.metrics:
             continue
         try:
-            validation = read_manifest(storage, one.name).extra.get("validation")
+            validation = read_manifest(storage, record.name).extra.get("validation")
         except (CheckpointError, StorageError):
-            continue  # gone meanwhile, or damaged: whoever uses it will say so
+            continue  # gone meanwhile, or damaged: its next reader raises that
         if validation:
-            wanted[one.name] = validation
+            wanted[record.name] = validation
     return wanted

@@ -1,4 +1,4 @@
-"""The checkpoints of the run as the controller knows them: what there is, what a new one is called, which is newest."""
+"""The checkpoints of the run as the controller knows them: which exist, the name of the next, which is the newest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KnownCheckpoints:
         first_number: number of the first directory of a run.
 
     Attributes:
-        kept: committed ones by name.
+        kept: committed checkpoints by name.
         memory: what is kept in memory only.
         number: the highest number a checkpoint of this run ever had; below ``first_number`` if none had.
     """
@@ -58,22 +58,22 @@ class KnownCheckpoints:
 
     def refresh(self, kept: Iterable[Record], *, taken: Iterable[str] = (), set_aside: Iterable[str] = ()) -> None:
         """Take over what was found under the run: checkpoints, all names, and names of damaged checkpoints."""
-        self.kept = {one.name: one for one in kept}
+        self.kept = {record.name: record for record in kept}
         self._set_aside = frozenset(set_aside)
         self._taken = {*taken, *self.kept, *self._set_aside}
         numbers = (int(match[1]) for name in self._taken if (match := _NUMBERED.fullmatch(name)))
         self.number = max(self.number, *numbers, -1)
 
     def allocate(self, name: str | None = None, *, score: Any = None, uploaded: bool = False) -> str:
-        """Give the directory of a new checkpoint and reserve it.
+        """Return the directory of a new checkpoint, and reserve it.
 
         Args:
-            name: what the user chose; None numbers it. In place of a checkpoint that was set aside it gets a number.
+            name: what the user chose; None numbers it. The name of a checkpoint that was set aside gets a number added.
             score: of a dict checkpoint on its way to the disk.
             uploaded: the directory is there already.
 
         Raises:
-            ConfigError: the name is taken, or none at all.
+            ConfigError: the name is taken, or not allowed.
         """
         if name is None:
             self.number += 1
@@ -87,14 +87,14 @@ class KnownCheckpoints:
         return name
 
     def skip(self) -> str:
-        """Give the name of a checkpoint that is not written: it counts all the same."""
+        """Return the name of a checkpoint that is not written: it takes a number all the same."""
         self.number += 1
         return f"checkpoint_{self.number:06d}"
 
     def _check(self, name: str, *, uploaded: bool) -> None:
         if not is_checkpoint_name(check_path(name)):
             raise ConfigError(
-                f"checkpoint_dir_name={name!r}: it becomes the name of one directory of the run; give a plain name "
+                f"checkpoint_dir_name={name!r}: it becomes the name of a directory of the run; give a plain name "
                 f"that does not begin with a dot and is none of {', '.join(RUN_NAMES)}"
             )
         if name in self.kept or name in self._pending or (name in self._taken and not uploaded):
@@ -103,16 +103,16 @@ class KnownCheckpoints:
                 "epoch or step into it, or leave it out to have them numbered"
             )
 
-    def committed(self, one: Record, deleted: Sequence[str] = ()) -> None:
+    def committed(self, record: Record, deleted: Sequence[str] = ()) -> None:
         """Enter a checkpoint and forget those that retention deleted for it."""
-        self._pending.pop(one.name, None)
-        self._taken.add(one.name)
-        self.kept[one.name] = one
+        self._pending.pop(record.name, None)
+        self._taken.add(record.name)
+        self.kept[record.name] = record
         for name in deleted:
             self.kept.pop(name, None)
 
     def failed(self, name: str) -> None:
-        """Note that nothing came of one: its name is free again."""
+        """Note that a checkpoint was not saved: its name is free again."""
         self._pending.pop(name, None)
 
     def add_metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
@@ -121,18 +121,18 @@ class KnownCheckpoints:
             self.kept[name] = replace(self.kept[name], metrics={**self.kept[name].metrics, **metrics})
 
     def newest(self) -> Record | None:
-        """The newest committed one."""
-        return max(self.kept.values(), key=lambda one: one.order, default=None)
+        """Return the newest committed checkpoint; None if there is none."""
+        return max(self.kept.values(), key=lambda record: record.order, default=None)
 
     def in_order(self) -> list[Record]:
-        """All, oldest first."""
-        return sorted(self.kept.values(), key=lambda one: one.order)
+        """Return all committed checkpoints, oldest first."""
+        return sorted(self.kept.values(), key=lambda record: record.order)
 
     def scores(self, attribute: str) -> list[Any]:
-        """Scores of those on the disk and on their way to it."""
-        return [metric_value(one.metrics, attribute) for one in self.kept.values()] + list(self._pending.values())
+        """Return the scores of checkpoints on the disk and on their way to it."""
+        return [*(metric_value(record.metrics, attribute) for record in self.kept.values()), *self._pending.values()]
 
 
 def without_marks(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what Holdfast notes among the metrics for itself."""
+    """Return metrics without what Holdfast notes among them for itself."""
     return {name: value for name, value in metrics.items() if name != VALIDATED}

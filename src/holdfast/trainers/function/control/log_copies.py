@@ -21,8 +21,8 @@ _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20
 class LogCopies:
     """Copies the files in a folder to ``logs/`` of a storage: those that have grown, each minute and at the end.
 
-    A file of more than 8 MiB is cut in its middle there. A storage that fails is said once and tried again; it never
-    holds anybody up.
+    A file of more than 8 MiB is cut in its middle there. A storage that fails is logged once and tried again; it never
+    delays training.
 
     Args:
         storage: root of the run.

@@ -1,4 +1,4 @@
-"""What a run of workers prints: one block when it starts, single lines when something happens, one line at its end."""
+"""What a run of workers prints: a block when it starts, single lines when something happens, a line at its end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def say(*lines: str) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Write a list of names, the first few of them."""
+    """Join names with commas: the first 8, and how many more there are."""
     every = list(names)
     more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more
 
 
 def start_block(
-    plan: RunSpec, opened: RunOpened, found: RunContents, start: Start, *, keep: Keep, use_gpu: bool
+    plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start, *, keep: Keep, use_gpu: bool
 ) -> list[str]:
-    """Say what a start found and does."""
+    """Return the lines about what a start found and does."""
     attempt = f"(attempt {opened.attempt})"
     if start.kept is not None:
         headline = f"{plan.run_name} resumes from {start.words} at report {start.step} {attempt}"
@@ -51,13 +51,13 @@ def start_block(
         else f"  workers   {_workers(plan)} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",
     ]
-    return [*lines, *(f"  {note}" for note in _notes(plan, opened, found, start))]
+    return [*lines, *(f"  {note}" for note in _notes(plan, opened, contents, start))]
 
 
-def _notes(plan: RunSpec, opened: RunOpened, found: RunContents, start: Start) -> list[str]:
+def _notes(plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start) -> list[str]:
     notes = [
         f"set aside {name}, its files are left alone: {reason.partition(chr(10))[0]}"
-        for name, reason in {**opened.quarantined, **dict(found.skipped)}.items()
+        for name, reason in {**opened.quarantined, **dict(contents.skipped)}.items()
     ]
     if start.kept is not None and (plan.first_checkpoint is not None or plan.first_memory is not None):
         notes.append("this run has checkpoints of its own: resume_from_checkpoint is not used")
@@ -70,9 +70,9 @@ def _notes(plan: RunSpec, opened: RunOpened, found: RunContents, start: Start) -
         gone = sorted({path.split("/")[0] for path in opened.swept})
         notes.append(f"removed what unfinished saves left: {listed(gone)}")
     if opened.waited_s > 1:
-        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
-    if found.unvalidated and plan.validates:
-        notes.append(f"takes up the validation of {listed(found.unvalidated)}")
+        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the previous attempt to finish")
+    if contents.unvalidated and plan.validates:
+        notes.append(f"takes up the validation of {listed(contents.unvalidated)}")
     return notes
 
 
@@ -96,11 +96,11 @@ def _rules(plan: RunSpec, keep: Keep) -> str:
 def end_line(
     plan: RunSpec, state: RunState, reason: str, *, reports: int, restarts: int, names: Sequence[str], seconds: float
 ) -> str:
-    """Say how a run ended.
+    """Return the line that says how a run ended.
 
     Args:
         plan: of the run.
-        state: its last one.
+        state: its last state.
         reason: in a few words.
         reports: number of the last report.
         restarts: how often workers were started again.

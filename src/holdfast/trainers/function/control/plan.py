@@ -1,4 +1,4 @@
-"""What a run of workers is to do, settled before it starts."""
+"""The specification of a run of workers, fixed before it starts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class WaitLimits:
         settle_capacity_s: how long a number of workers below the largest is looked at before it is taken.
         grow_after_s: how long a group has run at least before it is ended in order to grow.
         start_s: from the start of a group until train_func runs on all ranks.
-        report_s: from the first rank that enters a report with data until the last one does.
-        settle_s: how long the exit of another worker is waited for that may have caused the error of the first one.
+        report_s: from the first rank that enters a report with data until the last.
+        settle_s: after an error of a worker, how long to wait for the exit of another that may have caused it.
         drain_s: how long complete reports are finished after a failure, or when the run is stopped.
         end_s: how long the last commits may take after train_func has returned.
         grace_s: from SIGTERM to SIGKILL.
         stop_s: how long workers may take to end, beyond the grace.
         hang_s: silence of all ranks that counts as a hang; None: never.
-        validation_s: one validation, unless the report says otherwise.
+        validation_s: for each validation, unless the report says otherwise.
     """
 
     place_s: float = 600.0
@@ -58,13 +58,13 @@ class RunSpec:
         min_workers: the fewest that a group is started with; None: always ``num_workers``.
         finds_places: the engine says how many workers there is room for, and nothing starts before.
         where: where the workers run, for people.
-        inline: the one worker is a call in the driver's process.
+        inline: the only worker is a call in the driver's process.
         policy: how often the run may fail.
         limits: bounds of all waits.
         score: {"attribute", "order"} of a CheckpointConfig that ranks by a metric.
         strategy: {"num_to_keep", "attribute", "order"} of a CheckpointStrategy.
         validates: there is a function that validates checkpoints.
-        has_callbacks: somebody wants to hear of reports.
+        has_callbacks: the user has callbacks that take reports.
         first_checkpoint: where a run without checkpoints starts from.
         first_memory: the same as pickled values.
         versions: for manifests.

@@ -26,7 +26,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Start all workers again, after a pause if the last starts came to nothing."""
+    """Start all workers again, after a pause if the last starts made no report."""
 
     delay_s: float = 0.0
 
@@ -50,7 +50,7 @@ class FailurePolicy:
 
         Args:
             history: why each group ended so far; not empty.
-            idle_starts: how many starts in a row ended without a single report; from the fourth on the next one
+            idle_starts: how many starts in a row ended without a single report; from the fourth on the next
                 waits (1, 2, 4 ... 30 s), for an unlimited number of failures must not become a busy loop.
         """
         newest = history[-1]
@@ -67,7 +67,7 @@ class FailurePolicy:
 
 
 def ended_by_preemption(exit_code: int | None, signal: int | None) -> bool:
-    """Tell whether a worker that ended by itself was told to go rather than failed."""
+    """Return whether a worker that ended by itself was preempted: SIGTERM, or exit status 85."""
     return exit_code == PREEMPTED_EXIT or signal == _SIGTERM
 
 
@@ -77,21 +77,21 @@ def is_worth_writing(score: Any, kept: Iterable[Any], *, num_to_keep: int | None
     With ``num_to_keep`` on disk, only a checkpoint that is strictly better than the worst of them does.
 
     Args:
-        score: of the new one, None if it has none.
+        score: of the new checkpoint, None if it has none.
         kept: scores of those on disk or on their way there.
         num_to_keep: None keeps all, 0 none.
         order: "max" or "min".
     """
     if num_to_keep is None:
         return True
-    places = sorted((_place(one, order) for one in kept), reverse=True)
+    places = sorted((_place(other, order) for other in kept), reverse=True)
     if num_to_keep == 0:
         return False
     return len(places) < num_to_keep or _place(score, order) > places[num_to_keep - 1]
 
 
 def _place(score: Any, order: str) -> tuple[int, float]:
-    """Give a sort key; what is missing, NaN or no number is worse than every number in both orders."""
+    """Return a sort key; what is missing, NaN or no number is worse than every number in both orders."""
     if not isinstance(score, (int, float)) or score != score:  # noqa: PLR0124  NaN is what differs from itself
         return (0, 0.0)
     return (1, score if order == "max" else -score)
@@ -121,7 +121,7 @@ class ScalingPolicy:
         """Choose the size of the group to start now; None: wait.
 
         Args:
-            room: number of workers that there are places for.
+            room: number of workers that fit now.
             unchanged_s: for how long that has been so.
         """
         if room >= self.most:

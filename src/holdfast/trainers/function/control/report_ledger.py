@@ -1,7 +1,7 @@
-"""Who has reported what: pure bookkeeping of the reports of one group of workers.
+"""Which rank has reported what: pure bookkeeping of the reports of a group of workers.
 
-Reports are numbered; every rank enters each number once and in order, most of them with nothing but metrics. One that
-brings data is complete when all ranks have entered it.
+Reports are numbered; every rank enters each number once and in order, most of them with metrics alone. A report with
+data is complete when all ranks have entered it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast._ranks import rank_list
 
 from .actions import Call
 
-__all__ = ["Ask", "Entry", "Heard", "LedgerEntry", "ReportLedger", "Stage"]
+__all__ = ["Ask", "CallbackCalls", "Entry", "LedgerEntry", "ReportLedger", "Stage"]
 
 _MAX_WAITING = 10_000
 
@@ -30,15 +30,15 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank brought to a report.
+    """The data of a rank in a report.
 
     Attributes:
         kind: "directory", "uploaded", "state" or "values".
-        call: number of the call that waits for the commit; None if none does.
+        call: number of the call that waits for the commit; None: no call waits.
         path: of the directory.
         owned: the directory has been taken over and may be moved.
-        coming: the directory is not there yet: its rank says when it is.
-        location: where an uploaded one lies.
+        coming: the directory is not uploaded yet: a message of its rank says when it is.
+        location: where an uploaded checkpoint lies.
         asks: its train_func calls `should_save`.
     """
 
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
-    """A report that at least one rank brought data to.
+    """A report with data of at least one rank.
 
     Attributes:
         index: its number.
@@ -69,7 +69,7 @@ class LedgerEntry:
         staged: ranks whose part goes by a disk of their node.
         left: ranks whose node finishes what they have handed over if they die.
         durable: ranks whose part is stored, or whose directory has come.
-        agreed: it is the save that all ranks agreed on before they move.
+        agreed: this is the save that all ranks agreed on before they move.
     """
 
     index: int
@@ -89,7 +89,7 @@ class LedgerEntry:
 
     @property
     def kind(self) -> str:
-        """Kind of its entries; that they agree is checked by `ReportLedger.disagreement`."""
+        """Kind of its entries; `ReportLedger.disagreement` checks that they agree."""
         return next(iter(self.entries.values())).kind
 
     @property
@@ -114,20 +114,20 @@ class LedgerEntry:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether what is left of every part is the work of storages."""
+        """Whether storages alone have to finish every part."""
         return self.sealed | self.staged | self.durable >= self.entries.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A question of a rank that is answered when the reports before it have ended.
+    """A question of a rank, answered when the reports before it have ended.
 
     Attributes:
         upto: number of reports this rank had entered.
         what: "checkpoint" or "all".
         mode: "committed" or "validated".
         since: when it came.
-        deadline: when it is answered with what there is.
+        deadline: when it is answered with what is known then.
     """
 
     rank: int
@@ -150,7 +150,7 @@ class ReportLedger:
         entered: the highest report that each rank has entered.
         finished: ranks whose train_func has ended.
         reports: reports with data that have not ended, by number.
-        failed: why reports failed that some ranks have not entered yet: they must not make a checkpoint of the rest.
+        failed: errors of reports that some ranks have not entered yet: the rest must not become a checkpoint.
         asks: questions that wait.
     """
 
@@ -169,7 +169,7 @@ class ReportLedger:
 
     @property
     def is_storing(self) -> bool:
-        """Whether workers, or their writers, still store or bring what is complete otherwise."""
+        """Whether workers, or their writers, still store parts of a report that is complete otherwise."""
         return any(
             not self.waits_for_ranks(report)
             and (report.coming or (report.in_parts and report.is_handed_over and not report.is_durable))
@@ -181,14 +181,14 @@ class ReportLedger:
         self.entered[rank] = max(self.entered[rank], upto)
 
     def bring(self, index: int, entry: Entry, now: float) -> LedgerEntry:
-        """Note that a rank has entered report ``index`` and brought data."""
+        """Note that a rank has entered report ``index`` with data."""
         self.enter(entry.rank, index)
         report = self.reports.setdefault(index, LedgerEntry(index=index, since=now))
         report.entries[entry.rank] = entry
         return report
 
     def end(self, report: LedgerEntry, error: BaseException | None = None) -> None:
-        """Forget a report: it is committed, or it never will be, for ``error``."""
+        """Forget a report: it is committed, or has failed with ``error``."""
         report.stage = Stage.ENDED
         self.reports.pop(report.index, None)
         if error is not None and self.missing(report.index):
@@ -208,24 +208,24 @@ class ReportLedger:
         return report.kind != "values" and bool(self.missing(report.index))
 
     def overdue(self, now: float, timeout_s: float) -> tuple[int, list[int]] | None:
-        """Give a report that ranks are missing at for too long, or that some will never come to, and those ranks."""
+        """Return a report that ranks have not entered in time or will never enter, with those ranks; else None."""
         for index, since, missing, gone in self._waiting():
             if gone or now - since >= timeout_s:
                 return index, gone or missing
         return None
 
     def next_timeout(self, timeout_s: float) -> float | None:
-        """When `overdue` may have something new to say."""
+        """Return when `overdue` may have a new result."""
         return min((since + timeout_s for _, since, _, _ in self._waiting()), default=None)
 
     def _waiting(self) -> Iterator[tuple[int, float, list[int], list[int]]]:
-        """Where somebody waits for other ranks: report, since when, for whom, and who of these will never come."""
+        """Yield where ranks wait for others: report, since when, for which ranks, and which of these have finished."""
         for index, report in sorted(self.reports.items()):
             if report.stage is Stage.OPEN and self.waits_for_ranks(report):
                 missing = self.missing(index)
                 yield index, report.since, missing, [rank for rank in missing if rank in self.finished]
         for ask in self.asks:
-            # A rank that has finished brings nothing more: nobody has to wait for it.
+            # A rank that has finished makes no more reports: nobody has to wait for it.
             missing = [rank for rank in self.missing(ask.upto) if rank not in self.finished]
             if missing:
                 yield ask.upto, ask.since, missing, []
@@ -233,11 +233,11 @@ class ReportLedger:
     # -- what can be done ----------------------------------------------------------------------------------------
 
     def disagreement(self, report: LedgerEntry) -> str | None:
-        """Say why a complete report cannot be committed: its ranks did not do the same thing."""
+        """Return why a complete report cannot be committed, because its ranks differ; None if they agree."""
         kinds = sorted({entry.kind for entry in report.entries.values()})
         if len(kinds) > 1 and kinds != ["directory", "uploaded"]:
             found = ", ".join(f"rank {rank}: {report.entries[rank].kind}" for rank in sorted(report.entries))
-            return f"ranks reported different kinds of checkpoints ({found}); all that bring one must do it in one way"
+            return f"ranks reported different kinds of checkpoints ({found}); all must report the same kind"
         absent = [rank for rank in range(len(self.entered)) if rank not in report.entries]
         if kinds == ["state"] and absent:
             return (
@@ -246,11 +246,11 @@ class ReportLedger:
             )
         places = {str(entry.location) for entry in report.entries.values() if entry.location is not None}
         if len(places) > 1:
-            return f"ranks named different places: {', '.join(sorted(places))}; one checkpoint lies in one place"
+            return f"ranks named different places: {', '.join(sorted(places))}; a checkpoint lies in one place"
         return None
 
     def committable(self) -> list[LedgerEntry]:
-        """Reports that can be committed now, in order."""
+        """Return the reports that can be committed now, in order."""
         return [
             report
             for _, report in sorted(self.reports.items())
@@ -261,15 +261,15 @@ class ReportLedger:
         ]
 
     def salvageable(self, dead: Iterable[int], lost: Container[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-        """What can still be committed after ranks have died.
+        """Find reports that can still be committed after ranks have died.
 
         Args:
             dead: those ranks.
             lost: ranks whose node is lost too: it finishes nothing.
 
         Returns:
-            Reports whose missing parts nobody but writers that outlive their workers has to finish, and those which
-            living workers, or the nodes of dead ones, may still seal or bring.
+            Reports whose missing parts are left to writers that outlive their workers, and those that living workers,
+            or the nodes of dead ones, may still seal or upload.
         """
         ended = set(dead)
         sure: list[LedgerEntry] = []
@@ -293,7 +293,7 @@ class ReportLedger:
         if any(rank not in self.finished for rank in self.missing(ask.upto)):
             return False
         for index, report in self.reports.items():
-            # Whoever reported a directory with SYNC, or values, has waited for their commit himself.
+            # A rank that reported a directory with SYNC, or values, has waited for the commit itself.
             waits = ask.what == "all" or any(
                 entry.call is not None and entry.kind != "state" for entry in report.entries.values()
             )
@@ -302,7 +302,7 @@ class ReportLedger:
         return True
 
 
-class Heard:
+class CallbackCalls:
     """Gathers metrics by report and rank until ``after_report`` can be called with all of them.
 
     Args:
@@ -319,37 +319,37 @@ class Heard:
         self._size, self._waiting = world_size, {}
 
     def note(self, index: int, rank: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of one rank for report ``index``."""
+        """Take the metrics of a rank for report ``index``."""
         if self._wanted:
             self._waiting.setdefault(index, {})[rank] = metrics
 
-    def complete(self, board: ReportLedger) -> list[Call]:
-        """Give the calls for reports without data that no rank will add anything to, in order.
+    def complete(self, ledger: ReportLedger) -> list[Call]:
+        """Return the calls for reports without data that no rank will add to, in order.
 
         Ranks that never make a report (they have ended, or are ten thousand reports behind) have no metrics in it.
-        Those with data are called when they are committed.
+        Calls for reports with data follow their commits.
         """
         if not self._waiting:
             return []
-        behind = [at for rank, at in enumerate(board.entered) if rank not in board.finished]
-        reached = min(behind, default=max(board.entered))
+        behind = [at for rank, at in enumerate(ledger.entered) if rank not in ledger.finished]
+        reached = min(behind, default=max(ledger.entered))
         calls = []
         for index in sorted(self._waiting):
             if index > reached and len(self._waiting) <= _MAX_WAITING:
                 break
-            if index not in board.reports:
+            if index not in ledger.reports:
                 calls.append(self._call(self._waiting.pop(index), None))
         return calls
 
     def committed(self, report: LedgerEntry, location: Mapping[str, Any], *, current: bool) -> list[Call]:
-        """Give the call for a report whose checkpoint is committed; ``current``: it is of the group that runs."""
+        """Return the call for a report whose checkpoint is committed; ``current``: it is of the group that runs."""
         if not self._wanted:
             return []
         others = self._waiting.pop(report.index, {}) if current else {}
         return [self._call({**others, 0: report.metrics}, location)]
 
     def forget(self, index: int) -> None:
-        """Forget a report that came to nothing."""
+        """Forget a report that failed."""
         self._waiting.pop(index, None)
 
     def _call(self, metrics: Mapping[int, Mapping[str, Any]], location: Mapping[str, Any] | None) -> Call:

@@ -1,4 +1,4 @@
-"""The controller's half of `report`: what workers tell of their reports, and what they are answered."""
+"""The controller's half of `report`: messages of workers about their reports, and the answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """Takes what workers say about reports and gives out what has to be done.
+    """Takes messages of workers about reports, and puts out the actions that follow.
 
     Args:
         plan: of the run.
@@ -31,29 +31,29 @@ class Reports:
         out: where actions go.
 
     Attributes:
-        board: reports of the group that runs.
+        ledger: reports of the group that runs.
     """
 
     def __init__(self, plan: RunSpec, commits: Commits, out: list[Action]) -> None:
         self._plan, self._commits, self._out = plan, commits, out
-        self.board = commits.board
+        self.ledger = commits.ledger
         self._answers: dict[tuple[int, int], Start] = {}
         self._asked: dict[tuple[int, int], int] = {}
 
-    def begin(self, board: ReportLedger) -> None:
+    def begin(self, ledger: ReportLedger) -> None:
         """Begin with the reports of a new group."""
-        self.board, self._answers, self._asked = board, {}, {}
+        self.ledger, self._answers, self._asked = ledger, {}, {}
 
     # -- what workers say ----------------------------------------------------------------------------------------
 
     def take(self, rank: int, header: Mapping[str, Any], attachments: tuple[bytes, ...], now: float) -> bool:
-        """Take one message; False if it is not about reports."""
+        """Take a message; return False if it is not about reports."""
         on = header["on"]
         if on == "rows":
-            self.board.enter(rank, header["first"] + len(header["rows"]) - 1)
+            self.ledger.enter(rank, header["first"] + len(header["rows"]) - 1)
             self._rows(rank, header["first"], header["rows"])
         elif on == "count":
-            self.board.enter(rank, header["upto"])
+            self.ledger.enter(rank, header["upto"])
         elif on == "report":
             self._report(rank, header, now)
         elif on in ("part", "sealed", "staged"):
@@ -71,7 +71,7 @@ class Reports:
         if rank == 0:
             self._out.append(StoreRows(rows=rows))
         for row in rows:
-            self._commits.heard.note(row["step"], rank, row["metrics"])
+            self._commits.callbacks.note(row["step"], rank, row["metrics"])
 
     def _report(self, rank: int, header: Mapping[str, Any], now: float) -> None:
         index, kind, call = header["index"], header["kind"], header.get("call")
@@ -87,14 +87,14 @@ class Reports:
             asks=bool(header.get("asks")),
         )
         metrics = header.get("metrics") or {}
-        self._commits.heard.note(index, rank, metrics)
+        self._commits.callbacks.note(index, rank, metrics)
         if rank == 0 and kind != "values":
             self._out.append(StoreRows(rows=[_row(index, metrics, header.get("time"))]))
-        if (failure := self.board.failed.get(index)) is not None:
-            self.board.enter(rank, index)
+        if (failure := self.ledger.failed.get(index)) is not None:
+            self.ledger.enter(rank, index)
             self._commits.tell(rank, call, index, failure)
             return
-        report = self.board.bring(index, entry, now)
+        report = self.ledger.bring(index, entry, now)
         if rank == 0:
             report.metrics = metrics
         if header.get("unfinished"):
@@ -107,7 +107,7 @@ class Reports:
                 self._values(report, header)
             elif kind == "state":
                 if report.directory is None:
-                    report.directory = self._commits.shelf.allocate(report.name)
+                    report.directory = self._commits.known.allocate(report.name)
                 self._go(report, rank, header["call"])
         except ConfigError as error:
             self._commits.fail(report, error, ranks=report.entries.keys() - {rank})
@@ -126,29 +126,29 @@ class Reports:
 
     def _values(self, report: LedgerEntry, header: Mapping[str, Any]) -> None:
         """Decide about a checkpoint of `save_checkpoint` and answer."""
-        strategy, shelf = self._plan.strategy, self._commits.shelf
+        strategy, known = self._plan.strategy, self._commits.known
         score, call = header.get("score"), header["call"]
         if strategy is not None:
             report.metrics = {**report.metrics, strategy["attribute"]: score}
-            kept = shelf.scores(strategy["attribute"])
+            kept = known.scores(strategy["attribute"])
             limit, order = strategy["num_to_keep"], strategy["order"]
             if strategy["attribute"] == TIMESTAMP and order == "max":
                 score = math.inf  # the newest is the best, also after a clock went back
             if not is_worth_writing(score, kept, num_to_keep=limit, order=order):
-                report.directory = shelf.skip()
-                self._out.append(Note(key="number", value=shelf.number))
+                report.directory = known.skip()
+                self._out.append(Note(key="number", value=known.number))
                 self._out.append(Answer(rank=0, call=call, value={"memory": True}))
                 return
-        report.directory = shelf.allocate(report.name, score=score)
+        report.directory = known.allocate(report.name, score=score)
         self._go(report, 0, call)
 
     def _go(self, report: LedgerEntry, rank: int, call: int) -> None:
         self._out.append(Answer(rank=rank, call=call, value={"go": self._commits.job(report)}))
 
     def _part(self, rank: int, header: Mapping[str, Any], attachments: tuple[bytes, ...]) -> None:
-        report = self.board.reports.get(header["index"])
+        report = self.ledger.reports.get(header["index"])
         if report is None:
-            return  # it has failed by what another rank said
+            return  # it failed by a message of another rank
         if header["on"] == "sealed":
             report.sealed.add(rank)
         elif header["on"] == "staged":
@@ -162,17 +162,17 @@ class Reports:
             report.durable.add(rank)
 
     def _memory(self, index: int, values: bytes) -> None:
-        report = self.board.reports.get(index)
+        report = self.ledger.reports.get(index)
         if report is None or report.directory is None:
             return
-        self._commits.shelf.memory = UnwrittenValues(
+        self._commits.known.memory = UnwrittenValues(
             attempt=self._commits.attempt, step=index, name=report.directory, values=values
         )
-        self.board.end(report)
+        self.ledger.end(report)
 
     def _ask(self, rank: int, header: Mapping[str, Any], now: float) -> None:
         timeout_s = header.get("timeout_s")
-        self.board.asks.append(
+        self.ledger.asks.append(
             Ask(
                 rank=rank,
                 call=header["call"],
@@ -184,27 +184,27 @@ class Reports:
             )
         )
 
-    # -- what is done about it -----------------------------------------------------------------------------------
+    # -- answers and deadlines ---------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Answer what can be answered; tell callbacks of reports that brought no data."""
-        self._out += self._commits.heard.complete(self.board)
-        for ask in list(self.board.asks):
+        """Answer what can be answered; call callbacks for reports without data."""
+        self._out += self._commits.callbacks.complete(self.ledger)
+        for ask in list(self.ledger.asks):
             waits = ask.what == "all" and ask.mode == "validated" and self._commits.unsettled
             late = ask.deadline is not None and now >= ask.deadline
-            if late or (not waits and self.board.is_settled(ask)):
-                self.board.asks.remove(ask)
+            if late or (not waits and self.ledger.is_settled(ask)):
+                self.ledger.asks.remove(ask)
                 self._out.append(self._answer(ask))
 
     def mismatch(self, now: float) -> tuple[list[int], ReportMismatchError] | None:
-        """Say which ranks do not report what others have reported, if these have waited long enough."""
+        """Return ranks that miss a report of others, and the error, once these have waited ``report_s``; else None."""
         limit = self._plan.limits.report_s
-        found = self.board.overdue(now, limit)
+        found = self.ledger.overdue(now, limit)
         if found is None:
             return None
         index, ranks = found
-        ended = all(rank in self.board.finished for rank in ranks)
-        counts = ", ".join(f"rank {rank}: {entered}" for rank, entered in enumerate(self.board.entered))
+        ended = all(rank in self.ledger.finished for rank in ranks)
+        counts = ", ".join(f"rank {rank}: {entered}" for rank, entered in enumerate(self.ledger.entered))
         why = "ended without it" if ended else f"did not come to it within {limit:g} s (HOLDFAST_REPORT_TIMEOUT_S)"
         return ranks, ReportMismatchError(
             f"report {index} was not called by {rank_list(ranks)}: {'they' if len(ranks) > 1 else 'it'} {why} (last "
@@ -212,24 +212,24 @@ class Reports:
         )
 
     def salvage(self, dead: Iterable[int], wait_s: float, *, lost: Container[int]) -> bool:
-        """Commit what is complete although ranks are dead; True while there is something to wait for.
+        """Commit what is complete although ranks are dead; return True while parts may still come.
 
         Args:
             dead: ranks that say nothing more.
             wait_s: how long parts of theirs are waited for.
             lost: ranks whose node is lost too.
         """
-        for report in self.board.committable():
+        for report in self.ledger.committable():
             self._commits.commit(report)
-        sure, possible = self.board.salvageable(dead, lost)
+        sure, possible = self.ledger.salvageable(dead, lost)
         for report in sure:
             self._commits.commit(report, wait_s=max(wait_s, 0.1))
         return bool(possible) or self._commits.busy
 
     def next_deadline(self) -> float | None:
-        """When there is something to do even if nothing happens."""
-        times = [ask.deadline for ask in self.board.asks if ask.deadline is not None]
-        if (limit := self.board.next_timeout(self._plan.limits.report_s)) is not None:
+        """Return when there is something to do even if no message comes; None: never."""
+        times = [ask.deadline for ask in self.ledger.asks if ask.deadline is not None]
+        if (limit := self.ledger.next_timeout(self._plan.limits.report_s)) is not None:
             times.append(limit)
         return min(times, default=None)
 
@@ -240,10 +240,10 @@ class Reports:
         place = self._asked.get((ask.rank, ask.upto), 0)
         self._asked[ask.rank, ask.upto] = place + 1
         newest = self._answers.get((ask.upto, place))
-        shelf = self._commits.shelf
-        if newest is None or (newest.kept is not None and newest.kept.name not in shelf.kept):
-            newest = self._answers[ask.upto, place] = choose_start(self._plan, shelf.newest(), shelf.memory)
-        behind = min(self.board.entered)
+        known = self._commits.known
+        if newest is None or (newest.kept is not None and newest.kept.name not in known.kept):
+            newest = self._answers[ask.upto, place] = choose_start(self._plan, known.newest(), known.memory)
+        behind = min(self.ledger.entered)
         self._answers = {key: value for key, value in self._answers.items() if key[0] >= behind}
         self._asked = {key: count for key, count in self._asked.items() if key[1] >= behind}
         value = {"checkpoint": newest.location, "memory": newest.memory is not None}

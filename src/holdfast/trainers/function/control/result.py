@@ -1,4 +1,4 @@
-"""`Result`: what a run has come to, from `fit` or read from its directory."""
+"""`Result`: the outcome of a run, from `fit` or read from its directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class Result:
-    """What a run has come to: its newest and best checkpoints, its metrics, its starts. Reads only.
+    """The outcome of a run: its newest and best checkpoints, its metrics, its starts. Reads only.
 
     Comes from `fit`, or from the directory of a run, finished or not, with `from_path`.
 
@@ -109,7 +109,7 @@ class Result:
         finished = catalog.index.finished
         self.attempts = summarise(self._attempts, self._records, self._reports, finished=finished)
         self.error = error if error is not None else _noted_error(self._attempts, finished)
-        # At once where it is quick: the directory may be a temporary one.
+        # At once where it is quick: the directory may be temporary.
         if metrics is None or sum(info.size for info in storage.list(REPORTS)) < _QUICK_BYTES:
             self._reports()
         last = self._live[-1]["metrics"] if self._live else metrics
@@ -136,10 +136,10 @@ class Result:
 
     @property
     def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
-        """The best checkpoints that exist and their metrics, the best one last.
+        """The best checkpoints that exist and their metrics, the best last.
 
-        As many as ``num_to_keep``, all without a limit; the newest last where no metric ranks. Of equal ones the newer
-        counts as better; one without a number is worse than every number.
+        As many as ``num_to_keep``, all without a limit; the newest last where no metric ranks. Of equal metrics the
+        newer counts as better; a checkpoint without a number ranks below all others.
         """
         keep = self._keep
         ranked = rank(self._records, keep.metric, keep.mode) if keep.metric else self._records
@@ -170,7 +170,7 @@ class Result:
         if not existing:
             raise RunNotFoundError(f"the run {self.path} has no checkpoint")
         if not is_number(metric_value(existing[0].metrics, metric)):
-            all_metrics = [flat_metrics(without_marks(one.metrics)).items() for one in existing]
+            all_metrics = [flat_metrics(without_marks(record.metrics)).items() for record in existing]
             names = {name for metrics in all_metrics for name, value in metrics if is_number(value)}
             known = ", ".join(sorted(names)) or "none at all"
             raise UnknownMetricError(
@@ -184,8 +184,8 @@ class Result:
         """All reports that still count as a `pandas.DataFrame`, also those whose checkpoints are gone.
 
         One row for each report, with the columns step, attempt, time (UTC) and checkpoint (its name, if it has one),
-        and one for each metric, nested ones as "val/acc". A metric called like one of the first columns keeps its
-        name, the column is then ``_step`` and so on. Steps that a restart made void are not in it.
+        and a column for each metric, nested ones as "val/acc". A metric with the name of one of the first columns keeps
+        it, the column is then ``_step`` and so on. Steps that a restart made void are not in it.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -197,7 +197,7 @@ class Result:
         self._reports()
         rows = self._live
         metrics = [flat_metrics(without_marks(row["metrics"])) for row in rows]
-        names = dict.fromkeys(name for one in metrics for name in one)
+        names = dict.fromkeys(name for row_metrics in metrics for name in row_metrics)
         columns: dict[str, Any] = {
             "step": [row.get("step") for row in rows],
             "attempt": [row["attempt"] for row in rows],
@@ -207,7 +207,7 @@ class Result:
         if any(row.get("epoch") is not None for row in rows) and "epoch" not in names:
             columns["epoch"] = [row.get("epoch") for row in rows]
         columns = {f"_{name}" if name in names else name: values for name, values in columns.items()}
-        return pd.DataFrame({**columns, **{name: [one.get(name) for one in metrics] for name in names}})
+        return pd.DataFrame({**columns, **{name: [row_metrics.get(name) for row_metrics in metrics] for name in names}})
 
     # -- the style of Ray 1.x ------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Result:
 
     @property
     def latest_checkpoint_id(self) -> int | None:
-        """The number in the name of the newest checkpoint; None without one."""
+        """The number in the name of the newest checkpoint; None if it has none."""
         match = _NUMBERED.fullmatch(self.checkpoint.name) if self.checkpoint is not None else None
         return int(match[1]) if match else None
 
@@ -231,12 +231,12 @@ class Result:
 
     @property
     def latest_checkpoint_dir(self) -> Path | str | None:
-        """The directory that the checkpoints are in (a URI if it is remote); None without one."""
+        """The directory that the checkpoints are in (a URI if it is remote); None without a checkpoint."""
         return None if self.checkpoint is None else self._place("")
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best checkpoint (a URI if it is remote); None without one."""
+        """The best checkpoint (a URI if it is remote); None without a checkpoint."""
         best = self.best_checkpoints
         return self._place(best[-1][0].name) if best else None
 
@@ -246,7 +246,7 @@ class Result:
         """Read all reports, once; those that still count go to ``_live``."""
         if self._rows is None:
             self._rows, noted, _ = read_reports(self.storage)
-            live = live_rows(self._rows, {**noted, **{one.attempt: one for one in self._attempts}})
+            live = live_rows(self._rows, {**noted, **{attempt.attempt: attempt for attempt in self._attempts}})
             self._live = _with_checkpoints(live, self._records)
         return self._rows
 

@@ -1,4 +1,4 @@
-"""Waiting for room: how many workers the cluster can hold now, how long that was too few, and what is said of it."""
+"""Waiting for room: how many workers the cluster can hold now, for how long too few, and the messages about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .plan import RunSpec
 
 __all__ = ["Room"]
 
-_QUIET_S = 2.0  # a wait as short as this needs no word
+_QUIET_S = 2.0  # a wait as short as this is not mentioned
 
 
 class Room:
@@ -46,11 +46,11 @@ class Room:
         self._waiting_since = None
 
     def size(self, now: float) -> int | None:
-        """Give the size of the group to start; None: there is too little room, or it is not settled how much."""
+        """Return the size of the group to start; None: there is too little room, or its size still changes."""
         return None if self.num_workers is None else self._policy.size(self.num_workers, now - self._since)
 
     def deadline(self) -> float | None:
-        """When `size`, `words` or `error` changes if nothing happens."""
+        """Return when `size`, `words` or `error` changes if nothing happens; None: never."""
         if self._waiting_since is None:
             return None
         times = [self._waiting_since + self._plan.limits.place_s]
@@ -61,7 +61,7 @@ class Room:
         return min(times)
 
     def words(self, now: float) -> str | None:
-        """Say what is waited for, once, and again when it changes."""
+        """Return what the run waits for, once, and again when it changes; else None."""
         if self._waiting_since is None or now < self._waiting_since + _QUIET_S or self._said == self._detail:
             return None
         self._said = self._detail
@@ -69,7 +69,7 @@ class Room:
         return f"waiting for room for {self._wanted}, for {max(0.0, until - now):.0f} s at most: {self._detail}"
 
     def error(self, now: float) -> TrainingError | None:
-        """Give the error that ends the run if the wait was too long."""
+        """Return the error that ends the run if the wait was too long, else None."""
         limit = self._plan.limits.place_s
         if self._waiting_since is None or now < self._waiting_since + limit:
             return None
@@ -79,7 +79,7 @@ class Room:
         )
 
     def growth(self, size: int, running_since: float) -> float | None:
-        """When a group of ``size`` that runs since ``running_since`` should become larger; None: it should not."""
+        """Return when a group of ``size`` that runs since ``running_since`` should grow; None: it should not."""
         if self.num_workers is None or min(self.num_workers, self._policy.most) <= size:
             return None
         limits = self._plan.limits

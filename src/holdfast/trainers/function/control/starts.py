@@ -21,10 +21,10 @@ class Start:
     """Where a group begins.
 
     Attributes:
-        location: checkpoint to go on from, None for none or for one in memory.
+        location: checkpoint to go on from; None: there is none, or it is in memory.
         memory: packed values to go on from.
         step: number of the last report that is part of it.
-        kept: the checkpoint, if it is one of this run.
+        kept: the checkpoint, if it is of this run.
         resumed: what the index of the run notes; None for a fresh start.
         words: the same for people.
     """
@@ -47,7 +47,7 @@ class Start:
         start_id: str,
         past: Sequence[str] = (),
     ) -> Begin:
-        """Make the message that sets a worker going.
+        """Make the first message to a worker.
 
         Args:
             plan: of the run.

@@ -1,7 +1,7 @@
-"""Validations of checkpoints in the background: a queue of which at most one runs, and what a run of one is.
+"""Validations of checkpoints in the background: a queue of which at most one runs, and the task that runs.
 
-Which one is next, and what becomes of it, is decided here without side effects; `drive` runs it in a process of its
-own.
+Which validation is next, and its outcome, is decided here without side effects; `drive` runs the task in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Validations:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Names of those that run or wait."""
+        """Names of checkpoints whose validation runs or waits."""
         running = (self.running.name,) if self.running is not None else ()
-        return (*running, *(one.name for one in self._queue))
+        return (*running, *(waiting.name for waiting in self._queue))
 
     def add(self, name: str, wanted: Any) -> None:
         """Queue a checkpoint.
@@ -108,10 +108,10 @@ class Validations:
 
     def forget(self, name: str) -> None:
         """Drop a validation that waits: its checkpoint is gone."""
-        self._queue = deque(one for one in self._queue if one.name != name)
+        self._queue = deque(waiting for waiting in self._queue if waiting.name != name)
 
     def start(self, now: float) -> Waiting | None:
-        """Begin the next one if none runs."""
+        """Begin the next validation if none runs; return it, or None."""
         if self.running is not None or not self._queue:
             return None
         self.running = self._queue.popleft()
@@ -126,7 +126,7 @@ class Validations:
         return True
 
     def end(self, value: Mapping[str, Any], error: BaseException | None) -> tuple[Waiting, dict[str, Any], str | None]:
-        """Take the running one off and say what its checkpoint gets.
+        """End the running validation, and say what its checkpoint gets.
 
         Returns:
             What ran, its late metrics, and what went wrong in one line.
@@ -143,7 +143,7 @@ class Validations:
 
 
 def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -> ReportedCheckpointStatus:
-    """Tell how far a committed checkpoint has come."""
+    """Return how far a committed checkpoint has come."""
     if name in pending:
         return ReportedCheckpointStatus.PENDING_VALIDATION
     mark = metrics.get(VALIDATED)
@@ -153,7 +153,7 @@ def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -
 def pack_validation(
     function: Callable[..., Any], checkpoint: Checkpoint, arguments: Mapping[str, Any], *, secrets: bytes = b""
 ) -> bytes:
-    """Make the task of one validation.
+    """Make the task of a validation: bytes for `TaskRunner.run_task`.
 
     Args:
         function: the user's.

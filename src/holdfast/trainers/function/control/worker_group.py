@@ -1,4 +1,4 @@
-"""One group of workers as the controller sees it: who has started, who runs, who ended and how."""
+"""A group of workers as the controller sees it: who has started, who runs, who ended and how."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import TrainingError, TrainingFailedError
 from ..engine import Exited, Placed
 from .policy import Cause, ended_by_preemption
 
-__all__ = ["Clock", "Crew", "describe_exit", "first_line", "training_failed"]
+__all__ = ["Clock", "WorkerGroup", "describe_exit", "first_line", "training_failed"]
 
 _MAX_SHOWN = 300
 _HINTS = {
@@ -23,7 +23,7 @@ _HINTS = {
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds that the phases of one attempt took: finding a checkpoint, starting, loading, stopping.
+    """Seconds that the phases of an attempt took: finding a checkpoint, starting, loading, stopping.
 
     Attributes:
         since: when the phase that runs began.
@@ -44,7 +44,7 @@ class Clock:
             self.since = now
 
 
-class Crew:
+class WorkerGroup:
     """Workers of one attempt.
 
     Attributes:
@@ -57,9 +57,9 @@ class Crew:
         left: those of them that ended by ``sys.exit``.
         exited: how each ended, by rank.
         failures: what went wrong, by rank.
-        died: ranks whose process ended without a word, before anybody killed it: the root of what others say.
-        preempted: one of them had been told to go.
-        unplaced: there was no room for one of them.
+        died: ranks whose process ended without a message, not killed by us: the cause of errors of other ranks.
+        preempted: a worker was preempted.
+        unplaced: there was no room for a worker.
         moved: why they were ended although nothing had failed, with the cause that counts; None: they were not.
         running_since: when train_func was running on all of them; None before.
         heard: when each rank last gave a sign of life.
@@ -102,7 +102,7 @@ class Crew:
 
     @property
     def lost(self) -> set[int]:
-        """Ranks whose node is lost too, or was given up: nobody there finishes what they have handed over."""
+        """Ranks whose node is lost too, or was given up: it cannot finish what they have handed over."""
         return {rank for rank, exited in self.exited.items() if exited.reason not in ("process", "garbled")}
 
     @property
@@ -125,7 +125,7 @@ class Crew:
 
     @property
     def is_explained(self) -> bool:
-        """Whether waiting a moment longer could not tell more about the cause."""
+        """Whether the cause is known, so that waiting longer tells no more."""
         return bool(self.died) or self.moved is not None or len(self.dead) == self.size
 
     def odd_ends(self, entered: Sequence[int]) -> str | None:
@@ -171,7 +171,7 @@ class Crew:
         return "; ".join(f"{self.label(rank)}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
     def descriptions(self) -> dict[str, str]:
-        """Describe the failures in one line each, for the index of the run."""
+        """Return a line for each failure by rank, for the index of the run."""
         return {str(rank): first_line(error) for rank, error in self.causes.items()}
 
     def label(self, rank: int) -> str:
@@ -181,7 +181,7 @@ class Crew:
 
 
 def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
-    """Make an error of a worker's end without a word, and tell whether it was a preemption."""
+    """Return the error of a worker that ended without a message, and whether it was preempted."""
     number, where = exited.signal, f" on {exited.node}" if exited.node else ""
     if exited.reason != "process":
         return TrainingError(f"the worker{where} is lost: {exited.detail}"), exited.reason == "drained"
@@ -204,23 +204,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def training_failed(crew: Crew, why: str, uri: str, newest: str | None, ended: str = "") -> TrainingFailedError:
+def training_failed(group: WorkerGroup, why: str, uri: str, newest: str | None, ended: str = "") -> TrainingFailedError:
     """Make the error of a run that gives up.
 
     Args:
-        crew: the workers that failed last.
+        group: the workers that failed last.
         why: the limit that is reached.
         uri: of the run.
         newest: name of its newest checkpoint.
         ended: which ranks had ended before, if any.
     """
-    shown = "\n".join(f"  {crew.label(rank)}: {first_line(error)}" for rank, error in crew.causes.items())
+    shown = "\n".join(f"  {group.label(rank)}: {first_line(error)}" for rank, error in group.causes.items())
     shown += f"\n  {ended}" if ended else ""
     left = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
     error = TrainingFailedError(
         f"training failed ({why}):\n{shown}\n{left} in {uri}; the output of the workers is in its logs/. Run the same "
         "script again to go on from there",
-        failures=dict(crew.causes),
+        failures=dict(group.causes),
     )
-    error.__cause__ = next(iter(crew.causes.values()), None)
+    error.__cause__ = next(iter(group.causes.values()), None)
     return error

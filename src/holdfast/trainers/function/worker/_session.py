@@ -1,4 +1,4 @@
-"""`Session`: one worker's side of a run, from "begin" to the end of train_func."""
+"""`Session`: a worker's side of a run, from "begin" to the end of train_func."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _current: Session | None = None
 
 
 class Session:
-    """What a worker reports and asks. All methods may be called from any thread: reports then follow one another.
+    """Reports and questions of a worker. All methods may be called from any thread: reports then follow one another.
 
-    Making one makes it the current session of the process and starts its threads; from then on only the session
+    A new session becomes the current session of the process and starts its threads; from then on only the session
     receives on the channel. Docstrings of the methods that users reach through functions are at those functions, in
     `holdfast.trainers.function.worker.session`.
 
@@ -62,7 +62,7 @@ class Session:
         self.rank: int = begin["rank"]
         self._begin, self._memory = begin, memory or None
         self._lock = threading.RLock()  # re-entrant: a signal handler may report too
-        self._place = HandoffArea(
+        self._area = HandoffArea(
             root=root,
             uri=uri,
             start_id=begin["start_id"],
@@ -70,7 +70,7 @@ class Session:
             apart=begin.get("apart", False),
             past=frozenset(begin.get("past", ())),
         )
-        local = self._place.local
+        local = self._area.local
         self.context = Context(
             begin,
             StorageContext(
@@ -83,7 +83,7 @@ class Session:
         self._link = ControllerLink(
             channel, first_index=begin["first_index"], timeout_s=begin["report_timeout_s"], on_gone=on_gone
         )
-        self._delivery = Delivery(self._link, begin, self._place)
+        self._delivery = Delivery(self._link, begin, self._area)
         _current = self
 
     def report(
@@ -128,18 +128,18 @@ class Session:
         with self._lock:
             self._link.check()
             self._link.add(row)
-            # After it has been counted: whoever goes on after such an error still reports as often as the others.
+            # After it has been counted: a caller that goes on after the error still reports as often as the others.
             self._link.raise_trouble()
 
     def _check_data(self, metrics: dict[str, Any] | None = None) -> None:
-        """Refuse a report with data if something earlier has failed; it then counts as one without."""
+        """Refuse a report with data if something earlier has failed; it then counts as a report without."""
         self._link.check()
         if self._link.has_trouble:
             self._link.add(self._row(metrics or {}))
             self._link.raise_trouble()
 
     def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
-        """Make the row of a report without data; None on ranks whose metrics nobody wants."""
+        """Return the row of a report without data; None on ranks whose metrics are not kept."""
         wanted = self.rank == 0 or self._begin.get("all_metrics")
         return {"metrics": metrics, "time": time.time()} if wanted else None
 
@@ -185,7 +185,7 @@ class Session:
         return None if value["checkpoint"] is None else checkpoint_at(value["checkpoint"])
 
     def _first_checkpoint(self) -> Checkpoint | None:
-        """What every rank began with; nobody has to be asked for it."""
+        """Return the checkpoint that every rank began with, without asking the controller."""
         if self._memory is not None:
             return unpack_checkpoint(self._memory)
         location = self._begin["checkpoint"]
@@ -230,9 +230,9 @@ class Session:
     def new_place(self, name: str) -> str:
         """Return a path, the same on all ranks, where a directory may be written that will be reported.
 
-        On the disk of the run if it has one here, so that reporting costs a rename. Nothing is made.
+        On the disk of the run if that is local, so that reporting costs a rename. Creates nothing.
         """
-        return self._place.new(name)
+        return self._area.new(name)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def current_session(function: str) -> Session:
     """Return the session of this process.
 
     Args:
-        function: who asks, for the message.
+        function: name of the caller, for the message.
 
     Raises:
         SessionError: there is none.

@@ -1,4 +1,4 @@
-"""What a worker hears from its controller: answers, commits, trouble, and the end of the driver."""
+"""Messages that a worker gets from its controller: answers, commits, trouble, and the end of the driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE_S = 60.0
 
 
 def end_process() -> None:
-    """End this worker at once: without its driver nobody takes its reports, and nobody else would stop it.
+    """End this worker at once: without its driver its reports go nowhere, and nothing else would stop it.
 
     What was handed to a writer process is still committed by that process.
     """
@@ -32,15 +32,15 @@ def end_process() -> None:
 
 
 class ControllerAnswers:
-    """Receives on a thread of its own; whoever waits is released by an answer, or by the end of the driver.
+    """Receives on a thread of its own; an answer or the end of the driver releases callers that wait.
 
     Args:
-        channel: from the controller; nobody else receives on it from now on.
+        channel: from the controller; only this object receives on it from now on.
         on_gone: called on the receiving thread when the controller has gone away unasked.
         other: takes messages of other kinds; returns whether it knows them.
 
     Attributes:
-        troubles: failures of background work that nobody has raised yet.
+        troubles: failures of background work that were not raised yet.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class ControllerAnswers:
         self._calls: dict[int, Future[Message]] = {}
         self._unsettled: set[int] = set()
         self._undo: dict[int, Callable[[], object]] = {}  # of reports in the background that have taken files away
-        self._done: dict[int, Callable[[], object]] = {}  # of those that leave something to do after the commit
-        self._failed_here: set[int] = set()  # whatever the controller says of them is no news
+        self._done: dict[int, Callable[[], object]] = {}  # of reports with work left after the commit
+        self._failed_here: set[int] = set()  # failures that the controller repeats are ignored
         self.troubles: deque[BaseException] = deque()
         self._closing = self._gone = False
         self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
         self._thread.start()
 
     def call(self) -> tuple[int, Future[Message]]:
-        """Return a number for a question, and where its answer will be."""
+        """Return a number for a question, and the future of its answer."""
         number, future = next(self._numbers), Future[Message]()
         with self._changed:
             if self._gone:
@@ -74,7 +74,7 @@ class ControllerAnswers:
         return number, future
 
     def answer(self, future: Future[Message], what: str) -> Message:
-        """Wait for an answer; the controller bounds that. Says what it waits for once a minute.
+        """Wait for an answer; the controller bounds the wait. Logs what it waits for once a minute.
 
         Raises:
             BaseException: what the controller answered instead.
@@ -107,11 +107,11 @@ class ControllerAnswers:
         if index is not None:
             undo = self._undo.pop(index, None)
             self._done.pop(index, None)
-        if undo is not None:  # first: whoever hears of the failure finds his files in their place
+        if undo is not None:  # first: a caller that gets the error finds the files in their place
             undo()
         with self._changed:
             self.troubles.append(error)
-            # Without a number it may be any of them: nothing waits for them any more.
+            # Without a number it may be any report: nothing waits for any of them.
             self._unsettled -= set(self._unsettled) if index is None else {index}
             self._changed.notify_all()
 
@@ -121,7 +121,7 @@ class ControllerAnswers:
             return index in self._unsettled
 
     def fail_here(self, index: int, error: BaseException) -> bool:
-        """End a report for what failed in this process; False if the controller has ended it before."""
+        """End a report that failed in this process; return False if the controller has ended it before."""
         with self._changed:
             if index not in self._unsettled:
                 return False
@@ -130,10 +130,11 @@ class ControllerAnswers:
         return True
 
     def undo_all(self) -> None:
-        """Put back what reports in the background have taken away and not brought."""
-        while self._undo:
-            _, undo = self._undo.popitem()
-            undo()
+        """Put back the files of reports in the background that are not uploaded."""
+        for index in list(self._undo):
+            undo = self._undo.pop(index, None)  # the receiving thread may end the report meanwhile
+            if undo is not None:
+                undo()
 
     def forget(self, index: int) -> None:
         """Stop waiting for a report: it is committed, or its caller knows that it never will be."""
@@ -144,7 +145,7 @@ class ControllerAnswers:
             self._changed.notify_all()
 
     def settled(self, what: str, index: int | None = None) -> None:
-        """Wait until report ``index``, or every one noted, has been committed.
+        """Wait until report ``index``, or every report noted, has been committed.
 
         Raises:
             BaseException: trouble in the background; it ends the waiting.
@@ -179,7 +180,7 @@ class ControllerAnswers:
         try:
             while (message := self._channel.receive()) is not None:
                 self._take(message)
-        except Exception as error:  # noqa: BLE001 - a thread edge: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - a thread edge: waiting callers get an error
             _LOG.error("a message of the controller could not be read", exc_info=error)
         if not self._closing:
             self._on_gone()
@@ -210,7 +211,7 @@ class ControllerAnswers:
             if header.get("index") not in self._failed_here:
                 self.trouble(header.get("index"), _error(message))
         elif not self._other(header):
-            _LOG.debug("a message that this worker does not know: %s", header["do"])
+            _LOG.debug("a message of unknown kind: %s", header["do"])
 
 
 def _error(message: Message) -> BaseException:

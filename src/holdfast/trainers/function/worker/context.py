@@ -15,7 +15,7 @@ __all__ = ["Context", "StorageContext", "TrainContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageContext:
-    """Where a run is stored, under the names Ray Train gives these things.
+    """Where a run is stored, under the names of Ray Train.
 
     Attributes:
         uri: of the run.
@@ -31,7 +31,7 @@ class StorageContext:
 
     @property
     def storage_filesystem(self) -> Any:
-        """What the paths are paths in: see `Checkpoint.filesystem`; None if it lives in the memory of the driver."""
+        """The file system of the paths: see `Checkpoint.filesystem`; None if it lives in the memory of the driver."""
         return None if self.storage is None else file_system(self.storage)
 
     @property
@@ -44,10 +44,10 @@ class StorageContext:
         """Return where a checkpoint of this name lies: what to upload to with ``NO_UPLOAD``.
 
         Raises:
-            ConfigError: no name of a directory.
+            ConfigError: the name is not that of a single directory.
         """
         if "/" in check_path(checkpoint_name):
-            raise ConfigError(f"checkpoint name {checkpoint_name!r}: give the name of one directory, without '/'")
+            raise ConfigError(f"checkpoint name {checkpoint_name!r}: give the name of a single directory, without '/'")
         return f"{self.experiment_fs_path.rstrip('/')}/{checkpoint_name}"
 
 
@@ -93,7 +93,7 @@ class Context:
         """Where the run is stored."""
         return self._storage
 
-    # Ray Train has no trials any more; scripts that still ask get the run, which is the only one there is.
+    # Ray Train has no trials any more; scripts that still ask get the run.
 
     def get_trial_name(self) -> str:
         """Name of the run."""

@@ -1,4 +1,4 @@
-"""Reports that bring data: a directory, a file, a state, values, or a checkpoint that is somewhere already."""
+"""Reports with data: a directory, a file, a state, values, or a checkpoint that is stored elsewhere."""
 
 from __future__ import annotations
 
@@ -38,51 +38,51 @@ Finish = Callable[[], None]
 
 
 class Delivery:
-    """Carries out such reports of one rank. Callers take care that one report follows another.
+    """Carries out the reports with data of a rank. Callers make sure that reports follow one another.
 
     Args:
         link: to the controller.
         begin: the controller's "begin" message.
-        place: where directories are put until they are taken in.
+        area: where directories are put until they are taken in.
     """
 
-    def __init__(self, link: ControllerLink, begin: Mapping[str, Any], place: HandoffArea) -> None:
-        self._link, self._begin, self._place = link, begin, place
+    def __init__(self, link: ControllerLink, begin: Mapping[str, Any], area: HandoffArea) -> None:
+        self._link, self._begin, self._area = link, begin, area
         self._shares: dict[str, Shares] = {}
         self._sender: SerialExecutor | None = None
         self._sending: deque[Future[None]] = deque()
 
     def enter(self, request: Request, index: int) -> Finish | None:
-        """Enter report ``index``; returns what is left to wait for, None if nothing is."""
+        """Enter report ``index``; return a function that waits for its end, None if nothing has to wait."""
         checkpoint = request.checkpoint
         if checkpoint is None:
             self._state(request, index)
             return None
         local = checkpoint.storage.local_root is not None
-        if local and request.upload is None:  # whose function may wait for somebody who still writes the files
-            check_source(checkpoint.path, self._place)
-        in_run = checkpoint.uri.startswith(f"{self._place.uri.rstrip('/')}/")
+        if local and request.upload is None:  # an upload function may wait for a writer of the files
+            check_source(checkpoint.path, self._area)
+        in_run = checkpoint.uri.startswith(f"{self._area.uri.rstrip('/')}/")
         if (
             request.upload is not None
             or request.mode is CheckpointUploadMode.NO_UPLOAD
             or (in_run and not local)
         ):  # fmt: skip
             return self._make(request, index, partial(self._uploaded, request, index, checkpoint))
-        if not local and self._place.is_sent:
+        if not local and self._area.is_sent:
             return self._send(request, index, partial(_download, checkpoint), later=request.mode is _ASYNC)
         if not local:
             return self._make(request, index, partial(self._downloaded, request, index, checkpoint))
         return self._directory(request, index, checkpoint)
 
     def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
-        """Enter report ``index`` of `save_checkpoint` on rank 0; returns what is left to wait for."""
+        """Enter report ``index`` of `save_checkpoint` on rank 0; return a function that waits for its end, or None."""
         header, stripped = self._values_header(values, index), without_prefix(values)
         answer = self._link.answer(self._link.call(header), index).header["value"]
         if answer.get("memory"):
             try:
                 packed = pack_checkpoint(Checkpoint.from_dict(stripped))
             except BaseException as error:
-                self._link.part_failed(index, error)  # so that nobody waits for them
+                self._link.part_failed(index, error)  # so that the controller does not wait for them
                 raise
             self._link.memory(index, packed)
         if not answer.get("go"):
@@ -91,12 +91,12 @@ class Delivery:
         return partial(self._link.committed, index)
 
     def abandon(self, timeout_s: float) -> None:
-        """Bring what was entered in the background, as far as ``timeout_s`` allows; what is left is put back."""
+        """Finish uploads in the background, as far as ``timeout_s`` allows; put the files of the others back."""
         deadline = time.monotonic() + timeout_s
         wait(list(self._sending), timeout=timeout_s)
         for shares in self._shares.values():
             shares.wait_for_staged(max(0.0, deadline - time.monotonic()))
-        if not all(one.done() for one in self._sending):
+        if not all(future.done() for future in self._sending):
             self._link.undo_all()
 
     def close(self) -> None:
@@ -111,8 +111,8 @@ class Delivery:
 
     def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
         asynchronous = request.mode is _ASYNC
-        taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
-        if self._place.is_sent:
+        taken = take(checkpoint, self._area, index, delete=request.delete, asynchronous=asynchronous)
+        if self._area.is_sent:
             later = asynchronous and taken.safe
             return self._send(request, index, lambda: taken, later=later, undo=taken.failed, on_disk=taken)
         header = self._header(request, index, "directory") | {"source": taken.source()}
@@ -131,22 +131,22 @@ class Delivery:
         undo: Callable[[], object] = lambda: None,
         on_disk: Taken | None = None,
     ) -> Finish | None:
-        """Enter a report, and bring its files into the store, from where the driver's writer takes them.
+        """Enter a report, and upload its files to the store, from where the driver's writer takes them.
 
         Args:
             request: of the report.
-            index: of it.
-            find: gives the files; may take time.
+            index: of the report.
+            find: returns the files; may take time.
             later: in the background.
             undo: puts them back if that fails.
-            on_disk: the same files, if they are known now: this node brings them if this worker dies.
+            on_disk: the same files, if they are known now: this node uploads them if this worker dies.
         """
-        home = self._place.incoming_object(index)
+        home = self._area.incoming_object(index)
         source = {"path": home, "owned": True, "coming": True}
         header = self._header(request, index, "directory") | {"source": source}
         if on_disk is not None:
             header["unfinished"] = left_directory(
-                home=home, path=on_disk.path, rank=self._place.rank, owned=on_disk.owned
+                home=home, path=on_disk.path, rank=self._area.rank, owned=on_disk.owned
             )
         if later:
             brought: list[Taken] = []
@@ -158,7 +158,7 @@ class Delivery:
     def _bring_now(
         self, future: Future[Message], index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]
     ) -> None:
-        """Bring files into the store, and wait for the commit."""
+        """Upload files to the store, and wait for the commit."""
         try:
             taken = find()
             self._bring(taken, home)
@@ -178,9 +178,9 @@ class Delivery:
             remove_local(taken.path)
 
     def _bring_later(self, index: int, find: Callable[[], Taken], home: str, brought: list[Taken]) -> None:
-        """Bring files into the store. They stay here until the commit: until then there is no other copy that lasts."""
+        """Upload files to the store. They stay here until the commit: until then there is no other copy that lasts."""
         if not self._link.is_expected(index):
-            # It has failed meanwhile, and its files are back in their place.
+            # The report has failed meanwhile, and its files are back in their place.
             self._link.bringing_failed(index, CheckpointError(f"report {index} failed before its files were brought"))
             return
         try:
@@ -193,10 +193,10 @@ class Delivery:
             self._link.brought(index)
 
     def _bring(self, taken: Taken, home: str) -> None:
-        put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
+        put_incoming(self._root(), home, IngestSource(rank=self._area.rank, path=taken.path))
 
     def _run_later(self, work: Callable[[], None]) -> None:
-        """Do something on a thread of its own, after what was given before; waits while four others wait."""
+        """Run ``work`` on the sending thread, after earlier work; waits while four others wait."""
         if self._sender is None:
             self._sender = SerialExecutor("holdfast-send")
         while len(self._sending) >= _MAX_SENDING:
@@ -204,7 +204,7 @@ class Delivery:
         self._sending.append(self._sender.run(work))
 
     def _run_soon(self, work: Callable[[], None]) -> None:
-        """Do something small on that thread; never waits."""
+        """Run short ``work`` on the sending thread, if it exists; never waits."""
         if self._sender is not None:
             self._sender.run(work)
 
@@ -219,7 +219,7 @@ class Delivery:
         taken.committed()
 
     def _make(self, request: Request, index: int, work: Callable[[], dict[str, Any]]) -> Finish | None:
-        """Let ``work`` make the message of the report: here and now, or in the background."""
+        """Let ``work`` make the message of the report: in this call, or in the background."""
         if request.mode is _ASYNC:
             self._link.tell_later(index, work)
             return None
@@ -231,17 +231,17 @@ class Delivery:
         return finish
 
     def _uploaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Let the caller's function upload, if there is one, and tell where the checkpoint is."""
-        rank, placed = self._place.rank, checkpoint
+        """Let the caller's function upload, if there is one; return the message that says where the checkpoint is."""
+        rank, placed = self._area.rank, checkpoint
         if request.upload is not None:
-            name = request.name or f"checkpoint_{index:06d}-{self._place.start_id}"
+            name = request.name or f"checkpoint_{index:06d}-{self._area.start_id}"
             placed = request.upload(checkpoint, name)
             if not isinstance(placed, Checkpoint):
                 raise ConfigError(
                     f"rank {rank}: checkpoint_upload_fn returned {placed!r}, not a Checkpoint: it has to say where it "
                     "has put the files, as in Checkpoint(path)"
                 )
-        name = name_in_run(placed, self._place)
+        name = name_in_run(placed, self._area)
         wanted = request.mode is _ASYNC if request.delete is None else request.delete
         if wanted and placed != checkpoint and checkpoint.storage.local_root is not None:
             remove_local(checkpoint.path)
@@ -250,14 +250,14 @@ class Delivery:
 
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
         """Copy what is no local directory (a dictionary, another storage) into a directory that the writer can take."""
-        path = checkpoint.to_directory(self._place.incoming(index))
+        path = checkpoint.to_directory(self._area.incoming(index))
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
 
     def _state(self, request: Request, index: int) -> None:
         assert request.state is not None
-        self._root()  # before the report is entered, for it may be out of reach
+        self._root()  # before the report is entered: opening it may fail
         header = self._header(request, index, "state")
         go = self._link.answer(self._link.call(header), index).header["value"]["go"]
         self._submit("state", request.state, go, index)
@@ -293,7 +293,7 @@ class Delivery:
         found = self._shares.get(kind)
         if found is None:
             if kind == "state":
-                snapshotter = Snapshotter(rank=self._place.rank, world_size=self._begin["world_size"])
+                snapshotter = Snapshotter(rank=self._area.rank, world_size=self._begin["world_size"])
             else:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
             snapshotter.max_file_bytes = self._root().max_file_bytes
@@ -303,16 +303,16 @@ class Delivery:
         return found
 
     def _staging(self) -> Staging | None:
-        folder, place = self._begin.get("local_dir"), self._place
+        folder, area = self._begin.get("local_dir"), self._area
         if folder is None:
             return None
         first = self._begin["local_rank"] == 0
-        return Staging(folder, self._root(), rank=place.rank, start_id=place.start_id, sweeps=first)
+        return Staging(folder, self._root(), rank=area.rank, start_id=area.start_id, sweeps=first)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _root(self) -> Storage:
-        return self._place.root if self._place.root is not None else open_root(self._begin["run_root"])
+        return self._area.root if self._area.root is not None else open_root(self._begin["run_root"])
 
     def _header(self, request: Request, index: int, kind: str) -> dict[str, Any]:
         return {
@@ -320,7 +320,7 @@ class Delivery:
             "index": index,
             "kind": kind,
             "call": None,
-            "metrics": request.metrics if self._place.rank == 0 or self._begin.get("all_metrics") else None,
+            "metrics": request.metrics if self._area.rank == 0 or self._begin.get("all_metrics") else None,
             "time": time.time(),
             "name": request.name,
             "validation": request.validation,

@@ -28,10 +28,10 @@ _current: Group | None = None
 
 
 class Group:
-    """The ranks of the default process group, which come together before it is used and before it is taken down.
+    """The ranks of the default process group, which wait for one another before it is used and before it is destroyed.
 
-    A rank that leaves closes its connections. A rank that is still connecting to others then fails, so nobody begins
-    before all are connected; and one that still trains may make another group, for which it needs the store of rank 0.
+    A rank that leaves closes its connections. A rank that is still connecting to others then fails, so no rank begins
+    before all are connected; and a rank that still trains may make another group, for which it needs rank 0's store.
     """
 
     def __init__(self, store: Any, world_size: int, rank: int = 0) -> None:
@@ -42,7 +42,7 @@ class Group:
         """Wait until every rank has joined.
 
         Raises:
-            TrainingError: some have not within ``timeout_s``.
+            TrainingError: some ranks have not joined within ``timeout_s``.
         """
         if self._store is None or self._size == 1:
             return
@@ -57,11 +57,11 @@ class Group:
         """Wait until the train function has returned on every rank.
 
         No time limits this: others may train on for as long as they like. If one of them fails, the controller ends
-        this process too; if the store is gone, rank 0 has left and nobody needs the group any more.
+        this process too; if the store is gone, rank 0 has left and the group is not needed any more.
 
         Args:
-            alone_s: after this long the connections of gloo are closed: whoever waits for this rank in a collective
-                gets an error then, and not after half an hour. NCCL has a watchdog of its own.
+            alone_s: after this long the connections of gloo are closed: ranks that wait for this rank in a collective
+                get an error then, and not after half an hour. NCCL has a watchdog of its own.
         """
         if self._store is None or self._size == 1:
             return
@@ -69,7 +69,7 @@ class Group:
         try:
             if self._arrive("done") == self._size:
                 self._store.set(_key("done", "all"), b"1")
-            # In short looks rather than one wait: signal handlers of the user have to run meanwhile.
+            # Polled rather than one long wait: signal handlers of the user have to run meanwhile.
             while not self._store.check([_key("done", "all")]):
                 time.sleep(pause)
                 pause = min(_POLL_S, pause * 2)
@@ -90,7 +90,7 @@ class Group:
             dist.destroy_process_group()
 
     def meet(self, data: bytes, timeout_s: float, what: str) -> bytes:
-        """Wait until every rank has come, and give what rank 0 has brought.
+        """Wait until every rank has called this, and return the data of rank 0.
 
         Args:
             data: of this rank; that of rank 0 counts.
@@ -98,7 +98,7 @@ class Group:
             what: the function that was called, for the message.
 
         Raises:
-            ReportMismatchError: ranks did not come; names them.
+            ReportMismatchError: ranks did not call it in time; names them.
         """
         if self._store is None or self._size == 1:
             return data
@@ -128,17 +128,17 @@ def barrier() -> None:
     """Wait until every worker has called this.
 
     Raises:
-        ReportMismatchError: a rank did not come within the limit of reports; names it.
+        ReportMismatchError: a rank did not call it within the limit of reports; names it.
         SessionError: called outside of train_func.
     """
     _meet(b"", "barrier")
 
 
 def broadcast_from_rank_zero(data: Any) -> Any:
-    """Return what rank 0 gave; every worker calls it. For small values (settings, names): it travels by pickle.
+    """Return the data of rank 0; every worker calls it. For small values (settings, names): it travels by pickle.
 
     Raises:
-        ReportMismatchError: a rank did not come within the limit of reports; names it.
+        ReportMismatchError: a rank did not call it within the limit of reports; names it.
         SessionError: called outside of train_func.
 
     Example:
@@ -174,7 +174,7 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
 
     if use_gpu:
         _choose_device(torch.cuda.device_count())
-    # For Accelerate, which else takes any GPU that it sees.
+    # For Accelerate, which otherwise takes any GPU that it sees.
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
     if not dist.is_available():
         yield Group(None, world_size)

@@ -1,9 +1,9 @@
-"""Taking over the caller's directory: the caller may do with it what he likes afterwards, and it costs no copy.
+"""Take over the caller's directory: the caller may change it afterwards, and where possible it costs no copy.
 
-A directory is renamed away only if its deletion was asked for; else it is cloned where the file system can share
+A directory is renamed only if its deletion was requested; else it is cloned where the file system can share
 blocks, or stays where it is until the driver's writer has copied it; where that writer is on another machine and the
-run is on a store, this rank has put the files into the store by then. Never hard-linked: `torch.save` truncates the
-file it writes, and a link would follow. The caller's directory is not changed unless he asked for it.
+run is on a store, this rank uploads the files first. Never hard-linked: `torch.save` truncates the
+file it writes, and a link would follow. The caller's directory is not changed unless the caller requests it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class HandoffArea:
         uri: of the run.
         start_id: of this attempt.
         rank: of this worker.
-        apart: the driver is on another machine: it sees what is in the run, and nothing else that is here.
+        apart: the driver is on another machine: of this machine's files it sees only those in the run.
         past: start ids of earlier attempts of this run, which have ended.
-        swept: directories in which nothing of those is left.
+        swept: directories in which nothing of earlier attempts is left.
     """
 
     root: Storage | None
@@ -63,25 +63,25 @@ class HandoffArea:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the driver's writer gets what is here through the store of the run, for it sees nothing else."""
+        """Whether files of this machine reach the driver's writer through the store of the run, the only way."""
         return self.apart and self.root is not None and self.local is None
 
     def incoming_object(self, index: int) -> str:
-        """A place inside the run's store for the directory of one report."""
+        """Return a path inside the run's store for the directory of a report."""
         return f"{INCOMING}{self.start_id}/{index}-{self.rank}"
 
     def incoming(self, index: int) -> str | None:
-        """A place inside the run for the directory of one report."""
+        """Return a path inside the run's local directory for that of a report; None if the run is not local."""
         local = self.local
         return None if local is None else os.path.join(local, f"{INCOMING}{self.start_id}", f"{index}-{self.rank}")
 
     def new(self, name: str) -> str:
-        """A place to write something that will be reported; the same for all ranks. In the run if that is local."""
+        """Return a path for a directory that will be reported, the same on all ranks; in the run if that is local."""
         base = self.local or private_directory("holdfast-new")
         return os.path.join(base, f"{INCOMING}{self.start_id}", name)
 
     def sibling(self, path: str, index: int) -> str:
-        """A hidden place beside the caller's directory: on the same file system, whatever that is."""
+        """Return a hidden path beside the caller's directory, so on the same file system."""
         return os.path.join(os.path.dirname(path), f".holdfast-{self.start_id}-{index:x}-{self.rank}")
 
     def sweep_siblings(self, path: str) -> None:
@@ -92,7 +92,7 @@ class HandoffArea:
         self.swept.add(folder)
         try:
             names = os.listdir(folder)
-        except OSError as error:  # one may enter it and not list it
+        except OSError as error:  # it may be entered and not listed
             _LOG.debug("%s is not looked through: %s", folder, error)
             return
         for name in names:
@@ -106,7 +106,7 @@ class HandoffArea:
 
 
 def _remove_at_once(path: str) -> None:
-    """Remove a directory that the driver may still be reading: it finds all of it at its place, or nothing."""
+    """Remove a directory that the driver may still be reading: it finds the whole directory, or nothing."""
     doomed = path if path.endswith(".doomed") else f"{path}.doomed"
     if doomed != path:
         try:
@@ -124,9 +124,9 @@ class Taken:
     """Where the files of a report are now.
 
     Attributes:
-        path: directory, or the one file, that the writer reads.
+        path: directory, or single file, that the writer reads.
         owned: the writer may take its files away and removes the rest.
-        safe: nothing the caller does can touch them any more.
+        safe: the caller cannot change them any more.
         caller: the caller's directory or file.
         delete: `caller` is still there and has to go after the commit.
         moved: (new, old) paths, to be undone if the report fails while the caller waits for it.
@@ -149,7 +149,7 @@ class Taken:
             remove_local(self.caller)
 
     def failed(self) -> None:
-        """Put back what was moved: a caller who still waits gets his files back."""
+        """Put back what was moved: a caller that still waits gets the files back."""
         for new, old in reversed(self.moved):
             with contextlib.suppress(OSError):
                 if os.path.lexists(new) and not os.path.lexists(old):
@@ -157,46 +157,46 @@ class Taken:
                     _LOG.warning("the report failed: %s is back in its place", old)
 
 
-def take(checkpoint: Checkpoint, place: HandoffArea, index: int, *, delete: bool | None, asynchronous: bool) -> Taken:
+def take(checkpoint: Checkpoint, area: HandoffArea, index: int, *, delete: bool | None, asynchronous: bool) -> Taken:
     """Take over a local directory or file.
 
     Args:
         checkpoint: the caller's.
-        place: of this rank.
+        area: of this rank.
         index: of the report.
-        delete: the caller wants it to be gone in the end; None: as is usual for the mode.
+        delete: the caller wants it deleted in the end; None: if ``asynchronous``.
         asynchronous: the caller goes on before the commit, if that can be made safe.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
-        ConfigError: the directory may not be reported, or not be deleted, or no checkpoint can hold what is in it.
+        ConfigError: the directory may not be reported, or not be deleted, or no checkpoint can hold its contents.
     """
     path = checkpoint.path
-    check_source(path, place)
+    check_source(path, area)
     wanted = asynchronous if delete is None else delete
-    if wanted and _in_checkpoint(path, place):
+    if wanted and _in_checkpoint(path, area):
         if delete:
             raise ConfigError(
-                f"rank {place.rank}: {path} belongs to a checkpoint of this run: it cannot be deleted after the "
+                f"rank {area.rank}: {path} belongs to a checkpoint of this run: it cannot be deleted after the "
                 "report; leave delete_local_checkpoint_after_upload out"
             )
         wanted = False
-    incoming = place.incoming(index)
+    incoming = area.incoming(index)
     if wanted:
-        # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
-        scan(IngestSource(rank=place.rank, path=path))
-        beside = place.sibling(path, index) if place.is_sent or not place.apart else None
+        # What no checkpoint can hold is refused before the files are moved.
+        scan(IngestSource(rank=area.rank, path=path))
+        beside = area.sibling(path, index) if area.is_sent or not area.apart else None
         if beside is not None:
-            place.sweep_siblings(path)
+            area.sweep_siblings(path)
         for target in filter(None, (incoming, beside)):
             moved = _move(path, target)
             if moved:
                 return Taken(path=target, owned=True, safe=True, caller=path, moved=moved)
-    elif (asynchronous or place.apart) and incoming is not None and clone_tree(path, incoming):
+    elif (asynchronous or area.apart) and incoming is not None and clone_tree(path, incoming):
         _take_metadata(path, incoming)
         return Taken(path=incoming, owned=True, safe=True, caller=path)
-    if incoming is not None and place.apart:
-        return _bring(path, incoming, place.rank, delete=wanted)
+    if incoming is not None and area.apart:
+        return _bring(path, incoming, area.rank, delete=wanted)
     return Taken(path=path, owned=False, safe=False, caller=path, delete=wanted)
 
 
@@ -213,12 +213,12 @@ def _bring(path: str, incoming: str, rank: int, *, delete: bool) -> Taken:
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
-    # Where it is to be deleted its caller waits for the commit: until then there is no other copy that lasts.
+    # If it is deleted, the caller waits for the commit: until then there is no other copy that lasts.
     return Taken(path=incoming, owned=True, safe=not delete, caller=path, delete=delete)
 
 
-def check_source(path: str, place: HandoffArea) -> None:
-    """Refuse what is not there, and a directory that holds the run itself.
+def check_source(path: str, area: HandoffArea) -> None:
+    """Refuse a missing directory, and a directory that holds the run itself.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -226,40 +226,40 @@ def check_source(path: str, place: HandoffArea) -> None:
     """
     if not os.path.exists(path):
         raise CheckpointNotFoundError(
-            f"rank {place.rank}: there is no {path} to report: it was never written on this rank, or is deleted "
+            f"rank {area.rank}: there is no {path} to report: it was never written on this rank, or is deleted "
             "already (do two ranks share one directory, and the other's report took it away? Give each rank its own)"
         )
-    local, real = place.local, os.path.realpath(path)
+    local, real = area.local, os.path.realpath(path)
     if local is not None and (local + os.sep).startswith(real.rstrip(os.sep) + os.sep):
         raise ConfigError(
-            f"rank {place.rank}: {path} holds the run itself ({local}): a checkpoint of it would contain all others; "
+            f"rank {area.rank}: {path} holds the run itself ({local}): a checkpoint of it would contain all others; "
             "write each checkpoint into a directory of its own and report that"
         )
 
 
-def name_in_run(checkpoint: Checkpoint, place: HandoffArea) -> str:
+def name_in_run(checkpoint: Checkpoint, area: HandoffArea) -> str:
     """Return the directory name, inside the run, of a checkpoint that the caller has put there.
 
     Raises:
         ConfigError: it lies elsewhere.
     """
-    local = place.local
+    local = area.local
     if local is not None and checkpoint.storage.local_root is not None:
         name = os.path.relpath(os.path.realpath(checkpoint.path), local)
     else:
-        uri, root = checkpoint.uri, place.uri.rstrip("/") + "/"
+        uri, root = checkpoint.uri, area.uri.rstrip("/") + "/"
         name = uri[len(root) :] if uri.startswith(root) else ".."
     if not is_checkpoint_name(name):
         raise ConfigError(
-            f"rank {place.rank}: {checkpoint.uri} is no place in this run: what you upload yourself has to be a "
-            f"directory right below {place.uri} (get_context().get_storage().build_checkpoint_path_from_name(name))"
+            f"rank {area.rank}: {checkpoint.uri} is no place in this run: what you upload yourself has to be a "
+            f"directory right below {area.uri} (get_context().get_storage().build_checkpoint_path_from_name(name))"
         )
     return name
 
 
-def _in_checkpoint(path: str, place: HandoffArea) -> bool:
-    """Tell whether a path is a committed checkpoint of the run, or in one."""
-    local, real = place.local, os.path.realpath(path)
+def _in_checkpoint(path: str, area: HandoffArea) -> bool:
+    """Return whether a path is a committed checkpoint of the run, or inside of a checkpoint."""
+    local, real = area.local, os.path.realpath(path)
     if local is None or not real.startswith(local + os.sep):
         return False
     first = real[len(local) + 1 :].split(os.sep)[0]
@@ -267,7 +267,7 @@ def _in_checkpoint(path: str, place: HandoffArea) -> bool:
 
 
 def _move(path: str, target: str) -> tuple[tuple[str, str], ...]:
-    """Rename a directory to ``target``, or a file into it; nothing where that is impossible."""
+    """Rename a directory to ``target``, or a file into it; return (new, old) paths, () where that is impossible."""
     made = False
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -279,7 +279,7 @@ def _move(path: str, target: str) -> tuple[tuple[str, str], ...]:
         new = os.path.join(target, os.path.basename(path))
         os.rename(path, new)
     except OSError as error:
-        # Another file system, a mount point, no permission there: the next place, or a copy.
+        # Another file system, a mount point, no permission there: the next target, or a copy.
         _LOG.debug("%s cannot be renamed to %s: %s", path, target, error)
         if made:
             os.rmdir(target)
@@ -293,7 +293,7 @@ def _move(path: str, target: str) -> tuple[tuple[str, str], ...]:
 
 
 def _take_metadata(path: str, directory: str) -> None:
-    """A file keeps its metadata beside it; in a directory they have a name of their own."""
+    """Copy the metadata of a file, which lie beside it, into the directory under their name there."""
     if os.path.isfile(path):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(_metadata_of(path), os.path.join(directory, METADATA_FILE))

@@ -1,6 +1,6 @@
-"""One worker's link to its controller: what goes out in order, what comes back, and what is still on its way.
+"""A worker's link to its controller: reports in order, answers, and what is still on its way.
 
-Two things of it stand on their own: uploads in the background, whose reports keep their place among the others
+Two parts are separate classes: uploads in the background, whose reports keep their place among the others
 (`BackgroundUploads`), and saves that all ranks agree on (`Agreement`).
 """
 
@@ -32,12 +32,12 @@ _HOLD_S = 60.0
 
 
 class ControllerLink:
-    """Numbers the reports of one rank and sends them. Callers take care that one report follows another.
+    """Numbers the reports of a rank and sends them. Callers make sure that reports follow one another.
 
     Args:
         channel: to the controller; only this link receives on it.
         first_index: number of the next report.
-        timeout_s: bound of waiting for a controller that takes nothing.
+        timeout_s: how long to wait for a controller that takes no message.
         on_gone: what to do when the driver is gone.
 
     Attributes:
@@ -51,23 +51,23 @@ class ControllerLink:
         self.count = first_index - 1
         self._channel, self._timeout_s = channel, timeout_s
         self._closed = False
-        self._outbox = ReportQueue(channel, timeout_s=timeout_s)
-        self.agreement = Agreement(self._outbox.send_now)
+        self._queue = ReportQueue(channel, timeout_s=timeout_s)
+        self.agreement = Agreement(self._queue.send_now)
         self._answers = ControllerAnswers(channel, on_gone=on_gone, other=self.agreement.take)
-        self._uploads = BackgroundUploads(self._outbox)
+        self._uploads = BackgroundUploads(self._queue)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
     def add(self, row: dict[str, Any] | None) -> None:
-        """Enter a report without data; ``row`` is None where nobody keeps the metrics."""
+        """Enter a report without data; ``row`` is None where the metrics are not kept."""
         self.count += 1
-        self._outbox.add(self.count, row)
+        self._queue.add(self.count, row)
 
     def call(self, header: dict[str, Any]) -> Future[Message]:
         """Enter a report that is answered."""
         header["call"], future = self._answers.call()
         self.count = header["index"]
-        self._outbox.send(header)
+        self._queue.send(header)
         return future
 
     def tell(
@@ -76,11 +76,11 @@ class ControllerLink:
         """Enter a report that is committed in the background; ``undo`` is called if that fails, ``done`` if not."""
         self.count = header["index"]
         self._answers.expect(self.count, undo, done)
-        self._outbox.send(header)
+        self._queue.send(header)
 
     def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:
         """Enter a report whose message ``work`` makes in the background; what follows is sent after it."""
-        self._answers.expect(index)  # first: the word that it is committed may come before `submit` returns
+        self._answers.expect(index)  # first: the message "committed" may come before `submit` returns
         try:
             self._uploads.submit(work)
         except BaseException:
@@ -93,37 +93,37 @@ class ControllerLink:
         self._answers.expect(index)
 
     def memory(self, index: int, values: bytes) -> None:
-        """Give the controller values that are not written to storage."""
-        self._outbox.send({"on": "memory", "index": index}, (values,))
+        """Send the controller values that are not written to storage."""
+        self._queue.send({"on": "memory", "index": index}, (values,))
 
     def sealed(self, index: int) -> None:
-        """Tell that this rank's writer has its part and will finish it whatever happens here."""
-        self._outbox.send_now({"on": "sealed", "index": index})
+        """Report that this rank's writer has its part and will finish it even if this process dies."""
+        self._queue.send_now({"on": "sealed", "index": index})
 
     def staged(self, index: int, left: Mapping[str, Any]) -> None:
-        """Tell that this rank's part is on its way, by a disk of this node; ``left`` says where it is."""
-        self._outbox.send_now({"on": "staged", "index": index, "unfinished": dict(left)})
+        """Report that this rank's part is on a disk of this node, to be uploaded; ``left`` says where."""
+        self._queue.send_now({"on": "staged", "index": index, "unfinished": dict(left)})
 
     def part_ended(self, index: int, error: BaseException | None) -> None:
-        """Tell that this rank's part is durable, or has failed: then the next call here raises it."""
+        """Report that this rank's part is durable, or has failed: then the next call here raises the error."""
         if error is None:
-            self._outbox.send_now({"on": "part", "index": index})
+            self._queue.send_now({"on": "part", "index": index})
         else:
             self.part_failed(index, error)
             self._answers.trouble(index, error)
 
     def brought(self, index: int) -> None:
-        """Tell that the files of a report are in the store: after the report itself, which may wait for another."""
-        self._outbox.send({"on": "part", "index": index})
+        """Report that the files of a report are in the store, after the report itself, which may wait for another."""
+        self._queue.send({"on": "part", "index": index})
 
     def is_expected(self, index: int) -> bool:
         """Whether report ``index`` goes on in the background; not once it has failed."""
         return self._answers.is_expected(index)
 
     def bringing_failed(self, index: int, error: BaseException) -> None:
-        """Tell that files are not brought; the next call here raises it, unless the report has ended already.
+        """Report that files were not uploaded; the next call here raises the error, unless the report has ended.
 
-        It is told in any case: the node would go on with these files when this worker has ended.
+        Sent in any case: else the node would go on with these files when this worker has ended.
         """
         self._answers.fail_here(index, error)
         self._tell_failure(index, error)
@@ -133,20 +133,20 @@ class ControllerLink:
         self._answers.undo_all()
 
     def part_failed(self, index: int, error: BaseException) -> None:
-        """Tell that this rank's part has failed, which its caller knows already."""
+        """Report that this rank's part has failed with an error that the caller has got already."""
         self._tell_failure(index, error)
         self._answers.forget(index)
 
     def _tell_failure(self, index: int, error: BaseException) -> None:
         description, blob = error_to_wire(error)
-        self._outbox.send({"on": "part", "index": index, "error": description}, (blob,))  # after the report itself
+        self._queue.send({"on": "part", "index": index, "error": description}, (blob,))  # after the report itself
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def ask(self, question: dict[str, Any]) -> Callable[[], Message]:
-        """Send a question; the function that comes back waits for its answer."""
+        """Send a question; return a function that waits for its answer."""
         call, future = self._answers.call()
-        self._outbox.send_now({"on": "ask", "call": call, **question})
+        self._queue.send_now({"on": "ask", "call": call, **question})
         return partial(self._answers.answer, future, f"the answer to {question['what']!r}")
 
     def answer(self, future: Future[Message], index: int) -> Message:
@@ -158,7 +158,7 @@ class ControllerLink:
         return self._answers.answer(future, f"report {index}")
 
     def committed(self, index: int) -> None:
-        """Wait for the commit of report ``index``; raises what went wrong instead."""
+        """Wait for the commit of report ``index``; raise the error if it failed."""
         self._answers.settled(f"the commit of report {index}", index)
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class ControllerLink:
 
     @property
     def has_trouble(self) -> bool:
-        """Whether background work has failed and nobody has raised it yet."""
+        """Whether background work has failed with an error that was not raised yet."""
         return bool(self._answers.troubles)
 
     def raise_trouble(self) -> None:
@@ -183,7 +183,7 @@ class ControllerLink:
         self._uploads.drain()
         self.check()
         self.raise_trouble()
-        if not self._outbox.flush(self._timeout_s):
+        if not self._queue.flush(self._timeout_s):
             raise SessionError(f"the driver has taken nothing for {self._timeout_s:.0f} s: is it stopped?")
         self._answers.settled("the last reports to be committed")
 
@@ -191,7 +191,7 @@ class ControllerLink:
         """Send what is ready; never raises."""
         deadline = time.monotonic() + timeout_s
         done = self._uploads.drain(timeout_s)
-        if not self._outbox.flush(max(0.0, deadline - time.monotonic())) or not done:
+        if not self._queue.flush(max(0.0, deadline - time.monotonic())) or not done:
             _LOG.warning("uploads in the background, or reports, were given up: train_func has failed")
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class ControllerLink:
         self._closed = True
         self.agreement.end()
         self._uploads.close()
-        self._outbox.close()
+        self._queue.close()
         self._channel.flush(_CLOSE_S)
         self._answers.close()
 
@@ -210,15 +210,15 @@ class ControllerLink:
 
 
 class BackgroundUploads:
-    """Runs one piece of work after another on one thread and sends what it returns, in the place held for it.
+    """Runs pieces of work in order on a thread and sends the message that each returns, in the place held for it.
 
-    A failure stays: nothing behind it is sent any more, and `check` raises it again and again, for a report of this
-    rank is missing for good.
+    A failure stays: nothing behind it is sent any more, and every `check` raises it, because a report of this rank is
+    missing for good.
     """
 
-    def __init__(self, outbox: ReportQueue) -> None:
-        self._outbox = outbox
-        self._side: SerialExecutor | None = None
+    def __init__(self, queue: ReportQueue) -> None:
+        self._queue = queue
+        self._executor: SerialExecutor | None = None
         self._closed = False
         self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
@@ -231,19 +231,19 @@ class BackgroundUploads:
         while len(self._waiting) >= _MAX_WAITING:
             wait([self._waiting.popleft()])
         self.check()
-        if self._side is None:
-            self._side = SerialExecutor("holdfast-upload")
-        slot = self._outbox.hold()
+        if self._executor is None:
+            self._executor = SerialExecutor("holdfast-upload")
+        slot = self._queue.hold()
 
         def run() -> None:
             if self._failure is not None or self._closed:
                 return
             try:
-                self._outbox.fill(slot, work())
+                self._queue.fill(slot, work())
             except BaseException as error:  # noqa: BLE001 - a thread edge: `check` raises it
                 self._failure = error
 
-        self._waiting.append(self._side.run(run))
+        self._waiting.append(self._executor.run(run))
 
     def check(self) -> None:
         """Raise what an earlier piece of work raised."""
@@ -251,29 +251,29 @@ class BackgroundUploads:
             raise self._failure
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait for all of it; False when that took longer than ``timeout_s``."""
+        """Wait for all work; return False when that took longer than ``timeout_s``."""
         return not wait(self._waiting, timeout=timeout_s).not_done
 
     def close(self) -> None:
         """Drop what has not begun; idempotent."""
         self._closed = True
-        if self._side is not None:
-            self._side.close(wait=False)
+        if self._executor is not None:
+            self._executor.close(wait=False)
 
 
 class Agreement:
-    """One rank's part in `should_save`: all ranks answer yes at the same call, without waiting for one another before.
+    """A rank's part in `should_save`: all ranks answer yes at the same call, without waiting for one another before.
 
     The controller asks how many calls each rank has made. From then on the next call of that rank waits; when all have
-    answered, the first call that no rank has made yet is the one, which takes two messages and no collective. After it
-    the workers are about to be ended: one call more waits for that.
+    answered, the first call that no rank has made yet is agreed on, which takes two messages and no collective. After
+    it the workers are about to be ended: the next call waits for that.
 
     Args:
         tell: sends a message to the controller.
-        hold_s: how long a call waits for the verdict, or for the end of this worker, before it answers no.
+        hold_s: how long a call waits for the agreed call, or for the end of this worker, before it answers no.
 
     Attributes:
-        reached: the agreed call was made: what is reported now is the agreed save.
+        reached: the agreed call was made: the next report is the agreed save.
     """
 
     def __init__(self, tell: Callable[[dict[str, Any]], None], *, hold_s: float = _HOLD_S) -> None:
@@ -291,7 +291,7 @@ class Agreement:
         return self._calls > 0
 
     def take(self, header: Mapping[str, Any]) -> bool:
-        """Take a message of the controller; False if it is not about this. Called on the receiving thread."""
+        """Take a message of the controller; return False if it is of another kind. Called on the receiving thread."""
         if header["do"] == "save_soon":
             with self._changed:
                 self._waits, self._at = True, None
@@ -308,17 +308,17 @@ class Agreement:
         """Answer one call of `should_save`."""
         with self._changed:
             self._calls += 1
-            if self.reached:  # saved; whatever is trained now would be lost
+            if self.reached:  # saved; training from here on would be lost
                 self._changed.wait_for(lambda: self._over, self._hold_s)
                 self.reached, self._waits, self._at = False, False, None
                 return False
             if self._waits and not self._changed.wait_for(lambda: self._at is not None or self._over, self._hold_s):
-                self._waits = False  # the next calls do not wait again, and heed a verdict that comes late
+                self._waits = False  # the next calls do not wait again, and still follow a late agreement
             self.reached = self._calls == self._at
             return self.reached
 
     def end(self) -> None:
-        """Release whoever waits: the controller is gone, or this worker ends."""
+        """Release calls that wait: the controller is gone, or this worker ends."""
         with self._changed:
             self._over = True
             self._changed.notify_all()

@@ -32,7 +32,7 @@ class WorkerSession(Protocol):
     """What this module needs of `holdfast.trainers.function.worker.session.Session`."""
 
     def drain(self) -> None:
-        """Wait for what the function has reported; raise what went wrong with it."""
+        """Wait until everything reported is committed; raise what failed."""
 
     def abandon(self, timeout_s: float = 10.0) -> None:
         """Send what is ready after the function has raised; never raises."""
@@ -44,7 +44,7 @@ MakeSession = Callable[[Channel, dict[str, Any], bytes | None], WorkerSession]
 def run(
     channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False, make_session: MakeSession | None = None
 ) -> int:
-    """Run one train function as the controller asks; returns the exit status of this process.
+    """Run a train function as the controller asks; return the exit status of this process.
 
     ``sys.exit(0)`` in the function is its end like any other; another status becomes that of this process, after
     everything reported has been stored.
@@ -58,9 +58,9 @@ def run(
     begin = _receive(channel, "begin")
     session: WorkerSession | None = None
     try:
-        # What is rebuilt from here on, in the session and in the function, may need them.
+        # Storages that the session and the function open may need them.
         learn_secrets(*begin.attachments[2:3] or (b"",))
-        # First of all: from here on somebody listens for the driver's end.
+        # Before the function is loaded: the session notices the end of the driver.
         session = (make_session or _session)(channel, begin.header, *(begin.attachments[1:2] or (None,)))
         function, config = unpack_call(begin.attachments[0])
         arguments = ({} if config is None else config,) if takes_config(function) else ()
@@ -81,8 +81,8 @@ def run(
 
 
 def run_task(channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False) -> int:
-    """Call one function and send back what it returns or raises; returns the exit status of this process."""
-    del listen_fd, use_gpu  # those of workers
+    """Call a function and send back what it returns or raises; return the exit status of this process."""
+    del listen_fd, use_gpu  # for workers only
     message = _receive(channel, "task")
     try:
         result = cloudpickle.dumps(cloudpickle.loads(message.attachments[0])())
@@ -113,7 +113,7 @@ def _receive(channel: Channel, what: str) -> Message:
 
 
 def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, bool]:
-    """Call the function; return the status it wants this process to have, and whether it asked for its end."""
+    """Call the function; return the status it wants this process to have, and whether it ended by ``sys.exit``."""
     try:
         function(*arguments)
     except SystemExit as leaving:
@@ -125,13 +125,13 @@ def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int,
 
 
 def fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
-    """Tell the controller of an error, after what was reported before it."""
+    """Send the controller an error, after all earlier reports."""
     _begin_at_user(error)
     traceback.print_exception(error)
     if session is not None:
         session.abandon()
     description, data = error_to_wire(error)
-    # What is not installed here may be elsewhere: a cluster can leave this node out.
+    # A missing package may be installed on other nodes: a cluster can leave this node out.
     module = {"module": error.name or ""} if isinstance(error, ModuleNotFoundError) else {}
     with contextlib.suppress(OSError):  # the driver is gone
         channel.send({"on": "failed", "error": description, **module}, [data])

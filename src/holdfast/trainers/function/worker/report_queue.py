@@ -1,4 +1,4 @@
-"""What a worker tells its controller, in the order of its reports.
+"""Messages of a worker to its controller, in the order of its reports.
 
 Metrics-only reports are gathered: the first goes at once, those that follow at most every 20 ms. A report whose
 content is still being made (an upload in the background) holds its place, and everything later waits behind it.
@@ -25,7 +25,7 @@ _BACKLOG_S = 1.0
 
 
 class Slot:
-    """The place of one message among the others; sent once it is filled."""
+    """The place of a message among the others; sent once it is filled."""
 
     __slots__ = ("attachments", "header")
 
@@ -35,7 +35,7 @@ class Slot:
         self.header, self.attachments = header, attachments
 
     def message(self) -> dict[str, Any] | None:
-        """The message, None as long as nobody filled it in."""
+        """Return the message; None until it is filled in."""
         return self.header
 
 
@@ -61,13 +61,13 @@ class _Batch:
 
 
 class ReportQueue:
-    """Sends the messages of one rank. May be used by several threads; `close` ends its own.
+    """Sends the messages of a rank. May be used by several threads; `close` ends its own.
 
     Args:
         channel: to the controller.
         pause_s: metrics-only reports go at most this often.
         max_waiting: metrics-only reports that may wait here before `add` waits too.
-        timeout_s: how long `add` waits for a controller that takes nothing.
+        timeout_s: how long `add` waits for a controller that takes no message.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class ReportQueue:
         self._due = 0.0
         self._armed = False  # the thread looks at the queue at `_due`, without being woken
         self._closed = self._gone = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-outbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast-reports", daemon=True)
         self._thread.start()
 
     def add(self, index: int, row: dict[str, Any] | None) -> None:
-        """Tell of a metrics-only report; ``row`` is None on ranks whose metrics nobody keeps.
+        """Queue a metrics-only report; ``row`` is None on ranks whose metrics are not kept.
 
         Raises:
             SessionError: the controller has taken nothing for ``timeout_s``.
@@ -126,20 +126,20 @@ class ReportQueue:
             self._deliver(header, attachments)
 
     def hold(self) -> Slot:
-        """Hold the place of a message that `fill` gives later."""
+        """Hold the place of a message; `fill` fills it later."""
         slot = Slot()
         with self._changed:
             self._append(slot)
         return slot
 
     def fill(self, slot: Slot, header: dict[str, Any]) -> None:
-        """Give the message of a held place; it goes once everything before it has gone."""
+        """Fill a held place; its message is sent once everything before it is."""
         with self._changed:
             slot.header = header
             self._push()
 
     def flush(self, timeout_s: float) -> bool:
-        """Send what is ready and wait until the kernel has it; False when that took too long."""
+        """Send what is ready and wait until the kernel has it; return False when that took too long."""
         with self._changed:
             self._push()
         return self._channel.flush(timeout_s)
@@ -177,12 +177,12 @@ class ReportQueue:
         try:
             self._channel.send(header, attachments)
         except OSError as error:
-            # The reader of the channel sees the same end and does what has to be done.
+            # The reader of the channel sees the same end and handles it.
             self._gone = True
             _LOG.debug("the controller is gone (%s): %s is lost", error, header.get("on"))
 
     def _arm(self) -> None:
-        # Waking a thread costs more than all the rest of a report: once it is up it stays so while reports keep coming.
+        # Waking a thread costs more than the rest of a report: once awake it stays so while reports keep coming.
         if not self._armed:
             self._armed = True
             self._changed.notify_all()

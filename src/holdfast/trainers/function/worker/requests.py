@@ -1,4 +1,4 @@
-"""The arguments of one `report`, checked."""
+"""The arguments of a `report`, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UploadFn = Callable[[Checkpoint, str], Checkpoint]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `report` was asked to do; the attributes are its arguments."""
+    """The checked arguments of `report`."""
 
     metrics: dict[str, Any]
     checkpoint: Checkpoint | None
@@ -48,7 +48,7 @@ def check_request(
     """Check the arguments of `report`, without looking at any file.
 
     Raises:
-        ConfigError: one of them, or how they are combined, is wrong.
+        ConfigError: an argument, or their combination, is wrong.
     """
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
@@ -58,7 +58,9 @@ def check_request(
     if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"report(state={_show(state)}): give a mapping such as {{'model': model}}")
     if state is not None and checkpoint is not None:
-        raise ConfigError("report() got both checkpoint= and state=: one report makes one checkpoint; use one of them")
+        raise ConfigError(
+            "report() got both checkpoint= and state=: a report makes a single checkpoint; use one of them"
+        )
     if not isinstance(mode, CheckpointUploadMode):
         raise ConfigError(
             f"checkpoint_upload_mode={mode!r}: use CheckpointUploadMode.SYNC, ASYNC or NO_UPLOAD (of holdfast)"
@@ -87,7 +89,7 @@ def check_request(
 
 
 def _validation(given: Any) -> bool | dict[str, Any]:
-    """Give what travels: a bool, or the fields of a `ValidationTaskConfig`."""
+    """Return what the message holds: a bool, or the fields of a `ValidationTaskConfig`."""
     if isinstance(given, bool):
         return given
     if isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""What train_func calls on its worker: `report`, `get_checkpoint`, `get_context` and their kin."""
+"""What train_func calls on its worker: `report`, `get_checkpoint`, `get_context` and related functions."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ def report(
     """Report metrics, and with them a checkpoint: a directory (`checkpoint`) or live objects (`state`).
 
     Every rank calls this equally often. Metrics of rank 0 are kept; the directories of all ranks become one
-    checkpoint, and ranks may come without one. Without a checkpoint this takes microseconds and waits for nobody.
+    checkpoint, and ranks may come without one. Without a checkpoint this takes microseconds and never waits.
 
     Args:
         metrics: numbers, strings, None, one-element tensors, and dicts and lists of these. Without it the other
             keywords are the metrics, as in Ray 1.x: ``report(loss=0.3)``.
         checkpoint: files that are written already: a directory, or one file.
         state: what `holdfast.save` takes, the same on all ranks. Copied when this returns, stored in the background by
-            all ranks together; no temporary directory, and ``checkpoint_upload_mode`` has no say.
+            all ranks together; no temporary directory; ``checkpoint_upload_mode`` does not apply.
         checkpoint_dir_name: name of the checkpoint's directory; ``checkpoint_000000``, ... by default.
         checkpoint_upload_mode: SYNC returns when the checkpoint is committed. ASYNC returns when the caller may change
             or delete the directory: at once where it could be renamed (deletion is the default here) or cloned, else
             when it has been copied. NO_UPLOAD: it lies in the run's storage already.
         delete_local_checkpoint_after_upload: None means True for ASYNC, False else. Without it the directory is never
             changed.
-        checkpoint_upload_fn: brings the files into the run's storage in place of the built-in way, and returns where
+        checkpoint_upload_fn: uploads the files to the run's storage in place of the built-in way, and returns where
             they are. In the background under ASYNC; the directory then has to stay until it is done.
         validation: run the trainer's validation function on this checkpoint. A dict gives it arguments,
             `ValidationTaskConfig` a time limit as well.
         values: metrics, in place of ``metrics``.
 
     Raises:
-        ConfigError: an argument is wrong, or a metric is none; names it.
+        ConfigError: an argument is wrong, or a value is no metric; names it.
         CheckpointNotFoundError: there are no such files on this rank.
         ReportMismatchError: other ranks did not call this.
         SessionError: called outside of train_func.
@@ -92,7 +92,7 @@ def report(
 def get_checkpoint() -> Checkpoint | None:
     """Return the newest committed checkpoint, the same on all ranks; at the start, what to resume from.
 
-    Waits for checkpoints that were reported with SYNC before. None if there is nothing to go on from.
+    Waits for checkpoints that were reported with SYNC before. None if there is no checkpoint.
 
     Raises:
         SessionError: called outside of train_func.
@@ -155,9 +155,9 @@ def should_save() -> bool:
     """Return whether to report a checkpoint now, because the workers are about to move; the same on all ranks.
 
     On a Ray cluster this is so before a drained or preempted node goes, and before a run with a range of
-    ``num_workers`` grows. Every rank calls this equally often, once in each step: it takes microseconds and waits for
-    nobody unless a save is being agreed on. After that report the workers are ended and started again elsewhere; where
-    it is never called, the next checkpoint that is reported has to do. On one machine it is always False.
+    ``num_workers`` grows. Every rank calls this equally often, once in each step: it takes microseconds and waits
+    only while a save is being agreed on. After that report the workers are ended and started again elsewhere; where
+    it is never called, the next reported checkpoint serves instead. On one machine it is always False.
 
     Raises:
         SessionError: called outside of train_func.

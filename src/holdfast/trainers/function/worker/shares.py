@@ -18,13 +18,13 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """Copies states and hands them to the writer, one after another. The writer starts with the first of them.
+    """Copies states and hands them to the writer, one after another. The writer starts with the first state.
 
     Args:
         storage: root of the run.
-        snapshotter: knows how the work is shared; ours from now on.
-        timeout_s: how long a share may wait for the one before.
-        staging: shares are stored there first, and brought to the storage behind.
+        snapshotter: splits the work among ranks; owned and closed by this object.
+        timeout_s: how long a share may wait for the share before.
+        staging: shares are stored there first, and then uploaded to the storage.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Shares:
             go: "directory", "save_id" and "manifest" of the checkpoint.
             sealed: called when the writer has everything and will finish even if this process dies; never, where the
                 share is stored on this node first.
-            staged: called instead of it there, with what the node needs in order to finish it if this process dies.
+            staged: called instead there, with what the node needs to finish the share if this process dies.
             ended: called, on another thread, with None when the share is durable, else with the error.
 
         Raises:
             UnsupportedStateError: the state cannot be saved.
-            HoldfastError: the share before this one is stuck.
+            HoldfastError: the share before is stuck.
         """
         if self._busy:
-            # Only a signal handler gets here: the copy it interrupted would be torn by a second one.
+            # Only a signal handler gets here: a second copy would tear the copy it interrupted.
             raise SessionError(
                 "report(state=...) was called in the middle of another: not from a signal handler, please"
             )
@@ -86,7 +86,7 @@ class Shares:
         except BaseException:
             if self._staging is not None and waited:
                 self._staging.give_back()
-            # Interrupted after the hand-over, the job may still read the arena: that one is never used again.
+            # Interrupted after the hand-over, the job may still read the arena: the arena is never used again.
             self._snapshotter.close()
             raise
         finally:
@@ -101,7 +101,7 @@ class Shares:
             submitted.future.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
 
     def wait_for_staged(self, timeout_s: float) -> None:
-        """Wait, so long at most, until what this node stores first has been brought."""
+        """Wait at most ``timeout_s`` until the shares stored on this node are uploaded."""
         deadline = time.monotonic() + timeout_s
         if self._staging is not None:
             if self._pending is not None:

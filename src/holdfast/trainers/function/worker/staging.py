@@ -1,6 +1,6 @@
-"""`RunConfig(local_dir=...)`: this rank's shares of states are stored on a disk of its node first, and brought behind.
+"""`RunConfig(local_dir=...)`: this rank's shares of states are stored on a disk of its node, and then uploaded.
 
-So the memory that a state was copied into is free again at the speed of the disk. If this worker dies, its node brings
+So the memory that a state was copied into is free again at the speed of the disk. If this worker dies, its node uploads
 what is stored (`holdfast.trainers.function.unfinished`). If the node dies, that save is lost; the next start there
 removes what is left of it, and says so.
 """
@@ -28,14 +28,14 @@ __all__ = ["Staging"]
 
 _LOG = get_logger("runtime")
 _MOST = 2
-"""Shares on the disk that are not brought yet; one more waits."""
+"""Shares on the disk that are not uploaded yet; another share waits."""
 _START = re.compile(r"([0-9a-f]{8,64})/")
 
 Ended: TypeAlias = Callable[[BaseException | None], None]
 
 
 class Staging:
-    """The disk of this node in front of a run, for one rank; a thread brings what is stored there.
+    """The disk of this node in front of a run, for a rank; a thread uploads what is stored there.
 
     Args:
         folder: `local_dir`, which other runs may use too.
@@ -55,28 +55,28 @@ class Staging:
         self.local = home.child(start_id)
         self._remote, self._rank = remote, rank
         self._room = threading.BoundedSemaphore(_MOST)
-        self._side = SerialExecutor("holdfast-staging")
+        self._executor = SerialExecutor("holdfast-staging")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is room for another share, and take it; False if that takes longer."""
+        """Wait until there is room for another share, and take it; return False if that takes longer."""
         return self._room.acquire(timeout=timeout_s)
 
     def give_back(self) -> None:
-        """Give room back that nothing came of."""
+        """Give back the room of a share that was not stored."""
         self._room.release()
 
     def left(self, go: Mapping[str, Any]) -> dict[str, Any]:
-        """Say where the share of a checkpoint will be, for the node to finish it if this worker dies."""
+        """Describe where the share of a checkpoint will be, so that the node can finish it if this worker dies."""
         return left_share(
             folder=str(self.local.local_root), directory=go["directory"], save_id=go["save_id"], rank=self._rank
         )
 
     def bring(self, directory: str, save_id: str, ended: Ended) -> None:
-        """Bring a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""
-        self._side.run(partial(self._bring, directory, save_id, ended))
+        """Upload a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""
+        self._executor.run(partial(self._bring, directory, save_id, ended))
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until everything stored here has been brought; False if that takes longer."""
+        """Wait until everything stored here is uploaded; return False if that takes longer."""
         deadline = time.monotonic() + timeout_s
         taken = 0
         while taken < _MOST and self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -86,17 +86,19 @@ class Staging:
         return taken == _MOST
 
     def close(self) -> None:
-        """Bring what is stored, and end, without waiting for that. Idempotent."""
-        self._side.close(wait=False)
+        """End after what is stored is uploaded, without waiting for that. Idempotent."""
+        self._executor.close(wait=False)
 
     def _bring(self, directory: str, save_id: str, ended: Ended) -> None:
+        failure: Exception | None = None
         try:
             bring_share(self.local, self._remote, directory=directory, save_id=save_id, rank=self._rank)
         except Exception as error:  # noqa: BLE001 - a thread edge: the report fails with it
-            ended(error)
-        else:
-            ended(None)
-        self._room.release()
+            failure = error
+        try:
+            ended(failure)
+        finally:
+            self._room.release()
 
 
 def _sweep(home: Storage, start_id: str, remote: Storage) -> None:
@@ -104,7 +106,7 @@ def _sweep(home: Storage, start_id: str, remote: Storage) -> None:
         for info in home.list("", recursive=False):
             found = _START.fullmatch(info.path)
             if found is not None and found[1] != start_id:
-                lost = sorted({one.path.split("/")[1] for one in home.list(found[1])})
+                lost = sorted({info.path.split("/")[1] for info in home.list(found[1])})
                 home.delete_tree(info.path.rstrip("/"))
                 if lost:
                     _LOG.warning(

@@ -4,7 +4,7 @@ It ends, with everything it started, when the connection to the driver ends or i
 
 Driver to agent: {"do": "probe" | "prepare" | "listen" | "fork" | "keep" | "send" | "kill" | "limit" | "give_up" |
 "beat" | "close"}. Agent to driver: {"on": "here" | "probed" | "listening" | "started" | "message" | "ended" |
-"output" | "closed" | "beat"}. ``child`` in them is the driver's number of a process.
+"output" | "closed" | "beat"}. ``child`` in a message is the driver's number of a process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLE
 
 
 def run_agent(call: AgentCall) -> str:
-    """Be the agent of this node until the driver leaves; returns why it ended."""
+    """Run the agent of this node until the driver leaves; return why it ended."""
     return Agent(join_cluster(call)).serve()
 
 
@@ -57,7 +57,7 @@ def join_cluster(call: AgentCall) -> socket.socket:
     """Connect to the driver; both sides have shown that they know the token when this returns.
 
     Raises:
-        HoldfastError: the driver cannot be reached, or is none of ours.
+        HoldfastError: the driver cannot be reached, or is of another version or run.
     """
     try:
         sock = socket.create_connection((call.host, call.port), timeout=_CONNECT_S)
@@ -84,7 +84,7 @@ def connect(sock: socket.socket) -> socket.socket:
 
 
 class Agent:
-    """Serves one driver over one connection.
+    """Serves a driver over its connection.
 
     Args:
         sock: connected and proven.
@@ -104,7 +104,7 @@ class Agent:
         self._children: dict[int, Child] = {}
         self._numbers: dict[int, int] = {}  # the supervisor's number of a child -> the driver's
         self._kept: dict[str, bytes] = {}
-        self._killed: set[int] = set()  # the driver's numbers of those that it wants to end
+        self._killed: set[int] = set()  # the driver's numbers of children that it wants to end
         self._unfinished = Unfinished(
             lambda child, header, parts: self._tell({"on": "message", "child": child, "header": header}, parts),
             lambda line: self._tell({"on": "output", "child": 0, "stream": 1}, (f"{line}\n".encode(),)),
@@ -127,7 +127,7 @@ class Agent:
         }
 
     def serve(self) -> str:
-        """Serve until the driver leaves or is silent; returns why it ended. Nothing that it started is left then."""
+        """Serve until the driver leaves or is silent; return why it ended. Nothing that it started is left then."""
         self._tell(_facts())
         next_beat = time.monotonic() + BEAT_S
         try:
@@ -162,7 +162,7 @@ class Agent:
         self._ended = self._ended or why
 
     def _probe(self, message: Message) -> None:
-        """Say whether this node sees the run's storage as the driver does; in a thread, it may be slow."""
+        """Report whether this node sees the run's storage as the driver does; in a thread, the storage may be slow."""
         question = message.header
 
         def work() -> None:
@@ -251,14 +251,14 @@ class Agent:
         self._killed.discard(number)
 
     def _tell(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
-        with contextlib.suppress(OSError):  # the driver is gone, which the next read tells
+        with contextlib.suppress(OSError):  # the driver is gone: the next read finds that
             self._channel.send(header, attachments)
             if header["on"] == "output" and not self._channel.flush(0):
-                self._channel.flush(_HOLD_S)  # who prints faster than the network takes it has to wait
+                self._channel.flush(_HOLD_S)  # a process that prints faster than the network sends has to wait
 
 
 class _Sink:
-    """Sends the output of one stream to the driver."""
+    """Sends the output of a stream to the driver."""
 
     def __init__(self, tell: Callable[..., None], child: int, stream: int) -> None:
         self._tell, self._child, self._stream = tell, child, stream
@@ -270,7 +270,7 @@ class _Sink:
             self._tell({"on": "output", "child": self._child, "stream": self._stream}, (data,))
 
     def flush(self) -> None:
-        """The driver knows when the child has ended."""
+        """Do nothing: the driver flushes when the child has ended."""
 
     def end(self) -> None:
         self._tell({"on": "closed", "child": self._child, "stream": self._stream})
@@ -293,7 +293,7 @@ def _facts() -> dict[str, Any]:
 
 
 def look_at_storage(storage: Storage, *, marker: str, node: str) -> str:
-    """Say what is wrong with the storage as seen from here; "" if nothing is.
+    """Return what is wrong with the storage as seen from this node; "" if it is shared.
 
     Args:
         storage: root of the run.

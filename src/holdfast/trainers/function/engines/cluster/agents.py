@@ -1,4 +1,4 @@
-"""One agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers."""
+"""An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast.trainers.function.engine import Capacity, Reason, node_name
 from holdfast.writer.frames import Message
 
 from .agent import BEAT_S, version
-from .links import AgentLink, Door
+from .links import AgentLink, AgentListener
 from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
 from .places import NodePlace
 from .probe import StorageProbe
 
-__all__ = ["AgentNews", "Agents", "Leaving", "Lost", "Said", "Unfit"]
+__all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "Lost", "Unfit"]
 
 _LOG = get_logger("runtime")
 _AGENT_S = 120.0  # to start an agent
@@ -32,8 +32,8 @@ _AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An agent said something of the processes on its node."""
+class AgentMessage:
+    """A message of an agent about the processes on its node."""
 
     link: AgentLink
     message: Message
@@ -41,7 +41,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nothing runs on a node any more, for all that can be known."""
+    """Nothing runs on a node any more, as far as is known."""
 
     node: str
     why: str
@@ -50,7 +50,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Nodes have said that they go: seconds until then."""
+    """Nodes are announced to go: seconds until then."""
 
     nodes: Mapping[str, float]
 
@@ -62,7 +62,7 @@ class Unfit:
     error: BaseException
 
 
-AgentNews: TypeAlias = Said | Lost | Leaving | Unfit
+AgentNews: TypeAlias = AgentMessage | Lost | Leaving | Unfit
 
 
 class Agents:
@@ -72,12 +72,12 @@ class Agents:
     package missing, a storage of its own) is an error as long as nothing has run; later it is left out.
 
     Args:
-        nodes: what has them; closed by `close`.
-        storage: root of the run, which every node has to see; None: nobody looks.
+        nodes: finds nodes and starts agents; closed by `close`.
+        storage: root of the run, which every node has to see; None: not checked.
         selector: of the engine, which calls `read` with the link that is ready.
-        post: has something done by the engine's thread; callable from any.
-        tell: takes what happens.
-        silence_s: an agent that says nothing for so long is given up.
+        post: runs a function on the engine's thread; callable from any thread.
+        tell: takes `AgentNews`.
+        silence_s: an agent that sends nothing for so long is given up.
 
     Attributes:
         trained: workers have been started once.
@@ -101,9 +101,9 @@ class Agents:
         self._spares: tuple[str, ...] = ()
         self._missing = ""
         self._draining: set[str] = set()
-        self._drained: set[str] = set()  # the same, until the node is known to stay or a new one has its places
+        self._drained: set[str] = set()  # the same, until the node stays after all or another node has its places
         self._barred: set[str] = set()  # nodes that cannot run workers, found out while a run went on
-        self._suspects: set[str] = set()  # nodes whose agent is gone, until another one is there
+        self._suspects: set[str] = set()  # nodes whose agent is gone, until another agent is connected
         self._links: dict[str, AgentLink] = {}
         self._calls: dict[int, str] = {}  # number of an agent that was started -> node
         self._starting: dict[str, tuple[int, float]] = {}  # node -> agent that has not connected, and its limit
@@ -111,7 +111,9 @@ class Agents:
         self._number = 0
         self._token = secrets.token_hex(32)
         self._probe = None if storage is None else StorageProbe(storage, self._token[:16])
-        self._door = Door(nodes.host, self._token, lambda number, sock: post(lambda: self._join(number, sock)))
+        self._listener = AgentListener(
+            nodes.host, self._token, lambda number, sock: post(lambda: self._join(number, sock))
+        )
         self._stop = threading.Event()
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
         nodes.open(lambda event: post(lambda: self._on_nodes(event)))
@@ -134,7 +136,7 @@ class Agents:
         return link if link is not None and link.ready else None
 
     def first_ready(self) -> AgentLink | None:
-        """Return the first agent, by node, that can start something on a place of ours."""
+        """Return the first agent, by node, that can start processes on our places; None if there is none."""
         found = (self.ready(node) for node in sorted({place.node for place in self._places}))
         return next((link for link in found if link is not None), None)
 
@@ -150,7 +152,7 @@ class Agents:
                 link.tell(header)
 
     def capacity(self) -> Capacity | None:
-        """Say how many workers there is room for; None: nothing is known yet."""
+        """Return how many workers there is room for; None: not known yet."""
         if not self._places and not self._missing:
             return None
         found = self.usable()
@@ -165,11 +167,11 @@ class Agents:
         return Capacity(num_workers=len(found), detail=detail)
 
     def use(self, places: Collection[NodePlace]) -> None:
-        """Note which places a group has; none: there is no group."""
+        """Note which places a group has; empty: there is no group."""
         self._nodes.use(frozenset(place.number for place in places))
 
     def bar(self, node: str, error: ConfigError) -> None:
-        """Start no worker on a node: it cannot run them. An error of the run as long as none has run anywhere."""
+        """Start no worker on a node: it cannot run them. Ends the run if no worker has run anywhere yet."""
         if not self.trained:
             self._tell(Unfit(error))
             return
@@ -207,13 +209,13 @@ class Agents:
     # ---- time
 
     def due(self) -> list[float]:
-        """When `see_time` or `advance` has something to do if nothing happens."""
+        """Return when `see_time` or `advance` has something to do if nothing happens."""
         due = [until for _, until in self._starting.values()]
         due += [until for node, until in self._again.items() if node not in self._barred | self._draining]
         return due + [link.heard + self._silence_s for link in self._links.values()]
 
     def listened(self, now: float) -> None:
-        """Forgive silence: whoever was busy elsewhere has not listened."""
+        """Restart the count of silence: this thread was busy and has not read."""
         for link in self._links.values():
             link.heard = max(link.heard, now)
 
@@ -241,7 +243,7 @@ class Agents:
         if not link.inbox.ended:
             link.heard = time.monotonic()  # a part of a large message is a sign of life too
         for message in messages:
-            if self._links.get(link.node) is link:  # not given up for what it said before
+            if self._links.get(link.node) is link:  # not given up for an earlier message
                 self._take(link, message)
         if link.inbox.ended and self._links.get(link.node) is link:
             why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
@@ -254,10 +256,10 @@ class Agents:
         elif on == "probed":
             self._probed(link, message.header["why"])
         elif on != "beat":
-            self._tell(Said(link, message))
+            self._tell(AgentMessage(link, message))
 
     def _meet(self, link: AgentLink, facts: dict[str, Any]) -> None:
-        """Check what runs on a node, then whether it sees the storage."""
+        """Check the versions on a node, then whether it sees the storage."""
         link.facts = facts
         where = f"{node_name(link.node)} ({facts['host']})"
         ours = platform.python_version()
@@ -281,7 +283,7 @@ class Agents:
         if self._probe is not None:
             self._probe.answered(link)
         if self._links.get(link.node) is not link:
-            return  # it has been lost meanwhile
+            return  # the agent was lost meanwhile
         if why and self._probe is not None:
             where = f"{node_name(link.node)} ({(link.facts or {}).get('host', '')})"
             error = ConfigError(
@@ -329,27 +331,27 @@ class Agents:
         elif starts:
             self._failed(node, event.number, event.why)
 
-    # ---- one agent
+    # ---- a single agent
 
     def _launch(self, node: str) -> None:
         self._number += 1
         self._calls[self._number] = node
         self._starting[node] = (self._number, time.monotonic() + _AGENT_S)
         self._again.pop(node, None)
-        call = AgentCall(host=self._nodes.host, port=self._door.port, token=self._token, number=self._number)
+        call = AgentCall(host=self._nodes.host, port=self._listener.port, token=self._token, number=self._number)
         self._nodes.launch(node, call)
 
     def _join(self, number: int, sock: socket.socket) -> None:
         node = self._calls.get(number)
         if self._closed or node is None or self._starting.get(node, (0, 0.0))[0] != number:
-            sock.close()  # too late: another one was started in its place
+            sock.close()  # too late: another agent was started in its place
             return
         del self._starting[node]
         link = self._links[node] = AgentLink(node, number, sock)
         self._selector.register(link, selectors.EVENT_READ, link)
 
     def _failed(self, node: str, number: int, why: str) -> None:
-        """An agent came to nothing. Its node is tried again, and nothing is started there meanwhile."""
+        """Note that an agent did not start. Its node is tried again, and no worker is started there meanwhile."""
         _LOG.warning("no workers can be started on %s: %s", node_name(node), why)
         del self._starting[node]
         self._nodes.end(number)
@@ -358,7 +360,7 @@ class Agents:
         self._give_up(node, f"workers cannot be started there: {why}", "node")
 
     def _lose(self, link: AgentLink, why: str, reason: Reason) -> None:
-        """An agent is gone, and with it every process there, for all that we can know."""
+        """Give up an agent that is gone, and every process on its node with it."""
         self._drop_agent(link.node)
         if not self._closed:
             self._nodes.doubt(link.node)
@@ -366,7 +368,7 @@ class Agents:
             self._give_up(link.node, why, reason)
 
     def _drop_agent(self, node: str) -> None:
-        """End the agent of a node, wherever it has come to."""
+        """End the agent of a node, whether it is starting or connected."""
         number, _ = self._starting.pop(node, (0, 0.0))
         link = self._links.pop(node, None)
         if link is not None:
@@ -383,10 +385,10 @@ class Agents:
     # ---- the end
 
     def hang_up(self) -> None:
-        """Have all agents end their processes, and let nobody in any more; `is_empty` when they have done it."""
+        """Have all agents end their processes, and accept no more agents; `is_empty` when they have done it."""
         self._closed = True
         self._stop.set()
-        self._door.close()
+        self._listener.close()
         for link in self._links.values():
             link.tell({"do": "close"})
 

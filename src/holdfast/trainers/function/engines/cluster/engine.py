@@ -1,4 +1,4 @@
-"""Workers on the nodes of a cluster, forked there by agents. What has the nodes is behind `Nodes`."""
+"""Workers on the nodes of a cluster, forked there by agents; `Nodes` finds the nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from holdfast.writer.frames import Message
 
 from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S
-from .agents import AgentNews, Agents, Leaving, Lost, Said
+from .agents import AgentMessage, AgentNews, Agents, Leaving, Lost
 from .links import AgentLink
 from .nodes import Nodes
 from .places import NodePlace, arrange, rank_environment
@@ -87,10 +87,10 @@ class ClusterEngine:
     replaced when it ends; until then its places do not count.
 
     Args:
-        nodes: what has them; closed by `close`.
-        storage: root of the run, which every node has to see; None: nobody looks.
-        entry: what workers run, as in the local engine.
-        silence_s: an agent that says nothing for so long is given up.
+        nodes: finds nodes and starts agents; closed by `close`.
+        storage: root of the run, which every node has to see; None: not checked.
+        entry: "module:function" that workers run, as in the local engine.
+        silence_s: an agent that sends nothing for so long is given up.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class ClusterEngine:
         self._children: dict[int, _Child] = {}
         self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
-        self._silent: set[tuple[str, int, int]] = set()  # streams that have ended while their other one has not
+        self._silent: set[tuple[str, int, int]] = set()  # ended streams of processes whose other stream goes on
         self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
         self._proven: set[str] = set()  # nodes on which a worker has reported
-        self._absent: set[str] = set()  # modules that are missing on those too
+        self._absent: set[str] = set()  # modules that are missing on proven nodes too
         self._group: _Group | None = None
         self._numbers = 0
         self._announced: Capacity | None = None
         self._closed = False
-        self._attended = time.monotonic()
+        self._read_at = time.monotonic()
         self._agents = Agents(
             nodes, storage, selector=self._selector, post=self._post, tell=self._on_agents, silence_s=silence_s
         )
@@ -135,7 +135,7 @@ class ClusterEngine:
             raise HoldfastError(f"ranks {left} of the earlier group have not exited: kill them first")
         number = self._number()
         self._ended_ranks.clear()
-        self._agents.tell_all({"do": "give_up"})  # nobody takes what is left of the group before
+        self._agents.tell_all({"do": "give_up"})  # what is left of the group before is not needed
         group = self._group = _Group(spec=spec, number=number, until=time.monotonic() + _PLACE_S)
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
@@ -233,7 +233,7 @@ class ClusterEngine:
     # ---- what happens
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Have something done by the thread of the engine."""
+        """Run ``work`` on the thread of the engine; callable from any thread."""
         self._posted.append(work)
         self._poke()
 
@@ -251,8 +251,8 @@ class ClusterEngine:
             left = max(0.0, min(due) - time.monotonic())
             timeout_s = left if timeout_s is None else min(left, timeout_s)
         now = time.monotonic()
-        # Whoever was busy elsewhere has not listened: nobody's silence counts before he has.
-        deaf = now - self._attended
+        # If this thread was busy and did not read, silence of the agents does not count.
+        unread_s = now - self._read_at
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._woken:
                 if b"w" in os.read(self._woken, 1 << 16):
@@ -261,8 +261,8 @@ class ClusterEngine:
                 self._agents.read(key.data)
         while self._posted:
             self._posted.popleft()()
-        self._attended = time.monotonic()
-        if deaf > BEAT_S:
+        self._read_at = time.monotonic()
+        if unread_s > BEAT_S:
             self._agents.listened(now)
         if not self._closed:
             self._agents.see_time()
@@ -279,7 +279,7 @@ class ClusterEngine:
             self._close_output(link, header["child"], header["stream"])
         elif child is None:
             rank = self._ended_ranks.get(header.get("child", 0))
-            if on == "message" and rank is not None:  # its agent has finished what it had handed over
+            if on == "message" and rank is not None:  # its agent has finished an upload for it
                 passed = Message(header=header["header"], attachments=message.attachments)
                 self._ready.append(Received(rank=rank, message=passed))
         elif on == "started":
@@ -354,7 +354,7 @@ class ClusterEngine:
     # ---- nodes and their agents
 
     def _on_agents(self, news: AgentNews) -> None:
-        if isinstance(news, Said):
+        if isinstance(news, AgentMessage):
             self._take(news.link, news.message)
         elif isinstance(news, Lost):
             self._lose(news.node, news.why, news.reason)
@@ -364,7 +364,7 @@ class ClusterEngine:
             self._ready.append(Unable(error=news.error))
 
     def _leave(self, leaving: Mapping[str, float]) -> None:
-        """Nodes are about to go."""
+        """Announce that nodes with workers are about to go."""
         group = self._group
         ranks = () if group is None else tuple(rank for rank, child in group.ranks.items() if child.node in leaving)
         if ranks:
@@ -372,10 +372,10 @@ class ClusterEngine:
             self._ready.append(Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
 
     def _lose(self, node: str, why: str, reason: Reason) -> None:
-        """Every process on a node is gone, for all that we can know."""
+        """End every process on a node that is lost."""
         for key in [key for key in self._outputs if key[0] == node]:
             _end_output(self._outputs.pop(key))
-        self._silent = {one for one in self._silent if one[0] != node}
+        self._silent = {key for key in self._silent if key[0] != node}
         if self._closed:
             return
         self._proven.discard(node)
@@ -387,7 +387,7 @@ class ClusterEngine:
                 self._end_task(child, f"is lost: {why}")
 
     def _is_unfit(self, node: str, said: Mapping[str, Any]) -> bool:
-        """Whether a worker failed for its node: a module is missing there that those who have trained can import."""
+        """Whether a worker failed because of its node: a module is missing there that nodes which trained have."""
         module = said.get("module")
         if not module or not self._proven:
             return False
@@ -403,7 +403,7 @@ class ClusterEngine:
     # ---- starting
 
     def _advance(self) -> None:
-        """Go on with whatever waits for places, agents or answers."""
+        """Start what waits for places, agents or answers, if these are there."""
         self._agents.advance(self._is_busy)
         self._tell_capacity()
         self._advance_tasks()
@@ -458,7 +458,7 @@ class ClusterEngine:
             )
 
     def _advance_tasks(self) -> None:
-        waiting = [one for one in self._tasks.values() if not one[0].forked]
+        waiting = [task for task in self._tasks.values() if not task[0].forked]
         link = self._agents.first_ready() if waiting else None
         for child, blob, environment in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
@@ -485,12 +485,12 @@ class ClusterEngine:
 
     def _output(self, link: AgentLink, number: int) -> tuple[LogText, LogText]:
         key = (link.node, number)
-        if key not in self._outputs:  # of the agent's own zygote
+        if key not in self._outputs:  # output of the agent's own zygote
             self._outputs[key] = shown_and_kept(f"workers on {node_name(link.node)}", None)
         return self._outputs[key]
 
     def _close_output(self, link: AgentLink, number: int, stream: int) -> None:
-        """End one stream; processes that a worker has started may hold it longer than the worker lives."""
+        """End a stream; processes that a worker has started may hold it longer than the worker lives."""
         sink = self._output(link, number)[stream]
         sink.flush()
         sink.end()

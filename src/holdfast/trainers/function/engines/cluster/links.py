@@ -1,4 +1,4 @@
-"""The driver's side of the connections to agents: who connects, what they say, and when one counts as gone."""
+"""The driver's side of the connections to agents: accepting them, messages, and when an agent counts as gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof,
 from ..local.child import Inbox
 from .agent import connect
 
-__all__ = ["AgentLink", "Door"]
+__all__ = ["AgentLink", "AgentListener"]
 
 _LOG = get_logger("runtime")
 _HELLO_S = 10.0
@@ -31,13 +31,13 @@ _LARGE = 64 << 10
 
 
 class AgentLink:
-    """One agent, as long as it is connected.
+    """An agent, as long as it is connected.
 
     Attributes:
         node: where it runs.
         number: of the agent.
-        heard: when it last said something.
-        facts: what it said of itself; None before.
+        heard: when it last sent something, as of `time.monotonic`.
+        facts: what it reported about its node; None before.
         ready: it sees the storage and may run workers.
     """
 
@@ -63,7 +63,7 @@ class AgentLink:
             _LOG.debug("the agent on %s takes nothing: %s", self.node, error)
 
     def pass_on(self, child: int, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
-        """Send a message to a process of this agent; what is large and the same for several travels once."""
+        """Send a message to a process of this agent; a large attachment that several processes get travels once."""
         parts: list[str | None] = []
         rest: list[bytes] = []
         for item in attachments:
@@ -83,13 +83,13 @@ class AgentLink:
         self._channel.close()
 
 
-class Door:
-    """Listens for agents and lets in those that know the token.
+class AgentListener:
+    """Listens for agents and accepts those that know the token.
 
     Args:
         host: address to listen on.
         token: of this run.
-        welcome: takes the number of an agent and its socket; called on a thread of this door.
+        welcome: takes the number of an agent and its socket; called on another thread.
     """
 
     def __init__(self, host: str, token: str, welcome: Callable[[int, socket.socket], None]) -> None:
@@ -101,10 +101,10 @@ class Door:
         except OSError as error:
             raise HoldfastError(f"cannot listen on {host} for the nodes of the cluster: {error}") from error
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="holdfast-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="holdfast-agents", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Accept no more agents. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -121,12 +121,12 @@ class Door:
                 time.sleep(_PAUSE_S)
                 continue
             if not self._room.acquire(blocking=False):
-                sock.close()  # so many that have not proved anything are no agents
+                sock.close()  # more than so many unproven connections are not agents
                 continue
             threading.Thread(target=self._greet, args=(sock,), name="holdfast-hello", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        """Check who connects. Anybody may; nothing is parsed before the token is proved."""
+        """Check that the other side knows the token. Nothing is parsed before that."""
         deadline = time.monotonic() + _HELLO_S
         try:
             sock.settimeout(_HELLO_S)

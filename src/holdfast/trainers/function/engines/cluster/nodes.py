@@ -1,4 +1,4 @@
-"""What the cluster engine needs of whatever has nodes: places for workers, and an agent on each node."""
+"""What the cluster engine needs of a cluster: places for workers, and an agent on each node."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MISSING = re.compile(r"No module named '([^']+)'")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCall:
-    """With what an agent is started; `holdfast.trainers.function.engines.cluster.agent.run_agent` takes it.
+    """The arguments of an agent; `holdfast.trainers.function.engines.cluster.agent.run_agent` takes it.
 
     Attributes:
         host: where the driver listens.
-        port: of it.
+        port: of the driver.
         token: proves that agent and driver belong together.
         number: of this agent among all that were ever started.
     """
@@ -50,12 +50,12 @@ class PlacesChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFailed:
-    """An agent could not be started, or has ended; its connection, if it had one, tells so too.
+    """An agent could not be started, or has ended; if it was connected, the connection ends too.
 
     Attributes:
         number: of the agent.
         why: for people.
-        module: what could not be imported on its node; "" where that is not the cause.
+        module: name of a module that cannot be imported on its node; "" where that is not the cause.
     """
 
     number: int
@@ -65,7 +65,7 @@ class AgentFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Nothing can be run here at all."""
+    """No worker can run on this cluster at all."""
 
     error: BaseException
 
@@ -87,13 +87,13 @@ class Nodes(Protocol):
         """Start an agent on a node. It connects by itself, or AgentFailed comes."""
 
     def doubt(self, node: str) -> None:
-        """Look whether a node is still there: the connection to its agent has ended."""
+        """Check whether a node still answers: the connection to its agent has ended."""
 
     def refuse(self, node: str) -> None:
-        """Find places elsewhere for those on this node: no worker can run there."""
+        """Replace the places on this node by others: no worker can run there."""
 
     def use(self, numbers: frozenset[int]) -> None:
-        """Hear which places the group has that runs; others may be given back if they are too many."""
+        """Note the places of the running group; others may be given back if they are too many."""
 
     def end(self, number: int) -> None:
         """End an agent, whatever it does. Idempotent."""
@@ -103,6 +103,6 @@ class Nodes(Protocol):
 
 
 def missing_module(words: str) -> str:
-    """Name the module that could not be imported, out of what an interpreter said; "" if that was not it."""
+    """Return the module that could not be imported, from an error's text; "" if it has another cause."""
     found = _MISSING.findall(words)
     return found[-1] if found else ""

@@ -19,9 +19,9 @@ class NodePlace:
     Attributes:
         node: id of the node.
         address: of the node, for people.
-        number: of the place among all; two places never share one.
+        number: of the place among all; two places never share a number.
         gpus: ids of its accelerators on that node.
-        extra: it is given back when nobody uses it, for there are enough others.
+        extra: given back when no group uses it, for there are enough others.
     """
 
     node: str
@@ -34,7 +34,7 @@ class NodePlace:
 def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePlace, Placed]] | None:
     """Choose a place for each rank; None if there are too few.
 
-    Ranks follow the ids of nodes and then the lowest accelerator, so that ranks of one node are neighbours and the same
+    Ranks follow the ids of nodes and then the lowest accelerator, so that ranks of a node are neighbours and the same
     places always get the same ranks. With places to spare, those that are not extra come first, then nodes that have
     more of them.
     """
@@ -53,7 +53,7 @@ def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePla
     seen = dict.fromkeys(nodes, 0)
     found = []
     for rank, place in enumerate(chosen):
-        size = sum(1 for one in chosen if one.node == place.node)
+        size = sum(1 for other in chosen if other.node == place.node)
         placed = Placed(
             rank=rank,
             node=place.node,
@@ -70,7 +70,7 @@ def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePla
 def rank_environment(
     spec: GroupSpec, placed: Placed, *, master: tuple[str, int], gpus: Iterable[str]
 ) -> dict[str, str]:
-    """Return the variables of one worker that its node cannot know.
+    """Return the variables of a worker that its node cannot know.
 
     Args:
         spec: the group.
@@ -89,11 +89,11 @@ def rank_environment(
         "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus) if spec.use_gpu else "",
     }
-    # Between machines gloo finds the interface by itself; where all are one machine its name need not resolve.
+    # Between machines gloo finds the interface by itself; where all run on this machine its name need not resolve.
     lo = {"GLOO_SOCKET_IFNAME": "lo"} if host.startswith(_LOOPBACK) else {}
     return {**lo, **environment, **spec.environment.get(placed.rank, {})}
 
 
 def _within(place: NodePlace) -> tuple[int, str, int]:
-    first = min(place.gpus, key=lambda one: (len(one), one), default="")
+    first = min(place.gpus, key=lambda gpu: (len(gpu), gpu), default="")
     return len(first), first, place.number

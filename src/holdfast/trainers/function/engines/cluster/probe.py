@@ -29,7 +29,7 @@ class StorageProbe:
 
     Args:
         storage: root of the run.
-        ident: of this driver among all that look at the same run.
+        ident: of this driver among all that probe the same run.
     """
 
     def __init__(self, storage: Storage, ident: str) -> None:
@@ -39,11 +39,11 @@ class StorageProbe:
 
     @property
     def uri(self) -> str:
-        """Where the storage is, for people."""
+        """URI of the storage, for people."""
         return self._storage.uri
 
     def ask(self, link: AgentLink, untried: Callable[[], None]) -> None:
-        """Have an agent look; it answers by itself. ``untried`` is called if there is nothing to look for."""
+        """Have an agent look for the file; it answers by itself. ``untried`` is called if it was not written."""
         thread = threading.Thread(target=self._ask, args=(link, untried), name="holdfast-probe", daemon=True)
         thread.start()
 
@@ -58,7 +58,9 @@ class StorageProbe:
             return
         where = {"storage": self._storage.describe(), "secrets": self._storage.secrets()}
         link.tell({"do": "probe", **where, "marker": marker, "node": link.node})
-        for _ in range(_TRIALS):  # an attempt that begins now sweeps what earlier ones have left, and this with it
+        for _ in range(
+            _TRIALS
+        ):  # an attempt that begins now sweeps remains of earlier attempts, and this file with them
             time.sleep(_AGAIN_S)
             if marker not in self._markers:
                 return
@@ -69,11 +71,11 @@ class StorageProbe:
                 return
 
     def answered(self, link: AgentLink) -> None:
-        """Remove what an agent was to see."""
+        """Remove the file of an agent that has answered."""
         self._remove(self._marker(link))
 
     def close(self) -> None:
-        """Remove what is left. Bounded."""
+        """Remove the files that are left. Bounded."""
         deadline = time.monotonic() + _CLEAN_S
         for marker in list(self._markers):
             self._remove(marker)

@@ -1,4 +1,4 @@
-"""Everything that Holdfast asks of Ray, in one place: what is private or new there is here too."""
+"""All calls of Ray, in one place, those of private or new functions too."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _CLIENT = (
 def is_wanted() -> bool:
     """Whether ``engine="auto"`` means Ray here: a cluster is connected, or RAY_ADDRESS names one (jobs have it).
 
-    Not inside a task, an actor or a Tune trial: there ``engine="ray"`` says it.
+    Not inside a task, an actor or a Tune trial: there ``engine="ray"`` is needed.
     """
     if importlib.util.find_spec("ray") is None:
         return False
     import sys
 
-    ray: Any = sys.modules.get("ray")  # who has not imported it is not connected
+    ray: Any = sys.modules.get("ray")  # a process that has not imported it is not connected
     if ray is not None and ray.is_initialized():
         # A task or a trial has its own share of the cluster, and may be all that it has room for.
         return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
@@ -53,7 +53,7 @@ def connect() -> RayApi:
     """Connect to the cluster that is there, unless this process is connected.
 
     Raises:
-        ConfigError: Ray is not installed, there is no cluster, or the connection is one of Ray Client.
+        ConfigError: Ray is not installed, there is no cluster, or the connection is over Ray Client.
     """
     try:
         import ray
@@ -91,7 +91,7 @@ class NodeFacts:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def answers(self, timeout_s: float = 1.0) -> bool:
-        """Tell whether Ray's process on it takes connections; the cluster learns of a lost node only much later."""
+        """Return whether Ray's process on it takes connections; the cluster notices a lost node only much later."""
         try:
             socket.create_connection((self.address, self.port), timeout=timeout_s).close()
         except OSError:
@@ -110,7 +110,7 @@ class RayApi:
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
         # What a task or an actor asks for belongs to its job and outlives its process.
         mode = getattr(getattr(ray.get_runtime_context(), "worker", None), "mode", None)
-        self._keeper = _Keeper(ray, self.host) if mode == ray.WORKER_MODE else None
+        self._owner = _GroupOwner(ray, self.host) if mode == ray.WORKER_MODE else None
 
     @property
     def host(self) -> str:
@@ -131,7 +131,7 @@ class RayApi:
         }
 
     def draining(self) -> dict[str, float]:
-        """Return the nodes that are about to go, with the seconds until then; nothing where this Ray does not tell."""
+        """Return the nodes that are about to go, with the seconds until then; {} where this Ray does not tell."""
         try:
             found = self._state.get_draining_nodes()
         except AttributeError as error:  # it is private to Ray
@@ -143,7 +143,7 @@ class RayApi:
         return {node: max(0.0, deadline / 1000 - now) if deadline else 3600.0 for node, deadline in found.items()}
 
     def free(self) -> dict[str, Mapping[str, float]]:
-        """Return what nobody has reserved, by node; nothing where this Ray does not tell."""
+        """Return the free resources by node; {} where this Ray does not tell."""
         try:
             found: dict[str, Mapping[str, float]] = self._ray._private.state.available_resources_per_node()
         except AttributeError as error:  # it is private to Ray
@@ -152,7 +152,7 @@ class RayApi:
         return found
 
     def shrinks(self) -> bool:
-        """Tell whether an autoscaler may remove idle nodes, as far as this Ray tells.
+        """Return whether an autoscaler may remove idle nodes, as far as this Ray tells.
 
         A node with an actor is never idle to it, however little the actor reserves: a worker process that is in use
         makes the node busy. Ray keeps the autoscaler's configuration only where that reports it (the same is read by
@@ -192,8 +192,8 @@ class RayApi:
             bundles: amounts of each place.
             strategy: of Ray.
             labels: of nodes that may be used; None: all.
-            avoid: nodes that may not, where this Ray can tell them apart.
-            near: a node that would be best for a group of one place.
+            avoid: nodes that may not be used, where this Ray can tell them apart.
+            near: the preferred node for a group of one place.
 
         Raises:
             ConfigError: this Ray knows no labels.
@@ -202,24 +202,24 @@ class RayApi:
         if labels and not self.can_exclude:
             raise ConfigError(
                 f"ScalingConfig(label_selector=...): Ray {self._ray.__version__} knows no labels of nodes; it came "
-                "with 2.47: install a newer one, or use resources_per_worker with a custom resource"
+                "with 2.47: install a newer version, or use resources_per_worker with a custom resource"
             )
         if avoid and self.can_exclude:
             labels = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})", **(labels or {})}
         if labels:
             more["bundle_label_selector"] = [dict(labels)] * len(bundles)
         if near is not None and len(bundles) == 1 and "_soft_target_node_id" in self._parameters:
-            strategy = "STRICT_PACK"  # the same for one place, and the only one with which Ray takes a hint
+            strategy = "STRICT_PACK"  # the same for one place, and the only strategy with which Ray takes a hint
             more["_soft_target_node_id"] = near
         wanted = [dict(bundle) for bundle in bundles]
-        if self._keeper is not None:
-            return self._keeper.reserve(wanted, strategy, more)
+        if self._owner is not None:
+            return self._owner.reserve(wanted, strategy, more)
         from ray.util.placement_group import placement_group
 
         return placement_group(wanted, strategy=strategy, **more)
 
     def bundles(self, groups: Sequence[Any]) -> list[dict[int, str]]:
-        """Return, for each placement group, the node of each bundle that has one; it may be dead. One question."""
+        """Return, for each placement group, the node of each placed bundle; it may be dead. Makes a single request."""
         util = self._ray.util
         if len(groups) == 1:
             tables = [util.placement_group_table(groups[0])]
@@ -236,13 +236,13 @@ class RayApi:
         self._ray.util.remove_placement_group(group)
 
     def start_agent(self, node: str) -> Any:
-        """Start the actor of an agent on this node and no other."""
+        """Start the actor of an agent on this node only."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return self._agent.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
 
     def start_slot(self, group: Any, bundle: int, resources: Mapping[str, float]) -> tuple[Any, Any]:
-        """Start an actor that takes the accelerator of a bundle; its second value tells the ids."""
+        """Start an actor that takes the accelerator of a bundle; return it, and a reference to the ids."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -250,31 +250,31 @@ class RayApi:
         return actor, actor.gpus.remote()
 
     def serve(self, actor: Any, call: Mapping[str, Any]) -> Any:
-        """Let an agent connect; what comes back is there when it has ended."""
+        """Let an agent connect; return a reference that is ready when it has ended."""
         return actor.serve.remote(dict(call))
 
     def ended(self, refs: Sequence[Any]) -> list[Any]:
-        """Return those that are there, without waiting."""
+        """Return the references that are ready, without waiting."""
         return list(self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) if refs else []
 
     def outcome(self, ref: Any) -> Any:
-        """Return what an actor returned; raises what it raised, or how it died."""
+        """Return what an actor returned; raise what it raised, or an error about its death."""
         return self._ray.get(ref, timeout=10)
 
     def close(self) -> None:
-        """End what this object has started for itself."""
-        if self._keeper is not None:
-            self._keeper.close()
+        """End the owner of the placement groups, if this object has started it."""
+        if self._owner is not None:
+            self._owner.close()
 
     def kill(self, actor: Any) -> None:
         """End an actor at once."""
         self._ray.kill(actor, no_restart=True)
 
 
-class _Keeper:
+class _GroupOwner:
     """Asks for placement groups in place of a task or actor, so that they end with its process.
 
-    A detached actor owns them, and ends when its connection to this process does; nothing is said on that connection.
+    A detached actor owns them, and ends when its connection to this process does; no data is sent on it.
     """
 
     def __init__(self, ray: Any, host: str) -> None:
@@ -286,7 +286,7 @@ class _Keeper:
             ray.get_runtime_context().get_node_id(), soft=False
         )
         self._actor = (
-            ray.remote(_KeeperActor)
+            ray.remote(_GroupOwnerActor)
             .options(max_restarts=0, max_concurrency=2, scheduling_strategy=here, **options)
             .remote()
         )
@@ -300,11 +300,11 @@ class _Keeper:
         self._ray.kill(self._actor, no_restart=True)
 
 
-class _KeeperActor:
+class _GroupOwnerActor:
     """Owns placement groups."""
 
     def watch(self, host: str, port: int) -> None:
-        """Wait for the end of the process that listens there, and end too: what this actor owns goes with it."""
+        """Wait for the end of the process that listens there, and end too, with the groups that this actor owns."""
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=30) as connection:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -330,9 +330,9 @@ class _AgentActor:
 
 
 class _SlotActor:
-    """Takes the accelerator of one bundle and says which it is."""
+    """Takes the accelerator of a bundle and returns its id."""
 
     def gpus(self) -> list[str]:
         import ray
 
-        return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]

@@ -22,7 +22,7 @@ __all__ = ["RayNodes", "Wanted"]
 _LOG = get_logger("runtime")
 T = TypeVar("T")
 _LOOK_S = 0.25
-_IDLE_S = 1.0  # where all places are there already
+_IDLE_S = 1.0  # when all places are known
 _CLOSE_S = 10.0
 _PATIENCE_S = 30.0
 _BACK_S = 0.2  # for a node that did not answer
@@ -32,7 +32,7 @@ _APART = "STRICT_SPREAD"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is asked of the cluster.
+    """What a run needs of the cluster.
 
     Attributes:
         least: fewest workers.
@@ -80,14 +80,14 @@ class _Slot:
 class RayNodes:
     """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
 
-    The fewest workers are one placement group: all of them or none. Each one more is a group of its own, which Ray
-    makes when there is room. A place whose node dies is found again by Ray, once it has noticed the death, which takes
-    some 15 s. So for a node that does not answer, is about to go or cannot run workers, as many places are asked for
-    again at once, on others; what is too many then is given back when no group uses it (`plan_changes`).
+    The fewest workers are one placement group: all of them or none. Each further worker is a group of its own, made by
+    Ray when there is room. Ray replaces a place whose node dies once it has noticed the death, which takes some 15 s.
+    So for a node that does not answer, is about to go or cannot run workers, as many places are requested again at
+    once, on other nodes; places too many are given back when no group uses them (`plan_changes`).
 
     Args:
         api: of the cluster.
-        wanted: what is asked of it.
+        wanted: what the run needs.
     """
 
     def __init__(self, api: RayApi, wanted: Wanted) -> None:
@@ -107,7 +107,7 @@ class RayNodes:
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
         self._launches: list[tuple[str, AgentCall]] = []
-        self._agents: dict[int, tuple[str, Any, Any]] = {}  # number -> node, actor, what its end will be
+        self._agents: dict[int, tuple[str, Any, Any]] = {}  # number -> node, actor, reference to its end
         self._ends: list[int] = []
         self._announced: PlacesChanged | None = None
         self._rounds, self._trouble = 0, ""
@@ -127,18 +127,18 @@ class RayNodes:
         self._poke.set()
 
     def doubt(self, node: str) -> None:
-        """Look whether a node is still there."""
+        """Check whether a node still answers."""
         with self._lock:
             self._doubted.append(node)
         self._poke.set()
 
     def refuse(self, node: str) -> None:
-        """Find places elsewhere for those on this node."""
+        """Replace the places on this node by others."""
         self._refused.add(node)
         self._poke.set()
 
     def use(self, numbers: frozenset[int]) -> None:
-        """Hear which places a group has."""
+        """Note which places a group has."""
         self._used = numbers
         self._poke.set()
 
@@ -182,9 +182,9 @@ class RayNodes:
             self._give_back()
 
     def _watch(self) -> None:
-        """Say when the cluster has not answered for too long. A call of Ray may wait much longer than that.
+        """Refuse the cluster when it has not answered for too long. A call of Ray may wait much longer than that.
 
-        Time in which this process itself did not run (it was stopped, say) is nobody's silence: it counts as one look.
+        Time in which this process itself did not run (it was stopped, say) is not silence: it counts as one poll.
         """
         seen, silent_s = self._rounds, 0.0
         while not self._stop.wait(_IDLE_S):
@@ -235,16 +235,16 @@ class RayNodes:
         self._tell_places(held, nodes, changes, draining)
 
     def _each(self, waiting: list[T]) -> Iterator[T]:
-        """Give what waits, one after another; what the cluster has failed at stays for the next round."""
+        """Yield and remove each waiting item; an item at which a call of Ray fails stays for the next round."""
         while waiting:
             yield waiting[0]
             with self._lock:
                 del waiting[0]
 
     def _balance(self, held: Sequence[Reservation], nodes: Mapping[str, NodeFacts], out: Set[str]) -> Changes:
-        """Ask for places that are lacking, give back those that are too many; what was decided.
+        """Ask for missing places, give back those that are too many; return the decision.
 
-        What is given back is not announced for a round before that: a group may be about to take it.
+        Places to give back are not announced for a round before that: a group may be about to take them.
         """
         changes = plan_changes(
             held,
@@ -256,10 +256,10 @@ class RayNodes:
             keep=frozenset() if self._api.can_exclude else self._refused,
             can_exclude=self._api.can_exclude,
         )
-        mine = {node for one in held for node in one.nodes.values()}
+        mine = {node for reservation in held for node in reservation.nodes.values()}
         self._choose_spares(nodes, nodes.keys() - out - mine)
         leaving = {self._groups[index].first for index in changes.give_back}
-        for reserved in [one for one in self._groups if one.first in leaving & self._leaving]:
+        for reserved in [group for group in self._groups if group.first in leaving & self._leaving]:
             self._groups.remove(reserved)
             self._give_group_back(reserved)
         self._leaving = leaving
@@ -270,7 +270,7 @@ class RayNodes:
         return changes
 
     def _choose_spares(self, nodes: Mapping[str, NodeFacts], able: Set[str]) -> None:
-        """Choose spare nodes; a node that somebody else fills for long is given back."""
+        """Choose spare nodes; drop a node that other jobs have filled for long."""
         if not self._has_spares:
             return
         wanted, now = self._wanted.resources, time.monotonic()
@@ -290,7 +290,7 @@ class RayNodes:
 
     def _see_ended(self) -> None:
         for ref in self._api.ended([ref for _, _, ref in self._agents.values()]):
-            number = next(number for number, (_, _, one) in self._agents.items() if one == ref)
+            number = next(number for number, (_, _, end) in self._agents.items() if end == ref)
             del self._agents[number]
             try:
                 why = f"its agent ended: {self._api.outcome(ref)}"
@@ -307,12 +307,16 @@ class RayNodes:
     ) -> None:
         places = []
         groups = {reserved.first: reserved.group for reserved in self._groups}
-        for one in held:
-            for bundle, node in one.nodes.items():
-                number = one.first + bundle
-                # A group may still run on a place that is about to go: its node is named with the seconds.
+        for reservation in held:
+            for bundle, node in reservation.nodes.items():
+                number = reservation.first + bundle
+                # A group may still run on a place that is about to go: the seconds of its node are announced too.
                 if number in changes.usable or (node in draining and node not in self._gone | self._refused):
-                    gpus = self._gpus(number, groups[one.first], bundle, node) if one.first in groups else None
+                    gpus = (
+                        self._gpus(number, groups[reservation.first], bundle, node)
+                        if reservation.first in groups
+                        else None
+                    )
                     if gpus is not None:
                         where = {"node": node, "address": nodes[node].address}
                         extra = number in changes.extra
@@ -320,7 +324,7 @@ class RayNodes:
         alive = {node: facts for node, facts in nodes.items() if node not in self._gone}
         missing = self._missing(alive) if len(changes.usable) < self._wanted.most else ""
         news = PlacesChanged(places=tuple(places), missing=missing, draining=draining, spares=self._spares)
-        # Seconds that go by are no news.
+        # Seconds that have passed since are not news.
         known = self._announced
         if known is None or replace(news, draining=known.draining) != known or draining.keys() != known.draining.keys():
             self._announced = news
@@ -345,12 +349,12 @@ class RayNodes:
     def _missing(self, alive: Mapping[str, NodeFacts]) -> str:
         names = self._wanted.resources
         each = ", ".join(f"{name} {amount:g}" for name, amount in names.items())
-        there = "; ".join(
+        resources = "; ".join(
             f"{node_name(node, facts.address)}: {', '.join(f'{n} {facts.resources.get(n, 0):g}' for n in names)}"
             for node, facts in sorted(alive.items())
         )
         chosen = f", on nodes with the labels {dict(self._wanted.labels)}" if self._wanted.labels else ""
-        return f"each worker needs {each}{chosen} (strategy {self._wanted.strategy}); the cluster has {there}"
+        return f"each worker needs {each}{chosen} (strategy {self._wanted.strategy}); the cluster has {resources}"
 
     def _give_back(self) -> None:
         for actor in [actor for _, actor, _ in self._agents.values()] + [slot.actor for slot in self._slots.values()]:
@@ -375,8 +379,8 @@ class RayNodes:
             _LOG.debug("an actor was not ended: %s", error)
 
 
-def _fits(wanted: Mapping[str, float], there: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0.0) >= amount for name, amount in wanted.items())
+def _fits(wanted: Mapping[str, float], resources: Mapping[str, float]) -> bool:
+    return all(resources.get(name, 0.0) >= amount for name, amount in wanted.items())
 
 
 def _words(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Which placement groups to ask for, which to give back, and which nodes an agent gets ready on: pure functions."""
+"""Which placement groups to request, which to give back, on which spare nodes an agent gets ready: pure functions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Changes:
     """What to do about the reservations.
 
     Attributes:
-        give_back: indices of those to give back.
-        ask: sizes of those to ask for.
+        give_back: indices of reservations to give back.
+        ask: sizes of reservations to ask for.
         usable: numbers of the places that workers may be started on.
-        extra: numbers of those among them that are given back once they are not in use.
+        extra: numbers of usable places that are given back once they are not in use.
     """
 
     give_back: tuple[int, ...]
@@ -56,11 +56,11 @@ def plan_changes(
 ) -> Changes:
     """Decide what to ask for and to give back, so that ``most`` places are there or about to come.
 
-    A place on a node that is not alive counts: Ray places it again by itself. One on a node of ``out`` does not: Ray
-    knows nothing of that. Groups of several places are given back whole or not at all, and nothing that is in use.
+    A place on a node that is not alive counts: Ray places it again by itself. A place on a node of ``out`` does not:
+    Ray does not know that it is unusable. Groups of several places are given back whole or not at all, never in use.
 
     Args:
-        held: what there is.
+        held: the reservations now.
         most: places that are wanted.
         alive: nodes that the cluster holds alive.
         out: nodes that do not answer, are about to go, or cannot run workers.
@@ -72,7 +72,7 @@ def plan_changes(
     spread = strategy == "STRICT_SPREAD"
     usable, waiting = _count(held, alive=alive, out=out, used=used, spread=spread)
     lacking = most - len(usable) - sum(waiting)
-    numbers = [set(range(one.first, one.first + one.size)) for one in held]
+    numbers = [set(range(entry.first, entry.first + entry.size)) for entry in held]
     idle = [not numbers[index] & used for index in range(len(held))]
     lost = [index for index in range(len(held)) if not waiting[index] and not numbers[index] & usable]
     alone = strategy != "STRICT_PACK" and (can_exclude or not spread or not usable)
@@ -84,12 +84,12 @@ def plan_changes(
             ask.append(size)
             lacking -= size
         elif lacking > 0:
-            continue  # nothing comes in its place
+            continue  # nothing replaces it
         if idle[index] and keep.isdisjoint(held[index].nodes.values()):
             give_back.append(index)
     if alone:
         ask += [1] * max(0, lacking)
-    # Too many: of those that nobody uses, what Ray has not placed yet goes first, then the newest.
+    # Too many: of unused reservations those that Ray has not placed yet go first, then the newest.
     extra: set[int] = set()
     others = [index for index in range(len(held)) if index not in lost]
     for index in sorted(others, key=lambda index: (not idle[index], -waiting[index], -held[index].first)):
@@ -111,11 +111,11 @@ def plan_changes(
 def _count(
     held: Sequence[Reservation], *, alive: Set[str], out: Set[str], used: Set[int], spread: bool
 ) -> tuple[set[int], list[int]]:
-    """Give the numbers of the places that can be used, and how many of each reservation Ray has yet to place."""
+    """Return the numbers of the usable places, and how many of each reservation Ray has yet to place."""
     found = [
-        (one.first + bundle, node)
-        for one in held
-        for bundle, node in one.nodes.items()
+        (entry.first + bundle, node)
+        for entry in held
+        for bundle, node in entry.nodes.items()
         if node in alive and node not in out
     ]
     usable: set[int] = set()
@@ -124,16 +124,16 @@ def _count(
         if not spread or node not in taken:
             usable.add(number)
             taken.add(node)
-    waiting = [one.size - sum(1 for node in one.nodes.values() if node in alive) for one in held]
+    waiting = [entry.size - sum(1 for node in entry.nodes.values() if node in alive) for entry in held]
     return usable, waiting
 
 
 def choose_spares(count: int, *, known: Sequence[str], able: Set[str], free: Set[str]) -> tuple[str, ...]:
-    """Choose the nodes that an agent gets ready on.
+    """Choose the spare nodes on which an agent gets ready.
 
     Args:
         count: at most so many.
-        known: those chosen before; they stay as long as they are able.
+        known: nodes chosen before; they stay as long as they are able.
         able: nodes that may be chosen.
         free: nodes with room for a worker now.
     """
@@ -151,4 +151,4 @@ def _is_meant(wanted: str, value: str | None) -> bool:
     if wanted.startswith("!"):
         return not _is_meant(wanted[1:], value)
     several = _ONE_OF.fullmatch(wanted)
-    return value in ([one.strip() for one in several[1].split(",")] if several else [wanted])
+    return value in ([label.strip() for label in several[1].split(",")] if several else [wanted])

@@ -1,4 +1,4 @@
-"""One forked process as its driver sees it: what connects them, and how it ends with all that it has started."""
+"""A forked process as its driver sees it: their connection, and its end with all that it has started."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ROUNDS = 5
 
 
 class Inbox:
-    """Takes what a socket has and gives the messages that are complete. No descriptors travel this way.
+    """Reads a socket and returns the messages that are complete. No descriptors travel this way.
 
     Attributes:
-        ended: the stream is at its end, or nothing after this can be understood.
-        broken: why nothing can be understood; "" as long as all could.
+        ended: the stream is at its end, or broken.
+        broken: why the stream cannot be understood from here on; "" if it can.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -36,10 +36,10 @@ class Inbox:
         self.broken = ""
 
     def read(self) -> list[Message]:
-        """Return the messages completed by what is there now, after at most about 1 MiB; never waits.
+        """Return the messages completed by the bytes received so far, at most about 1 MiB; never waits.
 
-        Sets `ended` at the end of the stream; an incomplete message before it is dropped. So it does where what was
-        sent does not come from Holdfast, and says so in `broken`: one worker's fault is not that of its reader.
+        Sets `ended` at the end of the stream; an incomplete message before it is dropped. Bytes that are no message of
+        Holdfast end the stream too, with the reason in `broken`: a broken worker must not stop its reader.
         """
         messages: list[Message] = []
         taken = 0
@@ -63,14 +63,14 @@ class Child:
     """A worker or a task. Its two output streams may outlive it: a writer process that it started holds them too.
 
     Attributes:
-        number: what driver and zygote call it.
-        name: what people call it.
+        number: its name for driver and zygote.
+        name: for people.
         inbox: messages from it.
         logs: its stdout and stderr.
         pid: None until it exists.
-        status: of `os.waitpid`, None until (and unless) the zygote tells.
+        status: of `os.waitpid`, None until the zygote reports it, if ever.
         kill_at: when SIGKILL is due, as of `time.monotonic`.
-        gone_at: when it was seen to be gone while its status was still to come.
+        gone_at: when it was found gone and its status was not known yet.
         ended: nothing more comes from it.
     """
 
@@ -94,7 +94,7 @@ class Child:
         return {"control": self._theirs.fileno(), "stdout": self._out, "stderr": self._err}
 
     def handed_over(self) -> None:
-        """Close our copies of them: its end of file must mean its end. Idempotent."""
+        """Close our copies of the child's ends: then end of file means that it has ended. Idempotent."""
         self._theirs.close()
         for fd in (self._out, self._err):
             if fd >= 0:
@@ -108,7 +108,7 @@ class Child:
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
         """Send without blocking; dropped when it has ended."""
         if not self.ended:
-            with contextlib.suppress(OSError):  # its end is reported by other ways
+            with contextlib.suppress(OSError):  # its end is reported elsewhere
                 self._channel.send(header, attachments)
 
     def signal(self, number: int) -> None:
@@ -149,12 +149,12 @@ class Child:
 def end_session(leader: int) -> None:
     """Send SIGKILL to every process of a session but its leader, which has ended.
 
-    Call it while the leader is a zombie or members of the session live: only then is the number not free for others.
+    Call it while the leader is a zombie or members of the session live: only then can no other process have its number.
     """
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)
     known: set[int] = set()
-    for _ in range(_ROUNDS):  # what forks while it is being looked for is found in the next round
+    for _ in range(_ROUNDS):  # a process that forks meanwhile is found in the next round
         found = _members(leader) - known
         if not found:
             return
@@ -168,7 +168,7 @@ def _members(leader: int) -> set[int]:
     found: set[int] = set()
     try:
         names = os.listdir("/proc")
-    except OSError:  # other systems: the process group has to do
+    except OSError:  # other systems: the process group is all that is known
         return found
     for name in names:
         if not name.isdigit():
@@ -186,7 +186,7 @@ def _members(leader: int) -> set[int]:
             continue
         if int(session) != leader or state in (b"Z", b"X"):
             continue
-        if int(name) == leader:  # our leader has ended: this one only has its number
+        if int(name) == leader:  # our leader has ended: this process only has its number
             return set()
         found.add(int(name))
     return found

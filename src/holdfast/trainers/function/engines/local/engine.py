@@ -34,14 +34,14 @@ _TASK_END_S = 10.0  # for a task that has given its result but does not end
 
 
 class LocalEngine:
-    """Implements `holdfast.trainers.function.engine.Engine`; besides, runs single functions as tasks (`run_task`).
+    """Implements `holdfast.trainers.function.engine.Engine`; also runs single functions as tasks (`run_task`).
 
     Workers have sessions of their own: a Ctrl-C in the terminal does not reach them. They end with the driver, within
     seconds, whatever ends it. Not to be used from several threads, `wake` excepted.
 
     Args:
         num_workers: how many workers are expected; sizes the thread pools of the zygote.
-        storage: root of the run, where what a dead worker has left is brought; None: nothing is.
+        storage: root of the run, to which unfinished uploads of dead workers go; None: they are discarded.
         prepare: start the zygote now, so that torch is loaded while the driver does other things.
         entry: "module:function" that workers run, called with the `Channel` to this engine and the keywords
             ``listen_fd`` (a listening socket on MASTER_PORT for rank 0, else -1) and ``use_gpu``; returns the exit
@@ -58,7 +58,7 @@ class LocalEngine:
         self._unfinished = Unfinished(self._post, _LOG.warning, storage=storage)
         self._ready: list[Event] = []
         self._ranks: dict[int, Child] = {}
-        self._places: dict[int, int] = {}  # number of a child -> rank
+        self._rank_of: dict[int, int] = {}  # number of a child -> rank
         self._tasks: dict[int, Child] = {}
         self._outcomes: dict[int, Message] = {}  # number of a task -> what it sent
         self._woken, self._waker = os.pipe()
@@ -108,7 +108,7 @@ class LocalEngine:
                     use_gpu=spec.use_gpu,
                 )
                 self._ranks[rank] = child
-                self._places[child.number] = rank
+                self._rank_of[child.number] = rank
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
         """Send a message without blocking; a message to a worker that has ended is dropped."""
@@ -184,7 +184,7 @@ class LocalEngine:
         """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
         try:
             os.write(self._waker, b"w")
-        except BlockingIOError:  # so many that nobody has taken: one more says nothing new
+        except BlockingIOError:  # the pipe is full: another byte adds nothing
             return
 
     def close(self) -> None:
@@ -201,19 +201,19 @@ class LocalEngine:
             self._ready.append(self._posted.popleft())
 
     def _post(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
-        """Give the controller a message in place of a worker that has died; called from another thread."""
+        """Deliver a message in place of a worker that has died; called from another thread."""
         rank = self._ended_ranks.get(child)
         if rank is not None:
             self._posted.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
             self.wake()
 
     def _on_start(self, child: Child) -> None:
-        rank = self._places.get(child.number)
+        rank = self._rank_of.get(child.number)
         if rank is not None and child.pid is not None:
             self._ready.append(Started(rank=rank, pid=child.pid))
 
     def _on_message(self, child: Child, message: Message) -> None:
-        rank = self._places.get(child.number)
+        rank = self._rank_of.get(child.number)
         if rank is not None:
             self._unfinished.note(child.number, message.header)
             self._ready.append(Received(rank=rank, message=message))
@@ -223,7 +223,7 @@ class LocalEngine:
 
     def _on_end(self, child: Child, why: str) -> None:
         code, number = _decode(child.status)
-        rank = self._places.pop(child.number, None)
+        rank = self._rank_of.pop(child.number, None)
         if rank is not None:
             del self._ranks[rank]
             detail = "\n".join(part for part in (why, child.last_words()) if part)

@@ -1,6 +1,6 @@
-"""From a copy of the zygote to a process like a fresh interpreter: what a forked child does before its work.
+"""Turn a copy of the zygote into a process like a fresh interpreter: what a forked child does before its work.
 
-The request that brought it: {"do": "fork", "fds": names of its descriptors in order ("control", "stdout", "stderr",
+The request for it: {"do": "fork", "fds": names of its descriptors in order ("control", "stdout", "stderr",
 "listen"), "entry": "module:function", "environment", "directory", "paths", "arguments", "use_gpu"}.
 """
 
@@ -19,21 +19,21 @@ from typing import Any
 
 from holdfast.writer.frames import Channel, Message
 
-__all__ = ["Birth"]
+__all__ = ["ForkedProcess"]
 
 # What a fresh interpreter does not leave to the kernel.
 _PYTHONS_OWN: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
 
 
-class Birth:
+class ForkedProcess:
     """A child that has just been forked."""
 
     def __init__(self, message: Message) -> None:
         self._request = message.header
         self._fds = dict(zip(message.header["fds"], message.fds, strict=True))
 
-    def live(self) -> int:
-        """Become a process of its own and do the work; returns the exit status."""
+    def run(self) -> int:
+        """Set this process up, call the entry, and return the exit status."""
         request = self._request
         os.setsid()  # a Ctrl-C in the driver's terminal and a kill of the driver's group leave us alone
         _reset_signals()

@@ -1,4 +1,4 @@
-"""An engine without processes: its one worker is a call in this process, for a debugger to step through."""
+"""An engine without processes: its only worker is a call in this process, for a debugger to step through."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["InlineEngine"]
 
 
 class InlineEngine:
-    """Implements `holdfast.trainers.function.engine.Engine` for a group of one.
+    """Implements `holdfast.trainers.function.engine.Engine` for a group of one worker.
 
-    The controller runs in a thread of its own and asks for a start; whoever made this engine waits for that in
-    `next_call`, runs the function, and says so with `ended`. A call cannot be killed: its connection is closed, so that
-    its next report raises.
+    The controller runs in a thread of its own and calls `start`; the owner of this engine waits for that in
+    `next_call`, runs the function, and reports its end with `ended`. A call cannot be killed: its connection is
+    closed, so that its next report raises.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class InlineEngine:
     # ---- for the thread that calls the function
 
     def next_call(self) -> Channel | None:
-        """Wait for the next start; gives the worker's end of the channel, None when the run is over."""
+        """Wait for the next start; return the worker's end of the channel, None when the run is over."""
         return self._calls.get()
 
     def ended(self, status: int) -> None:
@@ -49,7 +49,7 @@ class InlineEngine:
     # ---- for the controller
 
     def start(self, spec: GroupSpec) -> None:
-        """Start the one worker."""
+        """Start the worker."""
         ours, theirs = socket.socketpair()
         self._socket, self._channel = ours, Channel(ours)
         self._events.put(Started(rank=0, pid=os.getpid()))
@@ -116,7 +116,9 @@ class InlineEngine:
             self._events.put(TaskEnded(task=task, result=result, error=None))
 
     def _read(self, channel: Channel) -> None:
-        while (message := channel.receive()) is not None:
-            self._events.put(Received(rank=0, message=message))
-        channel.close()
-        self._events.put(Exited(rank=0, exit_code=self._status, signal=None))
+        try:
+            while (message := channel.receive()) is not None:
+                self._events.put(Received(rank=0, message=message))
+        finally:  # whatever ends the reading: the controller waits for this event
+            channel.close()
+            self._events.put(Exited(rank=0, exit_code=self._status, signal=None))

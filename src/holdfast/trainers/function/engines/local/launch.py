@@ -40,14 +40,14 @@ class Launched:
 
 
 def import_paths() -> list[str]:
-    """The driver's ``sys.path`` for another process: relative entries made absolute, "" (the current folder) kept."""
+    """Return the driver's ``sys.path`` for another process: relative entries absolute, "" (the current folder) kept."""
     paths = [os.path.abspath(entry) if entry else "" for entry in sys.path if isinstance(entry, str)]
-    # Behind everything: a driver may find us by an import hook alone.
+    # Last: a driver may find this package by an import hook alone.
     return list(dict.fromkeys([*paths, str(Path(__file__).resolve().parents[5])]))
 
 
 def threads_for(num_workers: int) -> int:
-    """Threads for one of several workers that share this machine, the rule of torchrun made to fill the cores."""
+    """Return the number of threads of each worker on this machine: its cores divided by the workers, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, num_workers))
 
@@ -92,7 +92,7 @@ def launch_zygote(num_workers: int) -> Launched:
 
 
 def worker_environment(spec: GroupSpec, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables of one worker.
+    """Return all variables of a worker.
 
     Args:
         spec: the group.

@@ -24,7 +24,7 @@ _TAIL_LINES = 20
 
 
 class LogFile:
-    """A file that the two streams of one worker append to; closed when both have ended."""
+    """A file that both streams of a worker append to; closed when both have ended."""
 
     def __init__(self, path: Path | None, streams: int = 2) -> None:
         self._file: BinaryIO | None = None
@@ -51,7 +51,7 @@ class LogFile:
                 self._file = None
 
     def release(self) -> None:
-        """Note that one stream has ended."""
+        """Note that a stream has ended."""
         self._streams -= 1
         if self._streams <= 0 and self._file is not None:
             self._file.close()
@@ -59,20 +59,20 @@ class LogFile:
 
 
 class Sink(Protocol):
-    """Takes what one stream of a process says, in pieces."""
+    """Takes the output of a stream of a process, in pieces."""
 
     @property
     def tail(self) -> deque[str]:
         """The last lines."""
 
     def feed(self, data: bytes) -> None:
-        """Take what came next; never waits for long."""
+        """Take the next bytes; b"" at the end of the stream. Never waits for long."""
 
     def flush(self) -> None:
-        """Take what is there for all there is, a last line without an end too; more may come."""
+        """Show a last line without an end too; more bytes may come."""
 
     def end(self) -> None:
-        """Note that nothing more comes."""
+        """Note that no more bytes come."""
 
 
 class LogStream:
@@ -88,7 +88,7 @@ class LogStream:
         return self.fd
 
     def read(self) -> bool:
-        """Pass on what is there, at most one buffer; False at the end of the stream."""
+        """Pass on what is there, at most 64 KiB; return False at the end of the stream."""
         try:
             data = os.read(self.fd, _READ)
         except BlockingIOError:
@@ -120,13 +120,13 @@ class LogStream:
 
 
 class LineLimit:
-    """How many lines of one process are shown: at most ``burst`` at once, ``per_s`` each second in the long run.
+    """How many lines of a process are shown: at most ``burst`` at once, ``per_s`` each second in the long run.
 
     Args:
-        kept: where all of them are, for people.
-        per_s: lines.
-        burst: lines.
-        clock: seconds.
+        kept: where all lines are, for people.
+        per_s: lines per second in the long run.
+        burst: lines at once.
+        clock: gives seconds.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LineLimit:
         self._left_out = 0
 
     def choose(self, lines: list[str]) -> list[str]:
-        """Give the lines to show now, with a line that says so where others are left out."""
+        """Return the lines to show now, and a line in place of those that are left out."""
         now = self._clock()
         self._room = min(self._burst, self._room + (now - self._at) * self._per_s)
         self._at = now
@@ -155,7 +155,7 @@ class LineLimit:
 
 
 class LogText:
-    """Output to our own output, line by line with a prefix, and unchanged into a file. Only whole lines are shown.
+    """Shows whole lines of output with a prefix on that of this process, and writes it unchanged into a file.
 
     Attributes:
         prefix: of each line shown.
@@ -174,7 +174,7 @@ class LogText:
         self._rest = ""
 
     def feed(self, data: bytes) -> None:
-        """Take what came next."""
+        """Take the next bytes."""
         self._file.write(data)
         self._show(self._decoder.decode(data, final=not data))
 
@@ -185,7 +185,7 @@ class LogText:
             self._print([rest])
 
     def end(self) -> None:
-        """Note that nothing more comes."""
+        """Note that no more bytes come."""
         self._file.release()
 
     def _show(self, text: str) -> None:
@@ -216,6 +216,6 @@ class LogText:
 
 
 def shown_and_kept(name: str, path: Path | None, limit: LineLimit | None = None) -> tuple[LogText, LogText]:
-    """Make sinks for stdout and stderr of a process: its name in front of each line shown, one file for both."""
+    """Make sinks for stdout and stderr of a process: its name in front of each line shown, a file for both."""
     file = LogFile(path)
     return LogText(f"({name}) ", "stdout", file, limit), LogText(f"({name}) ", "stderr", file, limit)

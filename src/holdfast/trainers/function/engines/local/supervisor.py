@@ -1,4 +1,4 @@
-"""The driver's side of the zygote: one selector over everything that children say and how they end. No threads."""
+"""The driver's side of the zygote: a selector over the messages, output and ends of children. No threads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .logs import LogStream, Sink, shown_and_kept
 __all__ = ["Supervisor"]
 
 _LOG = get_logger("runtime")
-_STATUS_S = 5.0  # how long the zygote may take to tell the status of a process that is gone
+_STATUS_S = 5.0  # how long the zygote may take to report the status of a process that is gone
 _END_S = 5.0
 
 
 class Supervisor:
-    """Owns the zygote and its children; tells what happens through three functions, called from `wait` alone.
+    """Owns the zygote and its children; reports events through three functions, called from `wait` alone.
 
     Args:
         on_start: a child exists.
         on_message: a child sent a message.
-        on_end: a child and all its session are gone; ``why`` tells more if it never started or its status is unknown.
+        on_end: a child and all its session are gone; ``why`` says more if it never started or its status is unknown.
         zygote_sinks: where the zygote's own output goes; default: shown.
     """
 
@@ -60,7 +60,7 @@ class Supervisor:
     # ---- asking
 
     def prepare(self, num_workers: int) -> None:
-        """Start the zygote unless it lives."""
+        """Start the zygote unless it runs."""
         if self._closed:
             raise HoldfastError("this engine is closed; make another one")
         while self._zygote is not None and self._zygote.process.poll() is not None:
@@ -89,7 +89,7 @@ class Supervisor:
         """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first.
 
         Args:
-            name: what people call it.
+            name: of the process, for people.
             entry: what it runs.
             environment: all its variables.
             sinks: where its stdout and stderr go.
@@ -114,7 +114,7 @@ class Supervisor:
             "arguments": list(sys.argv if arguments is None else arguments),
             "use_gpu": use_gpu,
         }
-        # If the zygote has just died, reading from it tells: the child then ends without having started.
+        # If the zygote has just died, the next read finds that: the child then ends without having started.
         with contextlib.suppress(OSError):
             self._zygote.channel.send(request, fds=tuple(fds.values()))
         child.handed_over()
@@ -139,14 +139,14 @@ class Supervisor:
     # ---- what happens
 
     def wait(self, timeout_s: float | None) -> None:
-        """Handle what is there now, or comes next; return after that, at a deadline of ours, or after the time-out."""
+        """Handle the events that are there, or come next; return then, at an own deadline, or after the time-out."""
         due = [c.kill_at for c in self._children.values() if c.kill_at is not None and c.pid is not None]
         due += [c.gone_at + _STATUS_S for c in self._children.values() if c.gone_at is not None]
         if due:
             left = max(0.0, min(due) - time.monotonic())
             timeout_s = left if timeout_s is None else min(left, timeout_s)
         for key, _ in self._selector.select(timeout_s):
-            # What came before in this round may have closed it.
+            # An event before it in this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
         self._kill_overdue()
@@ -180,14 +180,14 @@ class Supervisor:
             self._end(child, child.inbox.broken and f"{child.inbox.broken}; it was ended")
 
     def _lose(self, zygote: _Zygote) -> None:
-        """The zygote died. Running children go on; only their exit status will not be known."""
+        """Handle the death of the zygote. Running children go on; only their exit status will not be known."""
         why = f"the process that starts workers ended ({zygote.end(at_once=False)})"
         _LOG.warning("%s; it is started again when it is needed", why)
         for child in list(self._children.values()):
             if child.pid is None:
                 for log in zygote.logs:
                     log.drain()
-                self._end(child, "\n".join([f"{why} before it had started this one", *zygote.logs[1].sink.tail]))
+                self._end(child, "\n".join([f"{why} before it had started this process", *zygote.logs[1].sink.tail]))
             elif child.gone_at is not None or (child.inbox.ended and child.pidfd < 0):
                 self._end(child, why)
 
@@ -196,7 +196,7 @@ class Supervisor:
             self._on_message(child, message)
         if child.inbox.ended:
             self._selector.unregister(child)
-            if child.inbox.broken:  # it may be well and train on, but is not heard any more
+            if child.inbox.broken:  # it may still train, but cannot be understood any more
                 child.signal(signal.SIGKILL)
             if self._zygote is None and child.pidfd < 0:
                 self._end(child, "its exit status is not known")
@@ -221,7 +221,7 @@ class Supervisor:
                 self._end(child, "its exit status is not known: the process that started it does not answer")
 
     def _end(self, child: Child, why: str) -> None:
-        """Deliver all that the child left behind, then its end."""
+        """Deliver the child's last messages and output, then its end."""
         if child.status is None and child.pid is not None:
             end_session(child.pid)
         while not child.inbox.ended and (messages := child.inbox.read()):
@@ -267,7 +267,7 @@ class Supervisor:
         self._selector.close()
 
     def forget_in_child(self) -> None:
-        """Let go, in a process forked from the driver, of everything whose end of file means something to others."""
+        """Close, in a process forked from the driver, every descriptor whose end of file others wait for."""
         self._closed = True
         for child in self._children.values():
             child.forget_in_child()
@@ -287,7 +287,7 @@ class _Zygote:
         self.logs = (LogStream(launched.out, sinks[0]), LogStream(launched.err, sinks[1]))
 
     def end(self, *, at_once: bool) -> str:
-        """Make sure that it is gone; say how it ended. It ends by itself when we leave, after its children."""
+        """End the process; return how it ended. It ends by itself when the channel closes, after its children."""
         self.channel.close()
         if at_once or not _ended_within(self.process, _END_S):
             self.process.kill()

@@ -1,6 +1,6 @@
 """A process that has torch loaded and forks workers and tasks from itself, in milliseconds.
 
-It belongs to one driver and ends with it. It starts no thread, runs no tensor operation and never touches an
+It belongs to a driver and ends with it. It starts no thread, runs no tensor operation and never touches an
 accelerator: nothing of that kind survives a fork.
 
 Driver to zygote: {"do": "fork", "id", ...} (see `forked`). Zygote to driver: {"on": "forked", "id", "pid"} with a
@@ -24,7 +24,7 @@ import warnings
 from holdfast.writer.frames import Channel, Message
 
 from .child import end_session
-from .forked import Birth
+from .forked import ForkedProcess
 
 __all__ = ["Zygote", "main"]
 
@@ -36,15 +36,15 @@ _FIRST = (
     "holdfast.trainers.function.worker.session",
 )
 # Nearly every training imports these when it makes an optimizer or saves, more than a second. That is too much for the
-# way to the first line of train_func: they are loaded while the first workers run, for the ones after a restart.
+# way to the first line of train_func: they are loaded while the first workers run, for the workers after a restart.
 _LATER = ("holdfast.state.save.snapshot", "holdfast.writer.client", "torch._dynamo")
 _LATER_S = 5.0
 _GRACE_S = 2.0
 
 
 def main(socket_fd: int) -> int:
-    """Serve one driver; returns in forked children only, with their exit status."""
-    # Batch systems and terminals signal every process of a job. What ends this one is the end of its driver.
+    """Serve a driver; returns in forked children only, with their exit status."""
+    # Batch systems and terminals signal every process of a job. Only the end of its driver ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)
@@ -52,8 +52,8 @@ def main(socket_fd: int) -> int:
     gc.disable()  # while modules load it finds nothing and takes its time
     _load(_FIRST)
     gc.enable()
-    birth = zygote.serve()
-    return birth.live()
+    forked = zygote.serve()
+    return forked.run()
 
 
 def _load(names: tuple[str, ...]) -> None:
@@ -70,7 +70,7 @@ def _may_use_accelerator() -> bool:
 
 
 class Zygote:
-    """Forks on request and tells how its children ended."""
+    """Forks on request and reports how its children ended."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -86,14 +86,14 @@ class Zygote:
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._selector.register(channel, selectors.EVENT_READ)
 
-    def serve(self) -> Birth:
+    def serve(self) -> ForkedProcess:
         """Serve the driver until it is gone; returns only in a forked child, with nothing of the zygote left in it."""
         while True:
             idle = bool(self._children) and not self._loaded
             ready = [key.fileobj for key, _ in self._selector.select(_LATER_S if idle else None)]
             if idle and not ready:
                 self._loaded = True
-                # Where there may be an accelerator, only what is known not to ask for it: that would not survive forks.
+                # Where there may be an accelerator, load only what does not initialise it: no fork survives that.
                 _load(_LATER[:2] if _may_use_accelerator() else _LATER)
             if self._signals in ready:
                 self._reap()
@@ -102,16 +102,16 @@ class Zygote:
                 if message is None:
                     self._end()
                 else:
-                    birth = self._fork(message)
-                    if birth is not None:
-                        return birth
+                    forked = self._fork(message)
+                    if forked is not None:
+                        return forked
 
-    def _fork(self, message: Message) -> Birth | None:
+    def _fork(self, message: Message) -> ForkedProcess | None:
         number = message.header["id"]
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            # Python warns of forks beside threads. numpy's linear algebra has some, and stops them for the fork.
+            # Python warns of forks beside threads. numpy's linear algebra has threads, and stops them for the fork.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
@@ -120,8 +120,8 @@ class Zygote:
             self._tell({"on": "not_forked", "id": number, "error": str(error)})
         if pid == 0:
             self._forget()
-            return Birth(message)
-        # From now on only the child holds its ends: who waits for their end of file must not wait for us.
+            return ForkedProcess(message)
+        # From now on only the child holds its ends: readers that wait for end of file must not wait for us.
         for fd in message.fds:
             os.close(fd)
         if pid > 0:
@@ -132,7 +132,7 @@ class Zygote:
     def _tell_forked(self, number: int, pid: int) -> None:
         answer = {"on": "forked", "id": number, "pid": pid}
         try:
-            # Opened here, where the child cannot be reaped before: the number cannot mean another process.
+            # Opened here, where the child cannot be reaped before: the number cannot belong to another process.
             pidfd = os.pidfd_open(pid)
         except (AttributeError, OSError):  # old kernels, other systems
             self._tell(answer)
@@ -141,7 +141,7 @@ class Zygote:
         os.close(pidfd)
 
     def _tell(self, header: dict[str, object], fds: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(OSError):  # the driver is gone, which the next `receive` tells
+        with contextlib.suppress(OSError):  # the driver is gone: the next `receive` finds that
             self._channel.send(header, fds=fds)
 
     def _reap(self) -> None:
@@ -157,7 +157,7 @@ class Zygote:
             self._tell({"on": "ended", "id": number, "status": status})
 
     def _end(self) -> None:
-        """The driver is gone: children see it too and get a moment to end themselves; nothing stays behind."""
+        """End everything after the driver: children see its end too and get 2 s to end themselves, then SIGKILL."""
         self._selector.unregister(self._channel)
         deadline = time.monotonic() + _GRACE_S
         while self._children and (left := deadline - time.monotonic()) > 0:

@@ -180,4 +180,4 @@ def test_no_thread_is_left():
         ends.outbox.close()
         ends.outbox.close()
     left = set(threading.enumerate()) - before
-    assert not [one for one in left if one.name == "holdfast-outbox"]
+    assert not [thread for thread in left if thread.name == "holdfast-reports"]
