@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,9 +11,9 @@ from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
 from holdfast.page.document import render
 from holdfast.page.facts import collect
-from holdfast.storage.local.ops import translate
 from holdfast.storage.resolve import resolve
 
+from .output import replace_file
 from .terminal import print_json
 
 __all__ = ["page"]
@@ -61,14 +59,6 @@ def _essence(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(output: str, facts: dict[str, Any], reload_s: float | None) -> int:
-    """Replace the file in one step, so that a browser never loads half of it."""
     data = render(facts, reload_s=reload_s).encode()
-    target = Path(output)
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(target)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise translate(error, "write", output) from error
+    replace_file(output, data)
     return len(data)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,9 +15,9 @@ from holdfast.run.costs import stats as sum_up
 from holdfast.run.openmetrics import openmetrics
 from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
-from holdfast.storage.local.ops import translate
 from holdfast.storage.resolve import resolve
 
+from .output import replace_file
 from .runs import runs_of
 from .targets import run_at
 from .terminal import console, print_json, printable, table
@@ -169,7 +167,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
                 raise
             click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
-            _replace(target, openmetrics([(_labels(summary), _figures(summary)) for summary in summaries]))
+            replace_file(target, openmetrics([(_labels(summary), _figures(summary)) for summary in summaries]).encode())
             if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)
@@ -201,15 +199,3 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         "failures": summary["failures"],
         "lost_steps": summary["lost_steps"],
     }
-
-
-def _replace(target: str, text: str) -> None:
-    """Replace the file in one step, so that no collector reads half of it."""
-    path = Path(target)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise translate(error, "write", target) from error

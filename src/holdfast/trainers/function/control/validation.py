@@ -147,7 +147,7 @@ def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -
     if name in pending:
         return ReportedCheckpointStatus.PENDING_VALIDATION
     mark = metrics.get(VALIDATED)
-    return ReportedCheckpointStatus.COMMITTED if mark is None else _OUTCOMES[mark]
+    return _OUTCOMES.get(mark, ReportedCheckpointStatus.COMMITTED)
 
 
 def pack_validation(
