@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpointer.console import ResumeBlock
+from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 
 from .grafted import Grafted
@@ -19,10 +20,11 @@ class HoldfastCallback(Grafted):
 
     Saved with every checkpoint and restored: the random generators of all ranks, the order of the data and the position
     within the epoch (of each training `DataLoader` over a map-style data set; loaders with ``state_dict`` are left to
-    Lightning). An evaluation leaves the generators of training as they were. At the start one block on stderr says what
-    was restored and what was not. A `ModelCheckpoint` without a ``dirpath`` goes on in the folder it had, where
-    Lightning would begin ``version_1``: else nobody removes what it has left in ``version_0``. Works with any plugin
-    for checkpoints, and is meant to go with `HoldfastCheckpointIO`.
+    Lightning). An evaluation leaves the generators of training as they were, and DDP adds gradients in one order from
+    the first step on (docs/parallel.md). At the start a block on stderr says what was restored and what was not. A
+    `ModelCheckpoint` without a ``dirpath`` goes on in the folder it had, where Lightning would begin ``version_1``:
+    else nobody removes what it has left in ``version_0``. Works with any plugin for checkpoints, and is meant to go
+    with `HoldfastCheckpointIO`.
 
     Args:
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
@@ -97,7 +99,7 @@ class HoldfastCallback(Grafted):
                 one.dirpath = before
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the generators and print the block."""
+        """Restore the generators, let DDP add gradients in one order, and print the block; every rank calls it."""
         block = self._block
         if self._found is None:
             block.headline = "fresh start: fit() was given no ckpt_path"
@@ -121,6 +123,9 @@ class HoldfastCallback(Grafted):
             if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
                 restored.append("order of the data and position in the epoch")
             block.restored, block.not_restored = restored, self._not_restored
+        fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
+        if not all(fixed):
+            block.notes.append(INEXACT)
         if trainer.is_global_zero:
             block.show()
 
