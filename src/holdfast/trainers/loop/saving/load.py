@@ -188,11 +188,11 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
 
 
 def _checkpoints_in(storage: Storage, name: str) -> list[str]:
-    """Return what lies in a directory that is no checkpoint itself."""
+    """Return the names of the checkpoints in a directory that is no checkpoint itself."""
     if storage.exists(name) or storage.exists(f"{name}/{MANIFEST_NAME}"):
         return []
     place = storage.child(name)
-    return [one for one in names_in(place, nested=False) if look_at(place, one) is not None]
+    return [inner for inner in names_in(place, nested=False) if look_at(place, inner) is not None]
 
 
 def _follow(storage: Storage, key: str, object_store: Storage | None) -> tuple[Storage, str]:
@@ -364,12 +364,12 @@ def _not_wanted(live: Mapping[str, Any], saved: Mapping[str, Any], report: LoadR
 
 
 def _ignored(stored: Stored, ignore: IgnoreKeys, report: LoadReport) -> list[str]:
-    globs = [one.rstrip("/") for one in ignore] if ignore is not None and not callable(ignore) else []
+    globs = [glob.rstrip("/") for glob in ignore] if ignore is not None and not callable(ignore) else []
     every = [*paths(stored), *["rng"] * report.full] if globs else []  # a file's generators are taken apart before
-    idle = [one for one in globs if not any(covers((one,), path) for path in every)]
+    idle = [glob for glob in globs if not any(covers((glob,), path) for path in every)]
     if idle:
         _LOG.warning("load_ignore_keys: nothing in %s matches %s", report.uri, ", ".join(idle))
-    report.notes += [f"load_ignore_keys leaves out {one}" for one in globs if one not in idle]
+    report.notes += [f"load_ignore_keys leaves out {glob}" for glob in globs if glob not in idle]
     return globs
 
 

@@ -41,7 +41,7 @@ class SaverContext:
     def __init__(self, state: State, destinations: Sequence[Any]) -> None:
         self.state, self.ranks = state, state.ranks
         self.variables = run_variables(state.run_name, self.ranks.info)
-        self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
+        self.uploaders = [logger for logger in destinations if isinstance(logger, RemoteUploaderDownloader)]
         self.resumed = self.autoresumes = self.begun = False
         self.parent: str | None = None
         self.training = ""
@@ -87,20 +87,20 @@ class SaverContext:
         # The run of a folder of directories knows its training from the start.
         return self.training if self._files_at is None else self._files_at
 
-    # -- who hears of it
+    # -- callbacks and loggers
 
     def announce(self, checkpoint: Checkpoint) -> None:
         """Give callbacks and loggers a committed checkpoint; what they raise is logged."""
-        for one in (*self.state.callbacks, *self._destinations):
-            hear = getattr(one, "checkpoint_committed", None)
+        for listener in (*self.state.callbacks, *self._destinations):
+            hear = getattr(listener, "checkpoint_committed", None)
             try:
                 if hear is not None:
                     hear(checkpoint)
             except Exception:  # noqa: BLE001 - the user's code must not end a training
-                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
+                _LOG.exception("%r did not take note of %s; training goes on", listener, checkpoint.uri)
 
     def flush_logs(self) -> None:
         """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
-        for one in self._destinations:
-            if callable(flush := getattr(one, "flush", None)):
+        for logger in self._destinations:
+            if callable(flush := getattr(logger, "flush", None)):
                 flush()
