@@ -93,7 +93,7 @@ class DirectoryCheckpoints:
         """Return a local directory with the newest checkpoint that is sound; None if there is none at all.
 
         Every byte has been checked against its digest. To be read only. Of a remote run it is downloaded once per
-        machine and stays until `close`. One that is damaged is set aside and the next older one taken. All ranks get
+        machine and stays until `close`. A damaged checkpoint is set aside and the next older one taken. All ranks get
         the same checkpoint; with several ranks, all of them call this.
 
         Raises:
@@ -156,7 +156,7 @@ class DirectoryCheckpoints:
 
         Raises:
             CheckpointNotFoundError: there is nothing.
-            HoldfastError: one added before could not be committed; this one is handed over all the same.
+            HoldfastError: a directory added before could not be committed; this one is handed over all the same.
         """
         if current_ranks().rank != 0:
             return
@@ -306,7 +306,7 @@ class DirectoryCheckpoints:
         return f"{self._lost.what}; training goes on"
 
     def _drop_lost(self) -> None:
-        """Give up what is left of a lost one: a newer one has taken its place."""
+        """Remove what is left of a lost checkpoint: a newer one has taken its place."""
         lost, self._lost = self._lost, None
         if lost is not None:
             lost.drop()

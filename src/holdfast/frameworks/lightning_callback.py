@@ -55,7 +55,9 @@ class HoldfastCallback(Grafted):
         self._evaluated = False
         self._loaders, self._loaders_epoch = [], -1
         self._block, self._not_restored = ResumeBlock(), []
-        self._named_no_folder = [one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", "") is None]
+        self._named_no_folder = [
+            callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", "") is None
+        ]
         strategy = trainer.strategy
         process = type(strategy).process_dataloader.__get__(strategy)
 
@@ -90,21 +92,18 @@ class HoldfastCallback(Grafted):
             return
         self._found = checkpoint.get(self.KEY, {})
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
-        for one in self._named_no_folder:
-            before = checkpoint["callbacks"].get(one.state_key, {}).get("dirpath")
-            if before and str(before) != str(one.dirpath) and only_version_differs(str(before), str(one.dirpath)):
-                self._block.notes.append(
-                    f"checkpoints go on in {before}: beside {one.dirpath} they would stay for ever"
-                )
-                one.dirpath = before
+        for callback in self._named_no_folder:
+            before, now = checkpoint["callbacks"].get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
+            if before and str(before) != now and only_version_differs(str(before), now):
+                self._block.notes.append(f"checkpoints go on in {before}: beside {now} they would stay for ever")
+                callback.dirpath = before
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the generators, let DDP add gradients in one order, and print the block; every rank calls it."""
         block = self._block
         if self._found is None:
             block.headline = "fresh start: fit() was given no ckpt_path"
-            lost = [f"{what}: {why}" for what, why in self._not_restored]
-            block.notes.extend(f"a resume will not restore {one}" for one in lost)
+            block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
             at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
@@ -118,7 +117,7 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("random generators", what))
             else:
                 self._generators = saved[trainer.global_rank]
-                self._not_restored += [("random generators", one) for one in rng.restore(self._generators)]
+                self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
                 restored.append("random generators")
             if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
                 restored.append("order of the data and position in the epoch")

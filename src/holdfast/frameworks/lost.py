@@ -60,7 +60,7 @@ class Lost:
         return passing_error(self.error, self.what) if isinstance(self.error, TRANSIENT_ERRORS) else self.error
 
     def drop(self) -> None:
-        """Remove what is left: there is a newer one."""
+        """Remove what is left: there is a newer checkpoint."""
         if self.ours and self.left is not None:
             shutil.rmtree(self.left, ignore_errors=True)
 

@@ -42,7 +42,7 @@ def mark(path: str | os.PathLike[str], target: Checkpoint) -> Callable[[], None]
     if "://" in text:
         return _mark_remote(text, target)
     if not os.path.dirname(text):
-        return _nothing  # a bare name is one in the root, and no file system is asked for it
+        return _nothing  # a bare name lies in the root, and no file system is asked for it
     there = is_marker(text)
     if not there:
         move_aside(Path(text))
@@ -69,7 +69,7 @@ def drop_link(path: str | os.PathLike[str]) -> bool:
     """Remove a link at a path, such as ``save_last="link"`` makes; what it points to is another's checkpoint.
 
     Returns:
-        Whether there was one.
+        Whether there was a link.
     """
     if "://" in os.fspath(path) or not os.path.islink(path):
         return False

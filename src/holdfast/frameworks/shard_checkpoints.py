@@ -108,7 +108,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
         under_way = self._session is not None and self._session.num_pending > 0
         lost = super()._let_go()
         claimed, self._claimed, self._home = self._claimed, None, None
-        # What the writer still reads, or a lost one that could not be moved, is left to the sweep of a later process.
+        # What the writer still reads, or a lost checkpoint that was not moved, is left to the sweep of a later process.
         if claimed is not None and not under_way and (lost is None or not f"{lost.left}/".startswith(f"{claimed}/")):
             shutil.rmtree(claimed, ignore_errors=True)
         return lost
