@@ -37,8 +37,8 @@ _MAX_PENDING = 2  # directories on their way; their files may be the only copies
 class DirectoryCheckpoints:
     """Keeps directories that a framework writes as the checkpoints of a run.
 
-    Every rank makes one and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report` and
-    `wait` do nothing. The run is opened by the first call that needs it: it takes the lease, and with it a new attempt.
+    Every rank makes this object and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report`
+    and `wait` do nothing. The first call that needs the run opens it: it takes the lease, and with it a new attempt.
     If the process dies, what was added is committed all the same.
 
     Args:
@@ -166,7 +166,7 @@ class DirectoryCheckpoints:
         session = self._run()
         try:
             session.settle(leave=_MAX_PENDING - 1)
-        finally:  # whatever became of earlier ones, this one is complete
+        finally:  # this directory is complete, whatever became of earlier ones
             save_id = session.next_save_id()
             staged, owned = (source, True) if move else self._stage(source, session, save_id)
             lost = partial(self._lose, source, staged)

@@ -113,8 +113,8 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
                 self._not_restored.append(("order of the data", "for the same reason"))
             elif len(saved) != trainer.world_size:
-                what = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
-                self._not_restored.append(("random generators", what))
+                why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
+                self._not_restored.append(("random generators", why))
             else:
                 self._generators = saved[trainer.global_rank]
                 self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]

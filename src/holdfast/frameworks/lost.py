@@ -43,8 +43,8 @@ class Lost:
             shutil.rmtree(staged or "", ignore_errors=True)
             staged = None
         left = staged or source
-        there = os.path.exists(left)
-        return cls(name=name, step=step, error=error, left=left if there else None, ours=staged is not None)
+        exists = os.path.exists(left)
+        return cls(name=name, step=step, error=error, left=left if exists else None, ours=staged is not None)
 
     @property
     def what(self) -> str:

@@ -148,7 +148,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
 
 
 def _check_seen(directory: str) -> None:
-    if not os.path.isdir(directory):  # its name is of this run alone: no other machine has one by chance
+    if not os.path.isdir(directory):  # the name is unique to this run: no other machine has it by chance
         raise ConfigError(
             f"{directory} is not on the machine of this rank: with several machines give a folder=... on a file system "
             "that all of them share"

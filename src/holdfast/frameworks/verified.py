@@ -29,7 +29,7 @@ def verified_directory(
     One rank of each machine checks. With several ranks all of them call this, and it fails on all or on none.
 
     Args:
-        checkpoint: path, URI or handle. A foreign one has no digests, and is given as it is.
+        checkpoint: path, URI or handle. A foreign checkpoint has no digests, and is given as it is.
         timeout_s: how long ranks wait for one another before the checking begins.
 
     Raises:

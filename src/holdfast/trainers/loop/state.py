@@ -243,7 +243,7 @@ class _TimestampOf:
 
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:
-    """Key objects that have state by the name of their class, "Name-1" for a second of one class."""
+    """Key objects that have state by the name of their class, "Name-1" for the second object of a class."""
     found: dict[str, Any] = {}
     for item in objects:
         kind = type(item)

@@ -1,4 +1,4 @@
-"""`save_checkpoint`, `load_checkpoint`, `LoadCheckpoint`: one checkpoint of a `State`, at any path."""
+"""`save_checkpoint`, `load_checkpoint`, `LoadCheckpoint`: a checkpoint of a `State`, at any path."""
 
 from __future__ import annotations
 

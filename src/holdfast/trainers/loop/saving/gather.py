@@ -1,4 +1,4 @@
-"""What every rank has for itself, in a checkpoint that is one file: rank 0 writes it for all."""
+"""A checkpoint that is a single file: rank 0 gathers what every rank has for itself, and writes it."""
 
 from __future__ import annotations
 

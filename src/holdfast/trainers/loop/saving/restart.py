@@ -110,7 +110,7 @@ class StartingPoint:
             StorageError: nobody can tell whether there are any.
         """
         folder = saver.place
-        # The lease first: an earlier life may be about to finish a newer one.
+        # The lease first: the writer of an earlier life may be about to finish a newer checkpoint.
         saver.take_place()
         storages = [folder.storage, *(uploader.storage for uploader in saver.uploaders)]
         local, ranks = folder.storage, self._context.ranks

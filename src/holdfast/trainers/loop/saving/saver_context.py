@@ -59,19 +59,19 @@ class SaverContext:
         self._files_at = f"at {xxhash.xxh3_64_hexdigest(place.encode())}"
 
     def identify(self, run_id: str | None) -> None:
-        """Know which training this is: the one that was resumed, or a new one. All ranks call it; idempotent.
+        """Set the identity of this training, unless a resume has set it. All ranks call it; idempotent.
 
         Args:
-            run_id: identity of the run that a later life goes on from; None where that goes on from single files.
+            run_id: identity of the run that a later life resumes; None where a later life resumes from single files.
         """
         if not self.training:
             self.training = run_id or self.ranks.lead("training", lambda: secrets.token_hex(8))
 
     def training_of(self, *, is_source: bool) -> str:
-        """Return what a checkpoint says it belongs to.
+        """Return the identity of the training that a checkpoint records.
 
-        Of single files nothing tells a later life which training this is, before the first is there to go on from:
-        what other savers save meanwhile names its place.
+        Single files do not tell a later life which training they belong to before the first of them is stored. What
+        other savers save until then records a digest of the place of that file instead.
 
         Args:
             is_source: it is of the saver that a later life goes on from.

@@ -118,7 +118,7 @@ class Evaluator:
         """Return those of ``metrics`` that this evaluator has.
 
         Raises:
-            ConfigError: none of them has one of the names.
+            ConfigError: no metric has any of the names.
         """
         if self.metric_names is None:
             return dict(metrics)
@@ -181,7 +181,7 @@ def evaluators_of(given: Any) -> dict[str, Evaluator]:
     """Return the evaluation data by label: a single loader is "eval", further ones "eval-1", ...
 
     Raises:
-        ConfigError: something is no data; two have one label.
+        ConfigError: an entry is no data; two entries have the same label.
     """
     if given is None:
         return {}

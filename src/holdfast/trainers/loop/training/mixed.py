@@ -1,4 +1,4 @@
-"""Models of which only some parameters are sharded: what torch's functions over one kind of tensors leave to do."""
+"""Models with sharded and plain parameters: steps that torch's own functions take for a single kind of tensors only."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ class StopPolicy:
 class DistributedStopPolicy(StopPolicy):
     """Decides with the other ranks, without a collective: rank 0's writer proposes a moment (`holdfast.writer`).
 
-    Every batch, of training and of an evaluation that is split, is one moment; all ranks count them alike. At one they
-    have agreed on they meet: the clock of rank 0 becomes that of all, and what has failed in the background ends
-    training on all of them.
+    Every batch, of training and of an evaluation that is split, is a moment; all ranks count them alike. At a moment
+    that they have agreed on they meet: the clock of rank 0 becomes that of all, and what has failed in the background
+    ends training on all of them.
 
     Args:
         signals: those that ask training to stop, on any rank.
