@@ -20,10 +20,10 @@ Two situations, one piece for each:
       keeper.add(directory, step=100, metrics={"loss": 0.3})         # returns at once; the framework may delete it
       keeper.wait()                                                  # at the end of training
 
-A framework that hands over dictionaries by path, and says itself which to remove, gets `Saves`; one whose classes exist
-twice gets `Grafted`. `scalars` picks what can be a metric out of what a framework logs. Everything here works on any
-rank, and without a process group if there is one process; nothing imports a framework, and nothing imports the modules
-above.
+A framework that hands over dictionaries by path, and chooses itself which to remove, gets `Saves`; a framework whose
+classes exist twice gets `Grafted`. `scalars` picks the metrics out of what a framework logs. Everything here works on
+any rank, and without a process group if there is one process; nothing imports a framework, and nothing imports
+the modules above.
 """
 
 from __future__ import annotations

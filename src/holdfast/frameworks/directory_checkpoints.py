@@ -38,8 +38,8 @@ _MAX_PENDING = 2  # directories on their way; their files may be the only copies
 class DirectoryCheckpoints:
     """Keeps directories that a framework writes as the checkpoints of a run.
 
-    Every rank makes one and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report` and
-    `wait` do nothing. The run is opened by the first call that needs it: it takes the lease, and with it a new attempt.
+    Every rank makes this object and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report`
+    and `wait` do nothing. The first call that needs the run opens it: it takes the lease, and with it a new attempt.
     If the process dies, what was added is committed all the same.
 
     Args:
@@ -94,7 +94,7 @@ class DirectoryCheckpoints:
         """Return a local directory with the newest checkpoint that is sound; None if there is none at all.
 
         Every byte has been checked against its digest. To be read only. Of a remote run it is downloaded once per
-        machine and stays until `close`. One that is damaged is set aside and the next older one taken. All ranks get
+        machine and stays until `close`. A damaged checkpoint is set aside and the next older one taken. All ranks get
         the same checkpoint; with several ranks, all of them call this.
 
         Raises:
@@ -157,7 +157,7 @@ class DirectoryCheckpoints:
 
         Raises:
             CheckpointNotFoundError: there is nothing.
-            HoldfastError: one added before could not be committed; this one is handed over all the same.
+            HoldfastError: a directory added before could not be committed; this one is handed over all the same.
         """
         if current_ranks().rank != 0:
             return
@@ -167,7 +167,7 @@ class DirectoryCheckpoints:
         session = self._run()
         try:
             session.settle(leave=_MAX_PENDING - 1)
-        finally:  # whatever became of earlier ones, this one is complete
+        finally:  # this directory is complete, whatever became of earlier ones
             save_id = session.next_save_id()
             staged, owned = (source, True) if move else self._stage(source, session, save_id)
             lost = partial(self._lose, source, staged)
@@ -307,7 +307,7 @@ class DirectoryCheckpoints:
         return f"{self._lost.what}; training goes on"
 
     def _drop_lost(self) -> None:
-        """Give up what is left of a lost one: a newer one has taken its place."""
+        """Remove what is left of a lost checkpoint: a newer one has taken its place."""
         lost, self._lost = self._lost, None
         if lost is not None:
             lost.drop()

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def all_written(directory: str, *, shared: bool = False, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Wait until every rank has written its files; True on the one rank of each directory that hands them over.
+    """Wait until every rank has written its files; True on the rank of each directory that hands them over.
 
     Every rank calls this when its own files are complete. Ranks that share a directory have one of them, the lowest,
     hand it over; a rank with a directory of its own does it itself.
@@ -54,21 +54,21 @@ def all_written(directory: str, *, shared: bool = False, timeout_s: float = _TIM
     def lowest(places: list[Any]) -> list[int]:
         if shared:
             check_shared(directory, places)
-        places = [None if one is None else one[:3] for one in places]
-        return [rank for rank, one in enumerate(places) if one is not None and places.index(one) == rank]
+        places = [None if entry is None else entry[:3] for entry in places]
+        return [rank for rank, entry in enumerate(places) if entry is not None and places.index(entry) == rank]
 
     return info.rank in meeting.agree("written", place, lowest)
 
 
 def check_shared(directory: str, places: list[Any]) -> None:
-    """Refuse directories (path, device, inode, names in it) of several ranks that are not one, seen from rank 0.
+    """Refuse directories (path, device, inode, names in it) of several ranks that differ from that of rank 0.
 
     Of one directory, devices differ on machines that mount it, and inodes with some file systems; names alone may come
     late to another machine.
     """
     first = places[0] or ["", 0, 0, []]
-    for rank, one in enumerate(places):
-        if one is not None and one[2] != first[2] and (missing := sorted(set(one[3]) - set(first[3]))):
+    for rank, seen in enumerate(places):
+        if seen is not None and seen[2] != first[2] and (missing := sorted(set(seen[3]) - set(first[3]))):
             raise ConfigError(
                 f"rank {rank} has written {missing[0]} into {directory}, and rank 0 does not see it there: with "
                 "several machines output_dir must be on a file system that they share; a checkpoint would lack files"

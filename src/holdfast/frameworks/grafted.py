@@ -37,7 +37,7 @@ class Grafted:
         return object.__new__(_grafted(cls))
 
     def __reduce__(self) -> Any:
-        origin = next(one for one in type(self).__mro__ if "_grafted_onto" not in vars(one))
+        origin = next(cls for cls in type(self).__mro__ if "_grafted_onto" not in vars(cls))
         return _again, (origin, self.__dict__)
 
 

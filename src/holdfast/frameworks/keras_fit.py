@@ -156,7 +156,7 @@ class _Skip:
         model.train_function = self._call
 
     def counted(self) -> None:
-        """Count one that was skipped."""
+        """Count a batch that was skipped."""
         self.left -= 1
         if not self.left:
             restore(self._after)

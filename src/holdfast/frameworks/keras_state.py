@@ -107,7 +107,7 @@ def other_optimizers(model: Any) -> dict[str, Variables]:
     They are found in attributes of the model and of its layers and inner models, and in lists and dictionaries there.
 
     Raises:
-        ConfigError: one is not built yet, so that there is nothing to save or to restore.
+        ConfigError: an optimizer is not built yet, so that there is nothing to save or to restore.
     """
     found: dict[str, Variables] = {}
     for path, home, value in _optimizers(model, "", _parts(getattr(model, "optimizer", None))):
@@ -145,7 +145,7 @@ def _optimizers(home: Any, prefix: str, seen: dict[int, Any]) -> Iterator[tuple[
 def _parts(optimizer: Any) -> dict[int, Any]:
     """Return an optimizer and what it is made of, whose variables are among its own, by id."""
     parts = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    return {id(one): one for one in parts}
+    return {id(part): part for part in parts}
 
 
 def _of_built(optimizer: Any) -> Sequence[Any]:
@@ -203,7 +203,7 @@ class Counters:
     """What callbacks have counted: plain attributes that are no longer as they were when this was made.
 
     What an argument of a callback said is not among them: a new ``patience`` counts after a resume. Callbacks may come
-    and go between two lives of a run; they are known by class name, a second one of a class as ``Name-1``.
+    and go between two lives of a run; they are known by class name, a second callback of a class as ``Name-1``.
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
@@ -212,7 +212,7 @@ class Counters:
             if not hasattr(callback, "on_epoch_end"):
                 raise ConfigError(f"callbacks={callback!r}: give callbacks of Keras that count, such as EarlyStopping")
             kind = type(callback).__name__
-            number = sum(type(one).__name__ == kind for one in self._callbacks.values())
+            number = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{number}" if number else kind] = callback
         self._first = {name: _plain(callback) for name, callback in self._callbacks.items()}
         self._waiting: Mapping[str, Mapping[str, Any]] = {}

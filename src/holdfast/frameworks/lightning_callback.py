@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpointer.console import ResumeBlock
+from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 
 from .grafted import Grafted
@@ -19,10 +20,11 @@ class HoldfastCallback(Grafted):
 
     Saved with every checkpoint and restored: the random generators of all ranks, the order of the data and the position
     within the epoch (of each training `DataLoader` over a map-style data set; loaders with ``state_dict`` are left to
-    Lightning). An evaluation leaves the generators of training as they were. At the start one block on stderr says what
-    was restored and what was not. A `ModelCheckpoint` without a ``dirpath`` goes on in the folder it had, where
-    Lightning would begin ``version_1``: else nobody removes what it has left in ``version_0``. Works with any plugin
-    for checkpoints, and is meant to go with `HoldfastCheckpointIO`.
+    Lightning). An evaluation leaves the generators of training as they were, and DDP adds gradients in one order from
+    the first step on (docs/parallel.md). At the start a block on stderr says what was restored and what was not. A
+    `ModelCheckpoint` without a ``dirpath`` goes on in the folder it had, where Lightning would begin ``version_1``:
+    else nobody removes what it has left in ``version_0``. Works with any plugin for checkpoints, and is meant to go
+    with `HoldfastCheckpointIO`.
 
     Args:
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
@@ -53,7 +55,9 @@ class HoldfastCallback(Grafted):
         self._evaluated = False
         self._loaders, self._loaders_epoch = [], -1
         self._block, self._not_restored = ResumeBlock(), []
-        self._named_no_folder = [one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", "") is None]
+        self._named_no_folder = [
+            callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", "") is None
+        ]
         strategy = trainer.strategy
         process = type(strategy).process_dataloader.__get__(strategy)
 
@@ -88,21 +92,18 @@ class HoldfastCallback(Grafted):
             return
         self._found = checkpoint.get(self.KEY, {})
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
-        for one in self._named_no_folder:
-            before = checkpoint["callbacks"].get(one.state_key, {}).get("dirpath")
-            if before and str(before) != str(one.dirpath) and only_version_differs(str(before), str(one.dirpath)):
-                self._block.notes.append(
-                    f"checkpoints go on in {before}: beside {one.dirpath} they would stay for ever"
-                )
-                one.dirpath = before
+        for callback in self._named_no_folder:
+            before, now = checkpoint["callbacks"].get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
+            if before and str(before) != now and only_version_differs(str(before), now):
+                self._block.notes.append(f"checkpoints go on in {before}: beside {now} they would stay for ever")
+                callback.dirpath = before
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the generators and print the block."""
+        """Restore the generators, let DDP add gradients in one order, and print the block; every rank calls it."""
         block = self._block
         if self._found is None:
             block.headline = "fresh start: fit() was given no ckpt_path"
-            lost = [f"{what}: {why}" for what, why in self._not_restored]
-            block.notes.extend(f"a resume will not restore {one}" for one in lost)
+            block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
             at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
@@ -112,15 +113,18 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
                 self._not_restored.append(("order of the data", "for the same reason"))
             elif len(saved) != trainer.world_size:
-                what = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
-                self._not_restored.append(("random generators", what))
+                why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
+                self._not_restored.append(("random generators", why))
             else:
                 self._generators = saved[trainer.global_rank]
-                self._not_restored += [("random generators", one) for one in rng.restore(self._generators)]
+                self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
                 restored.append("random generators")
             if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
                 restored.append("order of the data and position in the epoch")
             block.restored, block.not_restored = restored, self._not_restored
+        fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
+        if not all(fixed):
+            block.notes.append(INEXACT)
         if trainer.is_global_zero:
             block.show()
 

@@ -28,7 +28,7 @@ class EpochLoader(PreparedLoader):
         self._length = length
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the position; one after the last batch is the beginning of the next epoch."""
+        """Describe the position; after the last batch it is the beginning of the next epoch."""
         state = super().state_dict()
         position = state["position"]
         if position is not None and position["epoch"] == state["epoch"] and position["batches"] >= self._length():
@@ -85,7 +85,7 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
             f"the checkpoint was taken after {ready % trainer.accumulate_grad_batches} of "
             f"{trainer.accumulate_grad_batches} batches of a step: save at multiples of accumulate_grad_batches",
         )
-    base = next((one for one in type(module).__mro__ if one.__name__ == "LightningModule"), type(module))
+    base = next((cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule"), type(module))
     if type(module).on_train_batch_end is not base.on_train_batch_end:  # type: ignore[attr-defined]
         yield (
             "on_train_batch_end of the module",
@@ -94,12 +94,12 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
         )
 
 
-def only_version_differs(one: str, other: str) -> bool:
+def only_version_differs(before: str, now: str) -> bool:
     """Tell whether two directories are the same but for a folder ``version_N``, which Lightning counts up by itself."""
-    if "://" in one or "://" in other:
-        left, right = one.split("/"), other.split("/")
+    if "://" in before or "://" in now:
+        left, right = before.split("/"), now.split("/")
     else:
-        left, right = (os.path.abspath(path).split(os.sep) for path in (one, other))
+        left, right = (os.path.abspath(path).split(os.sep) for path in (before, now))
     if len(left) != len(right):
         return False
     differing = [(a, b) for a, b in zip(left, right, strict=True) if a != b]

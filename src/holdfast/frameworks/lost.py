@@ -43,8 +43,8 @@ class Lost:
             shutil.rmtree(staged or "", ignore_errors=True)
             staged = None
         left = staged or source
-        there = os.path.exists(left)
-        return cls(name=name, step=step, error=error, left=left if there else None, ours=staged is not None)
+        exists = os.path.exists(left)
+        return cls(name=name, step=step, error=error, left=left if exists else None, ours=staged is not None)
 
     @property
     def what(self) -> str:
@@ -60,7 +60,7 @@ class Lost:
         return passing_error(self.error, self.what) if isinstance(self.error, TRANSIENT_ERRORS) else self.error
 
     def drop(self) -> None:
-        """Remove what is left: there is a newer one."""
+        """Remove what is left: there is a newer checkpoint."""
         if self.ours and self.left is not None:
             shutil.rmtree(self.left, ignore_errors=True)
 

@@ -36,20 +36,20 @@ def mark(path: str | os.PathLike[str], target: Checkpoint) -> Callable[[], None]
     text = os.fspath(path)
     root = target.storage.local_root
     if root is not None and os.path.realpath(root / target.directory) == os.path.realpath(text):
-        there = os.path.isdir(text)
+        existed = os.path.isdir(text)
         os.makedirs(text, exist_ok=True)
-        return _nothing if there else partial(_remove_empty, text)
+        return _nothing if existed else partial(_remove_empty, text)
     if "://" in text:
         return _mark_remote(text, target)
     if not os.path.dirname(text):
-        return _nothing  # a bare name is one in the root, and no file system is asked for it
-    there = is_marker(text)
-    if not there:
+        return _nothing  # a bare name lies in the root, and no file system is asked for it
+    was_marked = is_marker(text)
+    if not was_marked:
         move_aside(Path(text))
         os.makedirs(os.path.dirname(text), exist_ok=True)
     with open(text, "wb") as file:
         file.write(_FIRST + f"the checkpoint is {target.uri}\n".encode())
-    return _nothing if there else partial(unmark, text)
+    return _nothing if was_marked else partial(unmark, text)
 
 
 def unmark(path: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ def drop_link(path: str | os.PathLike[str]) -> bool:
     """Remove a link at a path, such as ``save_last="link"`` makes; what it points to is another's checkpoint.
 
     Returns:
-        Whether there was one.
+        Whether there was a link.
     """
     if "://" in os.fspath(path) or not os.path.islink(path):
         return False

@@ -14,8 +14,8 @@ _PLAIN = (bool, int, float, str)
 def scalars(*logged: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the numbers and strings in what a framework logged; the later mapping wins.
 
-    One-element tensors and arrays become numbers (reading one on an accelerator waits for it). Anything else, such as a
-    histogram or an image, is left out: it is no metric.
+    One-element tensors and arrays become numbers (reading a tensor on an accelerator waits for it). Anything else,
+    such as a histogram or an image, is left out: it is no metric.
     """
     found: dict[str, Any] = {}
     for mapping in logged:

@@ -50,7 +50,7 @@ def claim(directory: str) -> None:
 
 
 def last_change(directory: str) -> float:
-    """Return when something was last put into a directory, or into one right inside it."""
+    """Return when something was last put into a directory, or into a directory right inside it."""
     with os.scandir(directory) as entries:
         return max([os.stat(directory).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
 
@@ -93,4 +93,4 @@ def move_aside(path: Path) -> None:
 def unused(path: str) -> str:
     """Return a path, with a number behind it if there is something already."""
     paths = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
-    return next(one for one in paths if not os.path.lexists(one))
+    return next(candidate for candidate in paths if not os.path.lexists(candidate))

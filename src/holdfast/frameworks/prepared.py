@@ -40,16 +40,18 @@ def objects_of(accelerator: Any) -> dict[str, Any]:
         )
     groups = {
         "model": accelerator._models,
-        "optimizer": [one.optimizer for one in accelerator._optimizers],
-        "scheduler": [one.scheduler for one in accelerator._schedulers],
+        "optimizer": [wrapper.optimizer for wrapper in accelerator._optimizers],
+        "scheduler": [wrapper.scheduler for wrapper in accelerator._schedulers],
         "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
     }
     found = {
-        name if number == 0 else f"{name}_{number}": one
+        name if number == 0 else f"{name}_{number}": item
         for name, group in groups.items()
-        for number, one in enumerate(group)
+        for number, item in enumerate(group)
     }
-    custom = {f"custom_checkpoint_{number}": one for number, one in enumerate(accelerator._custom_objects)}
+    custom = {
+        f"custom_checkpoint_{number}": registered for number, registered in enumerate(accelerator._custom_objects)
+    }
     return {**found, **custom}
 
 
@@ -65,7 +67,7 @@ def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
 
 
 def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] | None:
-    """Return the loader that a prepared one was made of, and its part (rank, num_ranks); None where it is not known.
+    """Return the loader that ``prepared`` was made of, and its part (rank, num_ranks); None where it is not known.
 
     The batches of that loader are those of one rank. Its position can be kept exactly and for any number of ranks: the
     order is known, not only how far it has been gone.
@@ -99,7 +101,7 @@ def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] 
 def told_when_last(
     batches: Iterator[Any], prepared: Any, *, left: Callable[[], int | None], to_device: Callable[[Any], Any]
 ) -> Iterator[Any]:
-    """Yield batches on their device; Accelerate, which steps the optimizer at the last one, hears of that one first.
+    """Yield batches on their device; Accelerate, which steps the optimizer at the last batch, hears of it first.
 
     Args:
         batches: of the loader that ``prepared`` was made of.

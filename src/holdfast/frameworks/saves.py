@@ -44,7 +44,7 @@ class Saves:
     """Checkpoints of one process, each on its own, under the paths that a framework gives them.
 
     A checkpoint is removed only when every save that was started before the removal is durable: the framework asks for
-    the removal of the old one as soon as it has handed over the new one.
+    the removal of the old checkpoint as soon as it has handed over the new one.
 
     Args:
         root: where they go, under the last part of their paths; None: to the paths themselves, which may be URIs.
@@ -153,8 +153,8 @@ class Saves:
     def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
         """Return the newest sound checkpoint of a directory (default: the root) as a local path; None if there is none.
 
-        Every byte is checked. A remote one is downloaded, and stays until this process ends. Damaged ones are named in
-        the log and passed over. With several ranks all call this, and all get the same one.
+        Every byte is checked. A remote checkpoint is downloaded, and stays until this process ends. Damaged
+        checkpoints are named in the log and passed over. With several ranks all call this, and all get the same.
 
         Raises:
             CorruptCheckpointError: there are checkpoints and none of them is good.
@@ -188,7 +188,7 @@ class Saves:
         return Checkpoint.at(self._root, os.path.basename(text))
 
     def _refuse_another(self, path: str | os.PathLike[str], target: Checkpoint) -> None:
-        """Refuse to put two checkpoints of a training into one place: the second would replace the first."""
+        """Refuse to put two checkpoints of a training into the same place: the second would replace the first."""
         text = os.fspath(path)
         if self._root is None or "://" in text or not os.path.dirname(text):
             return
@@ -229,7 +229,7 @@ class Saves:
                 _LOG.warning("%s stays, %s (%s)", uri, state_of(error), error)
 
     def _settle(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
-        """Take in a save in the middle of training, which one that is lost does not end."""
+        """Take in a save in the middle of training; a lost save does not end the training."""
         try:
             self._take_in(uri, handle, timeout_s)
         except TRANSIENT_ERRORS as error:
@@ -237,7 +237,7 @@ class Saves:
             _LOG.warning("%s was NOT saved, %s (%s); training goes on", uri, state_of(error), error)
 
     def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
-        """Wait for a save; the name of one that failed is free again."""
+        """Wait for a save; the name of a failed save is free again."""
         unmark_it = self._marks.pop(uri, None)
         try:
             handle.result(timeout_s)
@@ -249,9 +249,9 @@ class Saves:
 
     def _finish(self, pending: dict[str, Any], result: Callable[[str, Any], object]) -> None:
         while pending:
-            uri, one = next(iter(pending.items()))
+            uri, waiting = next(iter(pending.items()))
             try:
-                result(uri, one)
+                result(uri, waiting)
             except TimeoutError as error:
                 raise HoldfastError(f"{uri}: not done after {self._timeout_s:.0f} s (timeout_s)") from error
             finally:

@@ -108,7 +108,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
         under_way = self._session is not None and len(self._session.saves) > 0
         lost = super()._let_go()
         claimed, self._claimed, self._home = self._claimed, None, None
-        # What the writer still reads, or a lost one that could not be moved, is left to the sweep of a later process.
+        # What the writer still reads, or a lost checkpoint that was not moved, is left to the sweep of a later process.
         if claimed is not None and not under_way and (lost is None or not f"{lost.left}/".startswith(f"{claimed}/")):
             shutil.rmtree(claimed, ignore_errors=True)
         return lost
@@ -148,7 +148,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
 
 
 def _check_seen(directory: str) -> None:
-    if not os.path.isdir(directory):  # its name is of this run alone: no other machine has one by chance
+    if not os.path.isdir(directory):  # the name is unique to this run: no other machine has it by chance
         raise ConfigError(
             f"{directory} is not on the machine of this rank: with several machines give a folder=... on a file system "
             "that all of them share"

@@ -71,8 +71,8 @@ class WandbArtifacts:
     each process into a directory of its own that goes with the process.
 
     Args:
-        entity: user or team; default: the one W&B is set up with.
-        project: of the artifacts; default: the one W&B is set up with.
+        entity: user or team; default: the entity W&B is set up with.
+        project: of the artifacts; default: the project W&B is set up with.
         api: a ``wandb.Api``; default: one that is made when something is loaded.
     """
 
@@ -127,12 +127,12 @@ class WandbArtifacts:
             return LocalStorage(folder), inside
         if (folder / MANIFEST_NAME).exists():
             return LocalStorage(folder.parent), folder.name
-        there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        if len(there) == 1:
-            return LocalStorage(folder), there[0]
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if len(names) == 1:
+            return LocalStorage(folder), names[0]
         raise CheckpointNotFoundError(
-            f"the artifact {name} of W&B holds {', '.join(there[:8]) or 'nothing'}: give one of them, as in "
-            f"load_path={name + '/' + (there[0] if there else 'FILE')!r}"
+            f"the artifact {name} of W&B holds {', '.join(names[:8]) or 'nothing'}: give one of them, as in "
+            f"load_path={name + '/' + (names[0] if names else 'FILE')!r}"
         )
 
 

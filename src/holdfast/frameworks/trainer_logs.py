@@ -39,7 +39,7 @@ def saved_metrics(history: Sequence[Mapping[str, Any]], *, step: int, epoch: flo
 
 
 def missing_metric(metric: str | None, metrics: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say so if the metric that ranks checkpoints is missing among those of one."""
+    """Return what to log where a checkpoint lacks the metric that ranks checkpoints; None where it has it."""
     if metric is None or metric in metrics:
         return None
     earlier = [int(entry.get("step", 0)) for entry in history if metric in entry]

@@ -17,7 +17,7 @@ __all__ = ["newest_sound", "verified_directory"]
 
 _TIMEOUT_S = 600.0
 _WORK_S = 24 * 3600.0
-"""How long ranks wait for one that downloads a checkpoint or passes over its bytes: these take what they take."""
+"""How long ranks wait for a rank that downloads a checkpoint or reads its bytes, which takes as long as it takes."""
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def verified_directory(
     One rank of each machine checks. With several ranks all of them call this, and it fails on all or on none.
 
     Args:
-        checkpoint: path, URI or handle. A foreign one has no digests, and is given as it is.
+        checkpoint: path, URI or handle. A foreign checkpoint has no digests, and is given as it is.
         timeout_s: how long ranks wait for one another before the checking begins.
 
     Raises:
@@ -67,9 +67,9 @@ def newest_sound(
         storage: holds the candidates.
         candidates: names of committed checkpoints, newest first.
         quarantined: names known to be damaged, with reasons.
-        quarantine: records a damaged one.
+        quarantine: records a damaged checkpoint.
         meeting: of the ranks, all of which call this.
-        downloads: a remote one stays on this machine until this is closed.
+        downloads: a remote checkpoint stays on this machine until this is closed.
         what_else: the user may do if none is sound, for the error.
 
     Raises:

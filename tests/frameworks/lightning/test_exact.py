@@ -75,14 +75,15 @@ def test_one_folder_for_all_lives(tmp_path: Path) -> None:
     assert len(kept) == 3, f"two of the best, and the last: {kept}"
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """DDP: every rank has its own generators and its own part of the data back."""
-    options = {**MID_EPOCH, "devices": 2}
+@pytest.mark.parametrize(("ranks", "kill"), [(2, 12), (3, 7)])
+def test_several_ranks(tmp_path: Path, ranks: int, kill: int) -> None:
+    """DDP: every rank has its own generators and data back, and three add gradients in one order in every life."""
+    options = {**MID_EPOCH, "devices": ranks, "width": 64}
     tree = TREES[0]
     _, whole = life(tree, tmp_path / "whole", **options)
     source = f"{HERE.parents[2] / 'src'}:{HERE}"
     killed = subprocess.run(
-        [sys.executable, HERE / "train_exact.py", tree, tmp_path / "killed", json.dumps({**options, "kill": 12})],
+        [sys.executable, HERE / "train_exact.py", tree, tmp_path / "killed", json.dumps({**options, "kill": kill})],
         env={**os.environ, "PYTHONPATH": source}, check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert killed.returncode != 0

@@ -38,7 +38,8 @@ class Noisy(Dataset):  # type: ignore[type-arg]
 class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        width = options.get("width", 8)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.3), torch.nn.Linear(width, 1))
 
     def training_step(self, batch, batch_idx):
         if self.global_step == options.get("kill"):

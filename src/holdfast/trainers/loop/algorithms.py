@@ -43,7 +43,7 @@ class EMA(Algorithm):
         half_life: the time after which a value counts half, in batches or epochs; "1000ba" if nothing else is given.
         smoothing: instead of it: the weight of the old average, from 0 to 1.
         ema_start: when the average begins: a time, or a share of training such as "0.5dur".
-        update_interval: how often the average is brought up to date, in the unit of ``half_life``; each one by default.
+        update_interval: how often the average is brought up to date, in the unit of ``half_life``; 1 by default.
     """
 
     def __init__(

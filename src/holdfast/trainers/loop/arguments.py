@@ -177,7 +177,7 @@ def check_schedule(value: Any, what: str) -> None:
 
 
 def several(value: Any, what: str) -> list[Any]:
-    """Return one thing, several or none of them as a list.
+    """Return a value, several of them or None as a list.
 
     Raises:
         ConfigError: something in it cannot be one of ``what``: a class, say, instead of what it makes.
@@ -186,13 +186,15 @@ def several(value: Any, what: str) -> list[Any]:
         return []
     found = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     methods, kind = _KINDS[what]
-    for number, one in enumerate(found):
-        if isinstance(one, type):
-            raise ConfigError(f"{what}[{number}] is the class {one.__name__}: give what it makes, {one.__name__}(...)")
-        if what == "schedulers" and callable(one) and not hasattr(one, "step"):
-            check_schedule(one, f"{what}[{number}]")
+    for number, given in enumerate(found):
+        if isinstance(given, type):
+            raise ConfigError(
+                f"{what}[{number}] is the class {given.__name__}: give what it makes, {given.__name__}(...)"
+            )
+        if what == "schedulers" and callable(given) and not hasattr(given, "step"):
+            check_schedule(given, f"{what}[{number}]")
             continue
-        plain = isinstance(one, (str, bytes, int, float, dict, set, torch.Tensor))
-        if plain or not all(callable(getattr(one, name, None)) for name in methods):
-            raise ConfigError(f"{what}[{number}] is a {type(one).__name__}: give {kind}")
+        plain = isinstance(given, (str, bytes, int, float, dict, set, torch.Tensor))
+        if plain or not all(callable(getattr(given, name, None)) for name in methods):
+            raise ConfigError(f"{what}[{number}] is a {type(given).__name__}: give {kind}")
     return found

@@ -100,13 +100,13 @@ class Logger:
         """Log metrics of the current batch, or of ``step``."""
         if self.destinations:
             step = self._state.timestamp.count("batch") if step is None else step
-            for one in self.destinations:
-                one.log_metrics(metrics, step)
+            for destination in self.destinations:
+                destination.log_metrics(metrics, step)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Log what the run was started with."""
-        for one in self.destinations:
-            one.log_hyperparameters(hyperparameters)
+        for destination in self.destinations:
+            destination.log_hyperparameters(hyperparameters)
 
     def upload_file(self, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Send a file of yours to every destination that stores files; returns before it is there.
@@ -117,8 +117,8 @@ class Logger:
             overwrite: replace what has this name.
         """
         name = remote_file_name.replace("{run_name}", self._state.run_name)
-        for one in self.destinations:
-            one.upload_file(name, os.fspath(file_path), overwrite=overwrite)
+        for destination in self.destinations:
+            destination.upload_file(name, os.fspath(file_path), overwrite=overwrite)
 
 
 _SMALL = ("loss", "error", "perplexity")  # in names of metrics of which less is better
@@ -171,7 +171,7 @@ class EarlyStopping(Callback):
         if callable(self._better):
             try:
                 better = self._better(*torch.tensor([new, self.best], dtype=torch.float64))
-            except TypeError:  # of numbers, such as one that rounds them
+            except TypeError:  # of numbers, such as a function that rounds them
                 better = self._better(new, self.best)
             return bool(better) and abs(new - self.best) > self.min_delta
         gain = self.best - new if self._better.lower() in _FALLS else new - self.best

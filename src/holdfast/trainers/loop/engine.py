@@ -16,7 +16,7 @@ class EventEngine:
     """Runs what listens to each event: algorithms first, then callbacks and loggers in their order, savers last.
 
     At INIT it is loggers, callbacks, algorithms: what logs is there for the others. At events whose names begin
-    with AFTER_ algorithms undo what they did before, so the last one comes first there.
+    with AFTER_ algorithms undo what they did before, so the last algorithm comes first there.
     """
 
     def __init__(self, state: State, logger: Logger) -> None:
@@ -29,15 +29,17 @@ class EventEngine:
     def listen(self, callbacks: Sequence[Any]) -> None:
         """Set what listens, apart from the algorithms of the state."""
         self._callbacks = tuple(callbacks)
-        self._handlers = {event._value_: [h for one in callbacks for h in _handlers(one, event)] for event in Event}
+        self._handlers = {
+            event._value_: [h for callback in callbacks for h in _handlers(callback, event)] for event in Event
+        }
 
     def run(self, event: Event) -> None:
         """Tell everybody who listens to ``event``."""
         state, logger = self._state, self._logger
         if event is Event.INIT:
-            first = [one for one in self._callbacks if isinstance(one, LoggerDestination)]
-            for one in (*first, *(one for one in self._callbacks if one not in first)):
-                for handler in _handlers(one, event):
+            first = [callback for callback in self._callbacks if isinstance(callback, LoggerDestination)]
+            for callback in (*first, *(other for other in self._callbacks if other not in first)):
+                for handler in _handlers(callback, event):
                     handler(state, logger)
         if state.algorithms:
             self._run_algorithms(event)
@@ -49,7 +51,7 @@ class EventEngine:
 
     def _run_algorithms(self, event: Event) -> None:
         state, logger = self._state, self._logger
-        matching = [one for one in state.algorithms if one.match(event, state)]
+        matching = [algorithm for algorithm in state.algorithms if algorithm.match(event, state)]
         for algorithm in reversed(matching) if event.name.startswith("AFTER_") else matching:
             algorithm.apply(event, state, logger)
 
@@ -60,9 +62,9 @@ class EventEngine:
         self._begun = False
         problem: Exception | None = None
         for call in ("close", "post_close"):
-            for one in self._callbacks:
+            for callback in self._callbacks:
                 try:
-                    method = getattr(one, call, None)
+                    method = getattr(callback, call, None)
                     if method is not None:
                         _ = method(self._state, self._logger) if call == "close" else method()
                 except Exception as error:  # noqa: BLE001 - raised below: the others have to be closed as well

@@ -61,7 +61,7 @@ class Event(str, Enum):
 
     @classmethod
     def of(cls, value: str | Event) -> Event:
-        """Find one by name in any case ("BEFORE_LOAD", "before_load").
+        """Find an event by name in any case ("BEFORE_LOAD", "before_load").
 
         Raises:
             ValueError: there is no such event.

@@ -90,7 +90,7 @@ class JSONLLogger(LoggerDestination):
 
 
 def cut_torn_line(path: str) -> None:
-    """Take off the end of a file what a killed process has left of its last row: the next one begins a line."""
+    """Take off the end of a file what a killed process has left of its last row: the next row begins a line."""
     if not os.path.exists(path):
         return
     with open(path, "rb+") as file:

@@ -79,7 +79,7 @@ def choose_device(device: Any) -> torch.device:
         return _own("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
         chosen = device if isinstance(device, torch.device) else _own("cuda" if device == "gpu" else device)
-        torch.empty(0, device=chosen)  # one that is not there, or that this torch was built without
+        torch.empty(0, device=chosen)  # fails for a missing device, and for a kind that this torch was built without
         return chosen
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
@@ -94,7 +94,7 @@ def _own(device: Any) -> torch.device:
 
 
 def place_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Bring a model to its device; of one that is sharded already only what is not sharded."""
+    """Bring a model to its device; of a sharded model only the parameters and buffers that are not sharded."""
     if is_sharded(model):
         move_plain(model, device)
     else:
@@ -104,10 +104,10 @@ def place_model(model: torch.nn.Module, device: torch.device) -> None:
 def choose_optimizers(
     given: Any, model: torch.nn.Module, device: torch.device, *, trains: bool, scaled: bool
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers given, else one of ours if there is something to train.
+    """Return the optimizers given, else an AdamW if there is something to train.
 
     Raises:
-        ConfigError: one of them is none, or cannot be used on the device or with scaled gradients.
+        ConfigError: an entry is no optimizer, or cannot be used on the device or with scaled gradients.
     """
     found = several(given, "optimizers")
     if not found and trains and any(True for _ in model.parameters()):
@@ -137,7 +137,7 @@ def choose_run_name(run_name: Any, *, needed: bool) -> str:
 
 
 def seed_ranks(seed: int | None, ranks: Ranks) -> int:
-    """Seed this process, each rank differently, and return the seed of rank 0; without one, torch's own decides.
+    """Seed this process, each rank differently, and return the seed of rank 0; without a seed, torch's own decides.
 
     Raises:
         ConfigError: it is no seed.

@@ -92,7 +92,9 @@ class State:
         self.max_duration = max_duration
         self.train_dataloader, self.train_spec = train_dataloader, train_spec
         self.evaluators: dict[str, Evaluator] = dict(evaluators or {})
-        self.eval_dataloaders: dict[str, Any] = {label: one.dataloader for label, one in self.evaluators.items()}
+        self.eval_dataloaders: dict[str, Any] = {
+            label: evaluator.dataloader for label, evaluator in self.evaluators.items()
+        }
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, Any] = {}
@@ -241,16 +243,16 @@ class _TimestampOf:
 
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:
-    """Key objects that have state by the name of their class, "Name-1" for a second of one class."""
+    """Key objects that have state by the name of their class, "Name-1" for the second object of a class."""
     found: dict[str, Any] = {}
-    for one in objects:
-        kind = type(one)
-        # The empty one that every callback and algorithm inherits is no state.
-        if not hasattr(one, "state_dict") or kind.state_dict is Stateful.state_dict:
+    for item in objects:
+        kind = type(item)
+        # The empty `state_dict` that every callback and algorithm inherits is no state.
+        if not hasattr(item, "state_dict") or kind.state_dict is Stateful.state_dict:
             continue
         name, number = kind.__name__, 0
         while name in found:
             number += 1
             name = f"{kind.__name__}-{number}"
-        found[name] = one
+        found[name] = item
     return found

@@ -193,8 +193,11 @@ class Trainer:
             num_checkpoints_to_keep=save_num_checkpoints_to_keep,
         )  # fmt: skip
         given, destinations = several(callbacks, "callbacks"), several(loggers, "loggers")
-        savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
-        first = next((one for one in savers if one.is_full), None)  # the one that autoresume goes by
+        savers = [
+            *([mine] if mine is not None else []),
+            *(callback for callback in given if isinstance(callback, CheckpointSaver)),
+        ]
+        first = next((saver for saver in savers if saver.is_full), None)  # the saver that autoresume goes by
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
         name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
         seed = seed_ranks(seed, ranks)
@@ -214,7 +217,7 @@ class Trainer:
         state.schedulers = compiled(schedules, state)
         self._measure(train_metrics, eval_metrics, with_loss=loss_fn is not None)
         state.algorithms = several(algorithms, "algorithms")
-        others = [one for one in given if not isinstance(one, CheckpointSaver)]
+        others = [callback for callback in given if not isinstance(callback, CheckpointSaver)]
         state.callbacks = [*others, *savers]
         self._savers = tuple(savers)
         self._signals = StopSignals()
@@ -226,7 +229,7 @@ class Trainer:
         self._eval_every = parse_when(eval_interval, "eval_interval")
         self._eval_subset = check_subset(eval_subset_num_batches, "eval_subset_num_batches")
         if step_schedulers_every_batch is None:
-            step_schedulers_every_batch = any(not hasattr(one, "step") for one in schedules)
+            step_schedulers_every_batch = any(not hasattr(scheduler, "step") for scheduler in schedules)
         self._schedule_by_batch = bool(step_schedulers_every_batch)
         self._closed = False
         self._finalizer = weakref.finalize(self, _give_up, self._group, self._engine, os.getpid())
@@ -253,7 +256,7 @@ class Trainer:
         self._bar = ProgressBar()
         shown = [*destinations, *([self._bar] if progress_bar else [])]
         self.logger = Logger(state, shown if state.ranks.leads else [])
-        self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
+        self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
         self._group = SaverGroup(state, self._savers, destinations)
         self._engine = EventEngine(state, self.logger)
         self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
@@ -368,7 +371,7 @@ class Trainer:
 
     @property
     def _evals(self) -> list[When]:
-        return [self._eval_every, *(one.every for one in self.state.evaluators.values())]
+        return [self._eval_every, *(evaluator.every for evaluator in self.state.evaluators.values())]
 
     def _evaluation(self, pace: StopPolicy, *, subset: int | None = None) -> Evaluation:
         subset = self._eval_subset if subset is None else subset
@@ -397,14 +400,16 @@ class Trainer:
         """Have other data for one evaluation, with metrics like those that the trainer has."""
         state = self.state
         kept = (state.evaluators, state.eval_dataloaders, state.eval_metrics, dict(state.evaluated_at))
-        metrics = {label: copy.deepcopy(one) for label, one in state.eval_metrics.items() if label in other}
-        new = {label: one for label, one in other.items() if label not in metrics}
+        metrics = {
+            label: copy.deepcopy(metric_set) for label, metric_set in state.eval_metrics.items() if label in other
+        }
+        new = {label: evaluator for label, evaluator in other.items() if label not in metrics}
         given = self._eval_metrics if new else None
         metrics.update(eval_metric_sets(copy.deepcopy(given), state.model, new, with_loss=self._loss_fn is not None))
-        for one in metrics.values():
-            move_metrics(one, state.device)
+        for metric_set in metrics.values():
+            move_metrics(metric_set, state.device)
         state.evaluators, state.eval_metrics = dict(other), metrics
-        state.eval_dataloaders = {label: one.dataloader for label, one in other.items()}
+        state.eval_dataloaders = {label: evaluator.dataloader for label, evaluator in other.items()}
         try:
             yield
         finally:

@@ -143,19 +143,19 @@ def look(storage: Storage, *, nested: bool, wanted: Callable[[str], object] | No
         wanted: tells which names matter.
 
     Raises:
-        StorageError: the folder cannot be read. Never taken for an empty one.
+        StorageError: the folder cannot be read. An unreadable folder never counts as empty.
     """
     found = []
     for name in names_in(storage, nested=nested):
         if wanted is None or wanted(name):
-            one = look_at(storage, name)
-            if one is not None:
-                found.append(one)
-    return sorted(found, key=lambda one: one.order, reverse=True)
+            entry = look_at(storage, name)
+            if entry is not None:
+                found.append(entry)
+    return sorted(found, key=lambda entry: entry.order, reverse=True)
 
 
 def look_at(storage: Storage, name: str) -> FolderEntry | None:
-    """Return one checkpoint; None for what Holdfast did not make, or did not complete."""
+    """Describe a checkpoint; None for a name that Holdfast did not make, or did not complete."""
     container = CONTAINERS.get(PurePosixPath(name).suffix, "directory")
     try:
         if container == "directory":
@@ -175,7 +175,7 @@ def look_at(storage: Storage, name: str) -> FolderEntry | None:
 
 
 def is_foreign(storage: Storage, name: str) -> bool:
-    """Tell whether something that is no checkpoint is not the remains of one of ours either."""
+    """Tell whether a name holds files that are neither a checkpoint nor what is left of a checkpoint of ours."""
     if storage.exists(name):
         return True
     files = [info.path for info in storage.list(name, recursive=False)]
@@ -187,14 +187,14 @@ def is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now:
     after = False if match is None else is_later(match, now)
     if after is False:
         return False
-    one = look_at(storage, name)
-    if one is None:
+    entry = look_at(storage, name)
+    if entry is None:
         return is_foreign(storage, name)  # a name is all there is to go by
-    if one.problem is not None:
+    if entry.problem is not None:
         # Damage that a resume has set aside is written anew; where nothing was resumed it may be the user's own file.
         return now.count("batch") == 0
-    # A name without counters tells nothing: what it says about itself does.
-    return bool(after) or one.step > now.count("batch") or now.count("batch") == 0
+    # A name without counters does not tell the moment; the checkpoint itself does.
+    return bool(after) or entry.step > now.count("batch") or now.count("batch") == 0
 
 
 def _directory(storage: Storage, name: str) -> FolderEntry:

@@ -1,4 +1,4 @@
-"""`save_checkpoint`, `load_checkpoint`, `LoadCheckpoint`: one checkpoint of a `State`, at any path."""
+"""`save_checkpoint`, `load_checkpoint`, `LoadCheckpoint`: a checkpoint of a `State`, at any path."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any
             image.take_torch(as_torch_file(found), note)
         else:
             model = found["state"]["model"]
-            image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
+            image.take_weights({key: tensor for key, tensor in model.items() if torch.is_tensor(tensor)}, note)
         storage = resolve(head or ("/" if path.startswith("/") else "."))
         client = WriterClient.start(storage)
         try:
@@ -161,7 +161,7 @@ class LoadCheckpoint(Callback):
         try:
             self.event = Event.of(event)
         except (AttributeError, ValueError):
-            names = ", ".join(one.name for one in Event)
+            names = ", ".join(known.name for known in Event)
             raise ConfigError(f"LoadCheckpoint(event={event!r}): there is no such event; use one of {names}") from None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:

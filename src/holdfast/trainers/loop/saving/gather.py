@@ -1,4 +1,4 @@
-"""What every rank has for itself, in a checkpoint that is one file: rank 0 writes it for all."""
+"""A checkpoint that is a single file: rank 0 gathers what every rank has for itself, and writes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY = "of_ranks"  # {"of_ranks": [that of rank 0, ...]} stands for a value that
 
 def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
     """Return a state in nested dictionaries with what all ranks have for themselves; None on other ranks than 0."""
-    own = {path: one.value for path, one in _per_rank(found)}
+    own = {path: per_rank.value for path, per_rank in _per_rank(found)}
     whole = found.get("rng") is rng.RNG
     mine = [{"values": to_plain(own, plain_leaf), "rng": to_plain(rng.capture()) if whole else None}]
     if ranks.world_size > 1 and (own or whole):
@@ -37,10 +37,10 @@ def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
     single = ranks.world_size == 1
 
     def joined(path: str, _: PerRank) -> Any:
-        return own[path] if single else {_KEY: [one["values"][path] for one in mine]}
+        return own[path] if single else {_KEY: [part["values"][path] for part in mine]}
 
     filled: dict[str, Any] = _replaced(found, joined)
-    return {**filled, "rng": [one["rng"] for one in mine]} if whole else filled
+    return {**filled, "rng": [part["rng"] for part in mine]} if whole else filled
 
 
 def of_rank(found: dict[str, Any], rank: int, world_size: int, *, step: int | None) -> dict[str, Any]:

@@ -188,11 +188,11 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
 
 
 def _checkpoints_in(storage: Storage, name: str) -> list[str]:
-    """Return what lies in a directory that is no checkpoint itself."""
+    """Return the names of the checkpoints in a directory that is no checkpoint itself."""
     if storage.exists(name) or storage.exists(f"{name}/{MANIFEST_NAME}"):
         return []
     place = storage.child(name)
-    return [one for one in names_in(place, nested=False) if look_at(place, one) is not None]
+    return [inner for inner in names_in(place, nested=False) if look_at(place, inner) is not None]
 
 
 def _follow(storage: Storage, key: str, object_store: Storage | None) -> tuple[Storage, str]:
@@ -233,12 +233,12 @@ def _fresh(stored: Stored, ranks: Ranks, options: LoadOptions) -> dict[str, Any]
     with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
         found: dict[str, Any] = load_state(stored, progress=progress).state
     if isinstance(own := found.get("rng"), Mapping):
-        of = dict.fromkeys(range(saved_by), own)
-        if stored.resized is not None:  # as in a load of all: these few show what was in step on all ranks
-            some = sorted({0, 1, saved_by - 1} & stored.parts.keys())
-            few = [load_state(open_stored(place, rank=rank), only="rng").state["rng"] for rank in some]
-            of = {**dict.fromkeys(range(saved_by), few[-1]), **dict(zip(some, few, strict=True))}
-        found["rng"] = [of[rank] for rank in range(saved_by)]
+        generators = dict.fromkeys(range(saved_by), own)  # by rank
+        if stored.resized is not None:  # as in a load of all: these ranks show which generators were in step
+            sampled = sorted({0, 1, saved_by - 1} & stored.parts.keys())
+            states = [load_state(open_stored(place, rank=rank), only="rng").state["rng"] for rank in sampled]
+            generators = {**dict.fromkeys(range(saved_by), states[-1]), **dict(zip(sampled, states, strict=True))}
+        found["rng"] = [generators[rank] for rank in range(saved_by)]
     return found
 
 
@@ -341,9 +341,9 @@ def _contents(stored: Stored, uri: str) -> dict[str, Any]:
     tree = stored.tree
     saved = tree.get("state") if isinstance(tree, dict) else None
     if not isinstance(saved, dict):
-        there = ", ".join(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
+        content = ", ".join(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
         raise ConfigError(
-            f"{uri} was not saved by a trainer: it holds {there}, not 'state' with 'model' in it; load it with "
+            f"{uri} was not saved by a trainer: it holds {content}, not 'state' with 'model' in it; load it with "
             "holdfast.load"
         )
     return saved
@@ -364,12 +364,12 @@ def _not_wanted(live: Mapping[str, Any], saved: Mapping[str, Any], report: LoadR
 
 
 def _ignored(stored: Stored, ignore: IgnoreKeys, report: LoadReport) -> list[str]:
-    globs = [one.rstrip("/") for one in ignore] if ignore is not None and not callable(ignore) else []
+    globs = [glob.rstrip("/") for glob in ignore] if ignore is not None and not callable(ignore) else []
     every = [*paths(stored), *["rng"] * report.full] if globs else []  # a file's generators are taken apart before
-    idle = [one for one in globs if not any(covers((one,), path) for path in every)]
+    idle = [glob for glob in globs if not any(covers((glob,), path) for path in every)]
     if idle:
         _LOG.warning("load_ignore_keys: nothing in %s matches %s", report.uri, ", ".join(idle))
-    report.notes += [f"load_ignore_keys leaves out {one}" for one in globs if one not in idle]
+    report.notes += [f"load_ignore_keys leaves out {glob}" for glob in globs if glob not in idle]
     return globs
 
 

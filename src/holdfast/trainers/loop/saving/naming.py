@@ -74,8 +74,8 @@ class NameTemplate:
     def _is_readable(self, name: str, run: Mapping[str, Any], timestamp: Timestamp) -> bool:
         found = self.pattern(run).fullmatch(name)
         groups = {} if found is None else found.groupdict()
-        counters = {one: text for one, text in groups.items() if not one.endswith("wct")}
-        return found is not None and all(int(text) == timestamp.count(one) for one, text in counters.items())
+        counters = {counter: text for counter, text in groups.items() if not counter.endswith("wct")}
+        return found is not None and all(int(text) == timestamp.count(counter) for counter, text in counters.items())
 
     def format(self, run: Mapping[str, Any], timestamp: Timestamp | None = None) -> str:
         """Fill the variables in.
@@ -170,7 +170,9 @@ class SaverNames:
     def destinations(self, now: Timestamp) -> Destinations:
         """Return the names, apart from its own, that the checkpoint of a moment gets."""
         templates = (self.latest, self.remote, self.remote_latest)
-        return Destinations(*(None if one is None else one.format(self.variables, now) for one in templates))
+        return Destinations(
+            *(None if template is None else template.format(self.variables, now) for template in templates)
+        )
 
 
 def run_variables(run_name: str, ranks: RankInfo) -> dict[str, Any]:

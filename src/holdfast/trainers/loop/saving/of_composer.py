@@ -22,7 +22,7 @@ _MODEL = "state/model/"
 
 
 def is_composers(found: Mapping[str, Any]) -> bool:
-    """Tell whether a checkpoint is one of Composer's: its clocks are spans, which ours keeps as numbers."""
+    """Tell whether Composer wrote a checkpoint: it stores clocks as timedeltas, we store numbers of seconds."""
     state = found.get("state")
     stamp = _inner(state, "timestamp", "Timestamp")
     if isinstance(stamp, Mapping):
@@ -32,7 +32,7 @@ def is_composers(found: Mapping[str, Any]) -> bool:
 
 
 def as_ours(found: dict[str, Any], live: State, notes: list[str]) -> dict[str, Any]:
-    """Return a checkpoint of Composer as one of ours; what has no place here is left as it is, and listed later.
+    """Convert a checkpoint of Composer to our layout; what has no place in ours stays as it is, and is listed later.
 
     Args:
         found: the content of the file.
@@ -57,7 +57,7 @@ def as_ours(found: dict[str, Any], live: State, notes: list[str]) -> dict[str, A
         state.pop("dataset_state", None)
     changed = {**found, "state": state}
     if isinstance(generators, list):
-        changed["rng"] = [_generators(one) for one in generators]
+        changed["rng"] = [_generators(state) for state in generators]
     return changed
 
 
@@ -71,24 +71,28 @@ def _stamp(saved: Any) -> Any:
     stamp = _inner(saved, "Timestamp")
     if not isinstance(stamp, Mapping):
         return saved
-    seconds = {name: one.total_seconds() if isinstance(one, timedelta) else one for name, one in stamp.items()}
+    seconds = {name: value.total_seconds() if isinstance(value, timedelta) else value for name, value in stamp.items()}
     return {"Timestamp": seconds}
 
 
 def _by_name(saved: Any) -> Any:
     """Turn [(name of the class, state), ...] into a dictionary, what is not restored into nothing."""
-    if isinstance(saved, list) and all(isinstance(one, (list, tuple)) and len(one) == 2 for one in saved):
+    if isinstance(saved, list) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in saved):
         saved = dict(saved)
     if not isinstance(saved, Mapping):
         return saved
     # Every algorithm has the text that makes it: that is no state, and ours is never made from it.
-    return {name: one for name, one in saved.items() if not isinstance(one, Mapping) or one.keys() - {"repr"}}
+    return {
+        name: algorithm
+        for name, algorithm in saved.items()
+        if not isinstance(algorithm, Mapping) or algorithm.keys() - {"repr"}
+    }
 
 
 def _without_savers(saved: Any) -> Any:
     if not isinstance(saved, Mapping):
         return saved
-    return {name: one for name, one in saved.items() if name != "CheckpointSaver" and one != {}}
+    return {name: callback for name, callback in saved.items() if name != "CheckpointSaver" and callback != {}}
 
 
 def _only(saved: Any) -> Any:
@@ -98,19 +102,19 @@ def _only(saved: Any) -> Any:
 def _metrics(saved: Any) -> Any:
     if not isinstance(saved, Mapping):
         return saved
-    return {name: _metric(one) for name, one in saved.items()}
+    return {name: _metric(metric) for name, metric in saved.items()}
 
 
 def _metric(saved: Any) -> Any:
     """Turn {"state_dict": {"inner.tp": ...}, "_computed": ...} into what `state.metrics` makes of a metric."""
     values = _inner(saved, "state_dict")
     if not isinstance(values, Mapping):
-        return _metrics(saved)  # of one evaluator
+        return _metrics(saved)  # the metrics of an evaluator
     found: dict[str, dict[str, Any]] = {"": {}}
     for name, value in values.items():
         path, _, own = str(name).rpartition(".")
         found.setdefault(path, {})[own] = value
-    return {path: {**one, "_update_count": 1} for path, one in found.items()}
+    return {path: {**inner, "_update_count": 1} for path, inner in found.items()}
 
 
 _CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -127,15 +131,15 @@ def _optimizers(saved: Any, model: Mapping[str, Any]) -> Any:
     """Name the parameters in states that go by position, as those of early versions do."""
     if not isinstance(saved, Mapping):
         return saved
-    weights = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
+    weights = {name: tensor for name, tensor in model.items() if isinstance(tensor, torch.Tensor)}
 
-    def one(state: Any) -> Any:
+    def renamed(state: Any) -> Any:
         keys = _inner(state, "state")
         if not isinstance(keys, Mapping) or any(isinstance(key, str) for key in keys):
             return state
         return named(state, weights, _MODEL) or state
 
-    return {name: one(state) for name, state in saved.items()}
+    return {name: renamed(state) for name, state in saved.items()}
 
 
 def _take_ema(state: dict[str, Any], live: State) -> None:
@@ -146,13 +150,13 @@ def _take_ema(state: dict[str, Any], live: State) -> None:
         return
     other = {**(kept.get("named_parameters_dict") or {}), **(kept.get("named_buffers_dict") or {})}
     averaged = bool(_inner(state, "algorithms", "EMA", "ema_weights_active"))
-    has_ours = any(isinstance(one, EMA) for one in live.algorithms)
+    has_ours = any(isinstance(algorithm, EMA) for algorithm in live.algorithms)
     algorithms = dict(state["algorithms"])
     if not has_ours or not other.keys() <= model.keys():
         return  # as in Composer the model is what the file has as its model; the rest is listed as not restored
     if averaged:
         average = {name: model[name] for name in other}
-        state["model"] = type(model)((name, other.get(name, one)) for name, one in model.items())  # type: ignore[call-arg]
+        state["model"] = type(model)((name, other.get(name, tensor)) for name, tensor in model.items())  # type: ignore[call-arg]
     else:
         average = other
     begun = bool(_inner(state, "algorithms", "EMA", "ema_started"))
@@ -195,7 +199,7 @@ def _count(value: Any) -> int:
 
 
 def _generators(saved: Any) -> dict[str, Any]:
-    """Return what Composer has of the generators of one rank as `rng.capture` does; what is malformed is left out."""
+    """Convert the generators of one rank to the form of `rng.capture`; malformed entries are left out."""
     return dict(_entries(saved)) if isinstance(saved, Mapping) else {}
 
 

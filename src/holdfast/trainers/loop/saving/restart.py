@@ -110,26 +110,26 @@ class StartingPoint:
             StorageError: nobody can tell whether there are any.
         """
         folder = saver.place
-        # The lease first: an earlier life may be about to finish a newer one.
+        # The lease first: the writer of an earlier life may be about to finish a newer checkpoint.
         saver.take_place()
-        storages = [folder.storage, *(one.storage for one in saver.uploaders)]
+        storages = [folder.storage, *(uploader.storage for uploader in saver.uploaders)]
         local, ranks = folder.storage, self._context.ranks
         candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
         folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
         loaded: list[LoadReport] = []
 
         def check(candidate: tuple[Storage, FolderEntry]) -> str | None:
-            storage, one = candidate
-            if storage is local and one.name in folder.quarantined:
-                return folder.quarantined[one.name]
-            if one.problem is not None:
-                return one.problem
+            storage, entry = candidate
+            if storage is local and entry.name in folder.quarantined:
+                return folder.quarantined[entry.name]
+            if entry.problem is not None:
+                return entry.problem
             loaded.clear()
-            reason: str | None = ranks.agree("load", partial(self._try, storage, one.name, loaded), first_bad)
+            reason: str | None = ranks.agree("load", partial(self._try, storage, entry.name, loaded), first_bad)
             if reason is None:
                 return None if loaded[0].full else GONE
             if storage is local:  # together: of what rank 0 fails at, all have to hear
-                ranks.agree("aside", partial(folder.quarantine, one.name, reason))
+                ranks.agree("aside", partial(folder.quarantine, entry.name, reason))
             return reason
 
         answer = newest_good(
@@ -141,11 +141,11 @@ class StartingPoint:
         )
         found, bad = answer
         if found is not None:
-            storage, one = found
+            storage, entry = found
             loaded[0].notes += [
                 f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
             ]
-            self._resumed, self._context.begun, self._context.training = True, True, one.training
+            self._resumed, self._context.begun, self._context.training = True, True, entry.training
             self._own = folder if storage is local else None
             return loaded[0]
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
@@ -163,11 +163,13 @@ class StartingPoint:
                 found = look(storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage))
             except StorageNotFoundError:
                 continue
-            places += [(number, one) for one in found if not one.weights_only]
-        # Of one moment that is in both places the near one comes first. What cannot be read may have been the newest of
-        # all: before any other, so that it is said.
-        places.sort(key=lambda one: (one[1].problem is not None, one[1].attempt, one[1].step, -one[0]), reverse=True)
-        return [(number, asdict(one)) for number, one in places]
+            places += [(number, entry) for entry in found if not entry.weights_only]
+        # Of two copies of a checkpoint the near one comes first. An unreadable entry may have been the newest of
+        # all: it comes before any other, so that it is named.
+        places.sort(
+            key=lambda place: (place[1].problem is not None, place[1].attempt, place[1].step, -place[0]), reverse=True
+        )
+        return [(number, asdict(entry)) for number, entry in places]
 
     def _try(self, storage: Storage, name: str, found: list[LoadReport]) -> str | None:
         """Load a candidate; give the reason if it is bad."""
@@ -187,7 +189,7 @@ class StartingPoint:
         left = [
             name
             for name in names
-            if name not in other and ((one := look_at(storage, name)) is None or one.weights_only)
+            if name not in other and ((entry := look_at(storage, name)) is None or entry.weights_only)
         ]
         rows = [
             ("of other runs, by their names", other),
@@ -201,4 +203,4 @@ class StartingPoint:
             # Whatever lies in the folder is of this run, unless the names in it say whose they are.
             named = "run_name" in saver.filename.variables
             return saver.names.pattern.fullmatch if named else None
-        return saver.remote_names(next(one for one in self._context.uploaders if one.storage is storage))
+        return saver.remote_names(next(uploader for uploader in self._context.uploaders if uploader.storage is storage))

@@ -41,7 +41,7 @@ class SaverContext:
     def __init__(self, state: State, destinations: Sequence[Any]) -> None:
         self.state, self.ranks = state, state.ranks
         self.variables = run_variables(state.run_name, self.ranks.info)
-        self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
+        self.uploaders = [logger for logger in destinations if isinstance(logger, RemoteUploaderDownloader)]
         self.resumed = self.autoresumes = self.begun = False
         self.parent: str | None = None
         self.training = ""
@@ -59,19 +59,19 @@ class SaverContext:
         self._files_at = f"at {xxhash.xxh3_64_hexdigest(place.encode())}"
 
     def identify(self, run_id: str | None) -> None:
-        """Know which training this is: the one that was resumed, or a new one. All ranks call it; idempotent.
+        """Set the identity of this training, unless a resume has set it. All ranks call it; idempotent.
 
         Args:
-            run_id: identity of the run that a later life goes on from; None where that goes on from single files.
+            run_id: identity of the run that a later life resumes; None where a later life resumes from single files.
         """
         if not self.training:
             self.training = run_id or self.ranks.lead("training", lambda: secrets.token_hex(8))
 
     def training_of(self, *, is_source: bool) -> str:
-        """Return what a checkpoint says it belongs to.
+        """Return the identity of the training that a checkpoint records.
 
-        Of single files nothing tells a later life which training this is, before the first is there to go on from:
-        what other savers save meanwhile names its place.
+        Single files do not tell a later life which training they belong to before the first of them is stored. What
+        other savers save until then records a digest of the place of that file instead.
 
         Args:
             is_source: it is of the saver that a later life goes on from.
@@ -87,20 +87,20 @@ class SaverContext:
         # The run of a folder of directories knows its training from the start.
         return self.training if self._files_at is None else self._files_at
 
-    # -- who hears of it
+    # -- callbacks and loggers
 
     def announce(self, checkpoint: Checkpoint) -> None:
         """Give callbacks and loggers a committed checkpoint; what they raise is logged."""
-        for one in (*self.state.callbacks, *self._destinations):
-            hear = getattr(one, "checkpoint_committed", None)
+        for listener in (*self.state.callbacks, *self._destinations):
+            hear = getattr(listener, "checkpoint_committed", None)
             try:
                 if hear is not None:
                     hear(checkpoint)
             except Exception:  # noqa: BLE001 - the user's code must not end a training
-                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
+                _LOG.exception("%r did not take note of %s; training goes on", listener, checkpoint.uri)
 
     def flush_logs(self) -> None:
         """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
-        for one in self._destinations:
-            if callable(flush := getattr(one, "flush", None)):
+        for logger in self._destinations:
+            if callable(flush := getattr(logger, "flush", None)):
                 flush()

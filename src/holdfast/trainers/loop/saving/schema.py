@@ -33,7 +33,7 @@ def check_ignore_keys(given: Any, what: str) -> IgnoreKeys:
     if given is None or callable(given):
         return given  # type: ignore[no-any-return]
     globs = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
-    if isinstance(given, Mapping) or not all(isinstance(one, str) and one for one in globs):
+    if isinstance(given, Mapping) or not all(isinstance(glob, str) and glob for glob in globs):
         raise ConfigError(f"{what}={given!r}: give globs such as 'state/optimizers/*', or a function")
     return globs
 
@@ -125,9 +125,9 @@ def emptied(every: Iterable[str], globs: Sequence[str], among: Iterable[str]) ->
         among: some of those paths.
     """
     ordered = sorted({f"{path}/" for path in every})  # what is in a container comes right after it
-    ends = [one[:-1] for one, after in zip(ordered, [*ordered[1:], ""], strict=True) if not after.startswith(one)]
-    taken = [one for one in ends if not covers(globs, one)]
-    return {path for path in among if not any(one == path or one.startswith(f"{path}/") for one in taken)}
+    ends = [path[:-1] for path, after in zip(ordered, [*ordered[1:], ""], strict=True) if not after.startswith(path)]
+    taken = [end for end in ends if not covers(globs, end)]
+    return {path for path in among if not any(prefix == path or prefix.startswith(f"{path}/") for prefix in taken)}
 
 
 _MODEL = "state/model/"
@@ -156,19 +156,19 @@ def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
 
 def renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Rename the parameters in the states of optimizers, where they are kept by name."""
-    return {key: _renamed(one, rename) for key, one in optimizers.items()}
+    return {key: _renamed(state, rename) for key, state in optimizers.items()}
 
 
-def _renamed(one: Any, rename: Callable[[str], str]) -> Any:
-    if not isinstance(one, Mapping) or not isinstance(one.get("param_groups"), list):
-        return one
+def _renamed(optimizer: Any, rename: Callable[[str], str]) -> Any:
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("param_groups"), list):
+        return optimizer
 
     def each(names: Iterable[Any]) -> list[Any]:
         return [rename(name) if isinstance(name, str) else name for name in names]
 
-    state = one.get("state", {})
-    groups = [{**group, "params": each(group.get("params", ()))} for group in one["param_groups"]]
-    return {**one, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
+    state = optimizer.get("state", {})
+    groups = [{**group, "params": each(group.get("params", ()))} for group in optimizer["param_groups"]]
+    return {**optimizer, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
 
 
 def plain_leaf(value: Any, path: str) -> Any:

@@ -69,7 +69,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         backend_kwargs: arguments of `LibcloudObjectStore` for "libcloud://" (provider, container, provider_kwargs).
         file_path_format_string: path of an upload; ``{remote_file_name}`` and ``{run_name}`` are filled in.
         num_concurrent_uploads: checkpoints sent at once.
-        num_attempts: how often one is tried.
+        num_attempts: how often an upload is tried.
     """
 
     def __init__(
@@ -209,9 +209,11 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Submit what is left; False if nothing is."""
         with self._lock:
             left, self._left = self._left, []
-        for number, one in enumerate(left):
+        for number, upload in enumerate(left):
             try:
-                self._submit(_Upload(source=one.source, job=self._without_old_pointer(one.job), after=one.after))
+                self._submit(
+                    _Upload(source=upload.source, job=self._without_old_pointer(upload.job), after=upload.after)
+                )
             except BaseException:
                 with self._lock:
                     self._left = [*left[number:], *self._left]
@@ -236,8 +238,8 @@ class RemoteUploaderDownloader(LoggerDestination):
     def _settle(self) -> tuple[StorageError | None, BaseException | None]:
         """Take in all that has ended; returns why something is left to be tried again, and what no trial will mend."""
         with self._lock:
-            done = [one for one in self._sent if one.ended.done()]
-            self._sent = [one for one in self._sent if one not in done]
+            done = [upload for upload in self._sent if upload.ended.done()]
+            self._sent = [upload for upload in self._sent if upload not in done]
         passing: StorageError | None = None
         lasting: BaseException | None = None
         for upload in done:
@@ -249,7 +251,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 _LOG.warning("NOT uploaded to %s, %s (%s): tried again later", self.storage.uri, state_of(error), error)
             elif lasting is None:
                 lasting = error
-            elif error is not None:  # the first one is raised
+            elif error is not None:  # the first error is raised
                 _LOG.error("NOT uploaded to %s: %s", self.storage.uri, error)
         return passing, lasting
 
@@ -268,7 +270,9 @@ class RemoteUploaderDownloader(LoggerDestination):
                 _LOG.error("%d more upload(s) to %s are missing: %s", len(self._left), self.storage.uri, passing)
             raise lasting
         if passing is not None:
-            copies = [f"{one.source.local_root}/{one.job.name}" for one in self._left if one.job.kind == "copy"]
+            copies = [
+                f"{upload.source.local_root}/{upload.job.name}" for upload in self._left if upload.job.kind == "copy"
+            ]
             kept = f"; of files given to upload_file there are copies: {', '.join(copies)}" if copies else ""
             raise type(passing)(
                 f"{len(self._left)} upload(s) to {self.storage.uri} are missing, {state_of(passing)} ({passing}); the "
@@ -278,7 +282,7 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def _settle_all(self) -> tuple[StorageError | None, BaseException | None]:
         with self._lock:
-            under_way = [one.ended for one in self._sent]
+            under_way = [upload.ended for upload in self._sent]
         wait(under_way)
         return self._settle()
 

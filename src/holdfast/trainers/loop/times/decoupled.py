@@ -90,4 +90,4 @@ def _decoupled(optimizer: torch.optim.Optimizer, step: Any, closure: Callable[[]
 
 def _with_gradient(group: dict[str, Any]) -> Iterator[torch.Tensor]:
     if group["weight_decay"] != 0:
-        yield from (one for one in group["params"] if one.grad is not None)
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class ComposerScheduler(ABC):
-    """A schedule: called with the state of training, it returns a factor. Any function of a state is one, too."""
+    """A schedule: called with the state of training, it returns a factor. A function of a state is a schedule, too."""
 
     @abstractmethod
     def __call__(self, state: State, ssr: float = 1.0) -> float:
@@ -110,7 +110,9 @@ class MultiStepScheduler(ComposerScheduler):
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
         """See `ComposerScheduler`."""
-        return float(self.gamma ** sum(state.timestamp >= _in_steps(one, state, ssr) for one in self.milestones))
+        return float(
+            self.gamma ** sum(state.timestamp >= _in_steps(milestone, state, ssr) for milestone in self.milestones)
+        )
 
 
 class ConstantScheduler(ComposerScheduler):
@@ -315,18 +317,20 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: State, ss
 def compiled(schedulers: Sequence[Any], state: State) -> list[Any]:
     """Return schedulers of torch, one for each optimizer where a schedule was given."""
     found: list[Any] = []
-    for one in schedulers:
-        if hasattr(one, "step"):
-            found.append(one)
+    for scheduler in schedulers:
+        if hasattr(scheduler, "step"):
+            found.append(scheduler)
         else:
-            found += [LambdaLR(optimizer, _factor(one, state)) for optimizer in state.optimizers]
+            found += [LambdaLR(optimizer, _factor(scheduler, state)) for optimizer in state.optimizers]
     return found
 
 
 def refresh(schedulers: Sequence[Any]) -> None:
     """Set the rates of a training that begins now: how long it lasts was not known when its schedulers were made."""
-    for one in schedulers:
-        names = {getattr(factor, "__qualname__", "") for factor in getattr(one, "lr_lambdas", ())}
+    for scheduler in schedulers:
+        names = {getattr(factor, "__qualname__", "") for factor in getattr(scheduler, "lr_lambdas", ())}
         if names == {f"{_factor.__qualname__}.<locals>.factor"}:
-            for group, base, factor in zip(one.optimizer.param_groups, one.base_lrs, one.lr_lambdas, strict=True):
-                group["lr"] = base * factor(one.last_epoch)
+            for group, base, factor in zip(
+                scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * factor(scheduler.last_epoch)

@@ -80,7 +80,7 @@ class Time:
     def __reduce__(self) -> Any:
         return Time, (self.value, self.unit.value)
 
-    # -- making one
+    # -- constructors
 
     @classmethod
     def from_timestring(cls, text: str) -> Time:
@@ -91,7 +91,7 @@ class Time:
 
     @classmethod
     def from_input(cls, value: TimeLike, default_unit: str | TimeUnit | None = None) -> Time:
-        """Make one of whatever users write; a bare number gets ``default_unit``."""
+        """Make a `Time` of whatever users write; a bare number gets ``default_unit``."""
         if isinstance(value, Time):
             return value
         if isinstance(value, timedelta):

@@ -1,4 +1,4 @@
-"""`Timestamp`: where training is, in every unit at once. Immutable; each batch makes another one."""
+"""`Timestamp`: where training is, in every unit at once. Immutable; each batch makes a new `Timestamp`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Timestamp:
         return Timestamp._of({**old, "epoch": old["epoch"] + 1, **fresh, **clocks})
 
     def copy(self, **changes: Any) -> Timestamp:
-        """Return another one with some fields changed."""
+        """Return a copy with some fields changed."""
         return Timestamp(**{**self._values, **changes})
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _draws_here(loader: Any) -> bool:
 
 
 def with_state(loader: Any) -> Any:
-    """Return a loader with the position that its data set knows, where it knows one; else itself."""
+    """Return a loader with the position that its data set knows, or the loader itself if its data set knows none."""
     if callable(getattr(loader, "state_dict", None)):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -130,7 +130,7 @@ def with_state(loader: Any) -> Any:
 
 
 def _knows_position(dataset: Any) -> bool:
-    """Tell whether a dataset has ``state_dict(num_samples, from_beginning)``; one without arguments sees no workers."""
+    """Tell whether a dataset has ``state_dict(num_samples, from_beginning)``; a ``state_dict()`` sees no workers."""
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
     try:
@@ -206,7 +206,7 @@ def microbatches(
         size = batch_length(batch) if size is None else size
         parts = list(split(batch, max(1, -(-size // count))))
         sizes = [batch_length(part) for part in parts]
-        return [(part, one / max(1, sum(sizes))) for part, one in zip(parts, sizes, strict=True)]
+        return [(part, length / max(1, sum(sizes))) for part, length in zip(parts, sizes, strict=True)]
     if size is None:
         raise ConfigError(f"grad_accum={count}: a batch of type {type(batch).__name__} holds no tensors to split")
     count = min(count, size)
@@ -219,18 +219,18 @@ def _rows(value: Any) -> int | None:
     if isinstance(value, torch.Tensor):
         return int(value.shape[0]) if value.dim() else None
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((rows for one in inner if (rows := _rows(one)) is not None), None)
+    return next((rows for part in inner if (rows := _rows(part)) is not None), None)
 
 
 def _rows_of(value: Any, size: int, first: int, last: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[first:last] if value.dim() and value.shape[0] == size else value
     if isinstance(value, Mapping):
-        return type(value)({key: _rows_of(one, size, first, last) for key, one in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: _rows_of(part, size, first, last) for key, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(_rows_of(one, size, first, last) for one in value)
+        return value._make(_rows_of(part, size, first, last) for part in value)
     if isinstance(value, (list, tuple)):
-        if len(value) == size and not any(isinstance(one, torch.Tensor) for one in value):
+        if len(value) == size and not any(isinstance(part, torch.Tensor) for part in value):
             return value[first:last]
-        return type(value)(_rows_of(one, size, first, last) for one in value)
+        return type(value)(_rows_of(part, size, first, last) for part in value)
     return value

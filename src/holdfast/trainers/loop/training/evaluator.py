@@ -118,7 +118,7 @@ class Evaluator:
         """Return those of ``metrics`` that this evaluator has.
 
         Raises:
-            ConfigError: none of them has one of the names.
+            ConfigError: no metric has any of the names.
         """
         if self.metric_names is None:
             return dict(metrics)
@@ -128,7 +128,9 @@ class Evaluator:
                     f"Evaluator({self.label!r}, metric_names): no metric is called {wanted!r}; there are "
                     f"{', '.join(sorted(metrics)) or 'none'}"
                 )
-        return {name: one for name, one in metrics.items() if any(re.match(kept, name) for kept in self.metric_names)}
+        return {
+            name: metric for name, metric in metrics.items() if any(re.match(kept, name) for kept in self.metric_names)
+        }
 
 
 def _is_text(value: Any) -> bool:
@@ -179,26 +181,26 @@ def evaluators_of(given: Any) -> dict[str, Evaluator]:
     """Return the evaluation data by label: a single loader is "eval", further ones "eval-1", ...
 
     Raises:
-        ConfigError: something is no data; two have one label.
+        ConfigError: an entry is no data; two entries have the same label.
     """
     if given is None:
         return {}
     what = "eval_dataloader"
     if isinstance(given, Mapping) and "dataloader" not in given:
         labelled = {
-            label: one
-            if isinstance(one, Evaluator)
-            else Evaluator(label=label, dataloader=as_spec(one, f"{what}[{label!r}]"))
-            for label, one in given.items()
+            label: data
+            if isinstance(data, Evaluator)
+            else Evaluator(label=label, dataloader=as_spec(data, f"{what}[{label!r}]"))
+            for label, data in given.items()
         }
-        return {one.label: one for one in labelled.values()}
+        return {evaluator.label: evaluator for evaluator in labelled.values()}
     if isinstance(given, tuple) and given and not any(map(_is_loader, given)):
         raise ConfigError(f"{what} is a tuple of {type(given[0]).__name__}: give a loader, or several of them")
     found: dict[str, Evaluator] = {}
-    for number, one in enumerate(given if _are_loaders(given) else [given]):
-        if _are_loaders(given) and not _is_loader(one):
-            raise ConfigError(f"{what}[{number}] is a {type(one).__name__}: give a loader, as the others are")
-        evaluator = one if isinstance(one, Evaluator) else _labelled(one, number, what)
+    for number, data in enumerate(given if _are_loaders(given) else [given]):
+        if _are_loaders(given) and not _is_loader(data):
+            raise ConfigError(f"{what}[{number}] is a {type(data).__name__}: give a loader, as the others are")
+        evaluator = data if isinstance(data, Evaluator) else _labelled(data, number, what)
         if evaluator.label in found:
             raise ConfigError(f"{what}: two evaluators are called {evaluator.label!r}: give each a label of its own")
         found[evaluator.label] = evaluator

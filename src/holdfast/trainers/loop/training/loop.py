@@ -111,7 +111,7 @@ class TrainingLoop:
             before = batches.samples
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
-            self._logger.log_metrics({f"loss/train/{name}": one for name, one in self._step.losses.items()})
+            self._logger.log_metrics({f"loss/train/{name}": loss for name, loss in self._step.losses.items()})
             if self._logs_metrics and state.train_metrics:
                 now = computed(state.train_metrics, state.ranks)
                 self._logger.log_metrics({f"metrics/train/{name}": value for name, value in now.items()})
@@ -123,7 +123,7 @@ class TrainingLoop:
             if state.is_finished:
                 if state.num_batches != state.timestamp.count("batch_in_epoch"):
                     return True
-                self._next(source, batches)  # this was its last one; a loader with a state of its own learns of it
+                self._next(source, batches)  # this was its last batch; a loader with a state of its own learns of it
                 break
         if state.timestamp.count("batch_in_epoch") == 0:
             raise ConfigError(
@@ -240,8 +240,8 @@ def _refuse_uneven(counts: list[int], epoch: int) -> None:
 
 
 def _refuse_ended(ended: list[bool]) -> None:
-    gone = ", ".join(str(rank) for rank, one in enumerate(ended) if one)
-    more = ", ".join(str(rank) for rank, one in enumerate(ended) if not one)
+    gone = ", ".join(str(rank) for rank, has_ended in enumerate(ended) if has_ended)
+    more = ", ".join(str(rank) for rank, has_ended in enumerate(ended) if not has_ended)
     raise ConfigError(
         f"the training data of rank {gone} have ended, rank {more} has more: ranks train in step, so their loaders "
         "have to give equally many batches"

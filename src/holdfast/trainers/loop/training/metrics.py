@@ -68,21 +68,23 @@ def as_metrics(given: Any, what: str) -> dict[str, Any]:
     else:
         every = list(given) if isinstance(given, Sequence) else [given]
         named = {}
-        for one in every:
-            name = base = getattr(one, "__name__", type(one).__name__)
+        for metric in every:
+            name = base = getattr(metric, "__name__", type(metric).__name__)
             number = 1
             while name in named:
                 name, number = f"{base}-{number}", number + 1
-            named[name] = one
-    return {str(name): _as_metric(one, f"{what}[{name!r}]") for name, one in named.items()}
+            named[name] = metric
+    return {str(name): _as_metric(metric, f"{what}[{name!r}]") for name, metric in named.items()}
 
 
-def _as_metric(one: Any, what: str) -> Any:
-    if all(callable(getattr(one, name, None)) for name in ("update", "compute", "reset")):
-        return one
-    if callable(one):
-        return Averaged(one)
-    raise ConfigError(f"{what} is a {type(one).__name__}: give a torchmetrics metric or a function (outputs, targets)")
+def _as_metric(given: Any, what: str) -> Any:
+    if all(callable(getattr(given, name, None)) for name in ("update", "compute", "reset")):
+        return given
+    if callable(given):
+        return Averaged(given)
+    raise ConfigError(
+        f"{what} is a {type(given).__name__}: give a torchmetrics metric or a function (outputs, targets)"
+    )
 
 
 def computed(metrics: Mapping[str, Any], ranks: Ranks, *, samples: int = 1) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def computed(metrics: Mapping[str, Any], ranks: Ranks, *, samples: int = 1) -> d
         if ranks.world_size > 1 and not is_metric(metric):
             value = _over_ranks(metric, value, ranks, samples)
         if isinstance(value, Mapping):
-            values.update({str(inner): one for inner, one in value.items()})
+            values.update({str(inner): number for inner, number in value.items()})
         else:
             values[name] = value
     return values
@@ -110,11 +112,11 @@ def _over_ranks(metric: Any, value: Any, ranks: Ranks, samples: int) -> Any:
         total, count = ranks.sum([float(metric.total), metric.samples])
         return total / count if count else float("nan")
     own = dict(value) if isinstance(value, Mapping) else {"": value}
-    numbers = {name: float(one) for name, one in own.items() if _is_number(one)}
-    weighted = [one * samples if samples else 0.0 for one in numbers.values()]
+    numbers = {name: float(entry) for name, entry in own.items() if _is_number(entry)}
+    weighted = [number * samples if samples else 0.0 for number in numbers.values()]
     *sums, whole = ranks.sum([*weighted, samples])
     if whole:
-        own.update(zip(numbers, (one / whole for one in sums), strict=True))
+        own.update(zip(numbers, (total / whole for total in sums), strict=True))
     return own if isinstance(value, Mapping) else own[""]
 
 
@@ -133,7 +135,9 @@ def metrics_of(state: State) -> dict[str, Any]:
     """Return the metrics that a checkpoint records, as plain numbers; of an evaluation only those of these weights."""
     now = state.timestamp.count("batch")
     evaluated = {label: values for label, values in state.eval_metric_values.items() if values}
-    found: dict[str, Any] = {label: one for label, one in evaluated.items() if state.evaluated_at.get(label) == now}
+    found: dict[str, Any] = {
+        label: values for label, values in evaluated.items() if state.evaluated_at.get(label) == now
+    }
     if state.train_metric_values:
         found["train"] = state.train_metric_values
     if state.loss is not None and not isinstance(state.loss, (list, tuple)):

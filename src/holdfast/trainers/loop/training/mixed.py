@@ -1,4 +1,4 @@
-"""Models of which only some parameters are sharded: what torch's functions over one kind of tensors leave to do."""
+"""Models with sharded and plain parameters: steps that torch's own functions take for a single kind of tensors only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOW = (
 
 def move_plain(model: nn.Module, device: torch.device) -> None:
     """Bring what `fully_shard` did not move to the device, in place: optimizers keep the parameters they have."""
-    for one in model.parameters():
-        if not is_spread(one) and one.device != device:
-            one.data = one.data.to(device)
-            if one.grad is not None:
-                one.grad = one.grad.to(device)
+    for parameter in model.parameters():
+        if not is_spread(parameter) and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_spread(buffer):
@@ -54,7 +54,7 @@ def check_optimizers(optimizers: Iterable[Any], device: torch.device, *, scaled:
     for number, optimizer in enumerate(optimizers):
         groups = getattr(optimizer, "param_groups", ())
         where = f"optimizers[{number}] ({type(optimizer).__name__})"
-        if scaled and _is_mixed([one for group in groups for one in group["params"]]):
+        if scaled and _is_mixed([parameter for group in groups for parameter in group["params"]]):
             raise ConfigError(
                 f"{where} has sharded and plain parameters, whose gradients precision='amp_fp16' cannot scale "
                 f"together: {_HOW.format(what='an optimizer')}, or use 'amp_bf16'"
@@ -79,22 +79,22 @@ def _way(group: dict[str, Any], device: torch.device) -> str | None:
 
 def _is_mixed(parameters: Iterable[torch.Tensor]) -> bool:
     """Tell whether parameters of both kinds are trained; frozen ones have no gradient to step with."""
-    return len({is_spread(one) for one in parameters if one.requires_grad}) == 2
+    return len({is_spread(parameter) for parameter in parameters if parameter.requires_grad}) == 2
 
 
 def clip_gradients(model: nn.Module, bound: float) -> None:
     """Bound the norm of all gradients together, sharded and plain ones (which torch's own function does not mix)."""
-    with_grad = [one for one in model.parameters() if one.grad is not None]
-    grads: list[Any] = [one.grad for one in with_grad]
-    kinds = [[one for one in grads if is_spread(one) is spread] for spread in (True, False)]
+    with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    grads: list[Any] = [parameter.grad for parameter in with_grad]
+    kinds = [[grad for grad in grads if is_spread(grad) is spread] for spread in (True, False)]
     if not all(kinds):
         torch.nn.utils.clip_grad_norm_(with_grad, bound)
         return
     norms = [_norm(kind) for kind in kinds]
-    whole = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    whole = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     factor = (bound / (whole + 1e-6)).clamp(max=1.0)
-    for one in grads:
-        local = local_tensor(one)  # a part of it is scaled as the whole is
+    for grad in grads:
+        local = local_tensor(grad)  # a part of it is scaled as the whole is
         local.mul_(factor.to(local.device))
 
 
@@ -104,5 +104,5 @@ def _norm(grads: Sequence[Any]) -> torch.Tensor:
     if total is not None:
         norm = total(grads)
     else:  # torch < 2.6
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in grads]))
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
     return norm.full_tensor() if is_spread(norm) else norm  # type: ignore[no-any-return]

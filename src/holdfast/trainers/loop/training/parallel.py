@@ -31,7 +31,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether ranks hold parts of this model, so that they have to go through it together."""
-    return any(is_spread(one) for one in model.parameters())
+    return any(is_spread(parameter) for parameter in model.parameters())
 
 
 class Parallel:
@@ -66,7 +66,7 @@ class Parallel:
             _check_sharding(model, self._ranks.world_size)
             self._ready_sharded(model)
             return
-        if not any(one.requires_grad for one in model.parameters()):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
             return
         ids = [device] if device.type == "cuda" else None
         # Buffers are shared after the step, see `settle`. The argument has another name from torch 2.13 on.
@@ -80,9 +80,10 @@ class Parallel:
             fix_or_warn(self._wrapped, leads=self._ranks.leads)
 
     def _ready_sharded(self, model: nn.Module) -> None:
-        """Let what `fully_shard` was not given begin alike; DDP would do that, and average its gradients."""
-        self._plain = [one for one in model.parameters() if not is_spread(one)]  # frozen ones may be trained later
-        self._ranks.share([one.detach() for one in self._plain])
+        """Share the parameters outside of `fully_shard` among the ranks; `average` then averages their gradients."""
+        # Frozen parameters may be trained later.
+        self._plain = [tensor for tensor in model.parameters() if not is_spread(tensor)]
+        self._ranks.share([tensor.detach() for tensor in self._plain])
         self._fsdp = list(_synchronised(model))
 
     def callable(self, model: nn.Module) -> Any:
@@ -90,7 +91,7 @@ class Parallel:
         return model if self._wrapped is None else self._wrapped
 
     def gathering(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one part of a batch: gradients are averaged with the last one only."""
+        """Return the context of one part of a batch: gradients are averaged with the last part only."""
         if isinstance(self._wrapped, DistributedDataParallel) and not last:
             return self._wrapped.no_sync()
         for module in self._fsdp:
@@ -101,23 +102,23 @@ class Parallel:
         """Average the gradients that neither DDP nor FSDP has: of plain parameters beside sharded ones."""
         if not self._plain:
             return
-        counts = self._ranks.sum([float(one.grad is not None) for one in self._plain])
-        used = [one for one, count in zip(self._plain, counts, strict=True) if count]
-        for one in used:
-            if one.grad is None:  # other ranks went through it with this batch
-                one.grad = torch.zeros_like(one)
-            elif one.grad.layout is not torch.strided:  # of rows that differ between ranks
-                one.grad = one.grad.to_dense()
-        self._ranks.average([one.grad for one in used if one.grad is not None])
+        counts = self._ranks.sum([float(parameter.grad is not None) for parameter in self._plain])
+        used = [parameter for parameter, count in zip(self._plain, counts, strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:  # other ranks went through it with this batch
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:  # of rows that differ between ranks
+                parameter.grad = parameter.grad.to_dense()
+        self._ranks.average([parameter.grad for parameter in used if parameter.grad is not None])
 
     def settle(self, model: nn.Module) -> None:
         """Give all ranks the buffers of rank 0 after a step: they evaluate, average and save one state."""
         if self._ranks.world_size > 1:
-            self._ranks.share([one for one in model.buffers() if not is_spread(one)])
+            self._ranks.share([buffer for buffer in model.buffers() if not is_spread(buffer)])
 
 
 def _synchronised(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules under `fully_shard`: the root need not be one."""
+    """Yield the outermost modules under `fully_shard`: the root may not be among them."""
     if callable(getattr(module, "set_requires_gradient_sync", None)):
         yield module
         return
@@ -137,16 +138,16 @@ def _check_sharding(model: nn.Module, world_size: int) -> None:
     """Refuse a model of which ranks that see different data hold different parts, in other ways than `fully_shard`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     first = getattr(fsdp, "FullyShardedDataParallel", None)
-    if first is not None and any(isinstance(one, first) for one in model.modules()):
+    if first is not None and any(isinstance(module, first) for module in model.modules()):
         raise ConfigError(
             "model is wrapped in FullyShardedDataParallel (FSDP1), whose flattened parameters the trainer does not "
             "save: use torch.distributed.fsdp.fully_shard instead"
         )
     older = sys.modules.get("torch.distributed._composable.fsdp")  # torch < 2.6
     second: Any = getattr(fsdp, "FSDPModule", None) or getattr(older, "FSDPModule", ())
-    for name, one, within in _spread_parameters(model, second):
-        mesh = getattr(one, "device_mesh", None)  # a ShardedTensor has none
-        places = () if mesh is None else zip(one.placements, mesh.shape, strict=True)
+    for name, parameter, within in _spread_parameters(model, second):
+        mesh = getattr(parameter, "device_mesh", None)  # a ShardedTensor has none
+        places = () if mesh is None else zip(parameter.placements, mesh.shape, strict=True)
         if mesh is None or not within or sum(size > 1 and not place.is_replicate() for place, size in places) > 1:
             raise ConfigError(
                 f"the parameter {name} is split over ranks by something else than fully_shard (such as tensor "
@@ -160,10 +161,10 @@ def _check_sharding(model: nn.Module, world_size: int) -> None:
 
 
 def _spread_parameters(module: nn.Module, fsdp: Any, path: str = "", within: bool = False) -> Iterator[Any]:
-    """Yield the sharded parameters: name, itself, and whether it lies within a module under `fully_shard`."""
+    """Yield the sharded parameters: name, parameter, and whether it lies within a module under `fully_shard`."""
     within = within or isinstance(module, fsdp)
-    for name, one in module._parameters.items():
-        if one is not None and is_spread(one):
-            yield f"{path}{name}", one, within
+    for name, parameter in module._parameters.items():
+        if parameter is not None and is_spread(parameter):
+            yield f"{path}{name}", parameter, within
     for name, child in module.named_children():
         yield from _spread_parameters(child, fsdp, f"{path}{name}.", within)

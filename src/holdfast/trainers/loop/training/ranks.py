@@ -115,13 +115,13 @@ class Ranks:
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over all ranks."""
         kinds: dict[Any, list[torch.Tensor]] = {}
-        for one in tensors:
-            kinds.setdefault((one.dtype, one.device), []).append(one)
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for kind in kinds.values():
-            flat = torch.cat([one.reshape(-1) for one in kind]) / self.world_size
+            flat = torch.cat([tensor.reshape(-1) for tensor in kind]) / self.world_size
             dist.all_reduce(flat)
-            for one, mean in zip(kind, torch.split(flat, [one.numel() for one in kind]), strict=True):
-                one.copy_(mean.view_as(one))
+            for tensor, mean in zip(kind, torch.split(flat, [tensor.numel() for tensor in kind]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every rank the values that rank 0 has."""

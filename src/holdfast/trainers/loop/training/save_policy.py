@@ -30,9 +30,9 @@ def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequ
     """Return what decides in a training; with several ranks they all call this, and what they save to is open."""
     if state.ranks.world_size == 1:
         return StopPolicy(signals)
-    every = [one for one in (*evals, *(saver.every for saver in group.savers)) if isinstance(one, Every)]
-    times = [*(one.interval for one in every), state.max_duration]
-    seconds = [one.value for one in times if one is not None and one.unit is TimeUnit.SECOND]
+    every = [pace for pace in (*evals, *(saver.every for saver in group.savers)) if isinstance(pace, Every)]
+    times = [*(pace.interval for pace in every), state.max_duration]
+    seconds = [time.value for time in times if time is not None and time.unit is TimeUnit.SECOND]
     return DistributedStopPolicy(signals, state.ranks, group.team(), intervals_s=seconds, settle=group.settle_ended)
 
 
@@ -73,9 +73,9 @@ class StopPolicy:
 class DistributedStopPolicy(StopPolicy):
     """Decides with the other ranks, without a collective: rank 0's writer proposes a moment (`holdfast.writer`).
 
-    Every batch, of training and of an evaluation that is split, is one moment; all ranks count them alike. At one they
-    have agreed on they meet: the clock of rank 0 becomes that of all, and what has failed in the background ends
-    training on all of them.
+    Every batch, of training and of an evaluation that is split, is a moment; all ranks count them alike. At a moment
+    that they have agreed on they meet: the clock of rank 0 becomes that of all, and what has failed in the background
+    ends training on all of them.
 
     Args:
         signals: those that ask training to stop, on any rank.
@@ -91,7 +91,7 @@ class DistributedStopPolicy(StopPolicy):
     ) -> None:  # fmt: skip
         super().__init__(signals)
         self._ranks, self._team, self._settle = ranks, team, settle
-        self._pause_s = min(_PAUSE_S, *(one / 10 for one in intervals_s), _PAUSE_S)
+        self._pause_s = min(_PAUSE_S, *(interval_s / 10 for interval_s in intervals_s), _PAUSE_S)
         self._moment = 0
         self._owed = 0.0  # seconds that have passed here and are not counted yet
         self._met = time.monotonic()

@@ -24,7 +24,7 @@ class EvaluationShare:
     with ``together``, a batch of others that does not count.
 
     Args:
-        loader: batches; one that splits itself over the ranks, or that nobody can split, is left as it is.
+        loader: batches; a loader that splits itself over the ranks, or that cannot be split, is used as it is.
         ranks: the processes that evaluate.
         together: all ranks have to go through the model equally often.
 

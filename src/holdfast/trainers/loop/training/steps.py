@@ -85,18 +85,18 @@ class TrainStep:
                 part if spec is None or spec.microbatch_transforms is None else spec.microbatch_transforms(part)
             )
             with self._parallel.gathering(last=number == len(parts)):
-                loss = self._one(share)
+                loss = self._forward_backward(share)
             total = loss if total is None else total + loss
         state.batch, mean = whole, state.ranks.mean(total)
         self._step()
         self._parallel.settle(state.model)
         state.loss = mean()
         self.losses = {"total": state.loss}
-        for name, one in sorted(self._parts.items()):
-            self.losses.setdefault(str(name), state.ranks.mean(one)())
+        for name, value in sorted(self._parts.items()):
+            self.losses.setdefault(str(name), state.ranks.mean(value)())
         engine.run(Event.AFTER_TRAIN_BATCH)
 
-    def _one(self, share: float) -> Any:
+    def _forward_backward(self, share: float) -> Any:
         """Run forward and backward of one part; returns its share of the loss, detached."""
         state, engine, scaler = self._state, self._engine, self._state.scaler
         with autocast(state.precision, state.device):
@@ -109,9 +109,9 @@ class TrainStep:
         engine.run(Event.BEFORE_BACKWARD)
         loss = _total(state.loss)
         if isinstance(state.loss, Mapping):
-            for name, one in state.loss.items():
-                if isinstance(one, torch.Tensor):
-                    self._parts[name] = self._parts.get(name, 0.0) + one.detach() * share
+            for name, value in state.loss.items():
+                if isinstance(value, torch.Tensor):
+                    self._parts[name] = self._parts.get(name, 0.0) + value.detach() * share
         loss = loss if share == 1.0 else loss * share
         (loss if scaler is None else scaler.scale(loss)).backward()
         engine.run(Event.AFTER_BACKWARD)
@@ -164,7 +164,7 @@ class Evaluation:
                 engine.run(Event.EVAL_BEFORE_ALL)
                 try:
                     done = all(
-                        self._one(label, loader)
+                        self._evaluate_on(label, loader)
                         for label, loader in state.eval_dataloaders.items()
                         if labels is None or label in labels
                     )
@@ -175,7 +175,7 @@ class Evaluation:
             state.batch, state.outputs, state.dataloader_label = kept
         return done
 
-    def _one(self, label: str, loader: Any) -> bool:
+    def _evaluate_on(self, label: str, loader: Any) -> bool:
         state, engine = self._state, self._engine
         metrics = state.eval_metrics.get(label, {})
         state.dataloader_label = label
