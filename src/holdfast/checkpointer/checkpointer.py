@@ -161,7 +161,7 @@ class Checkpointer:
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(one.max_file_bytes for one in self._sides), unsupported=options.unsupported,
+            max_file_bytes=min(side.max_file_bytes for side in self._sides), unsupported=options.unsupported,
             alike=alike,
         )  # fmt: skip
         session = self._session = RunSession(
@@ -400,7 +400,7 @@ class Checkpointer:
                     break  # only this life saves: its disk has the newest, whether the remote answers or not
         if not found:
             return None
-        side, record = max(found, key=lambda one: one[1].order)  # of two equals the local side
+        side, record = max(found, key=lambda pair: pair[1].order)  # of two equals the local side
         return Checkpoint.at(side, record.name)
 
     def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:

@@ -59,18 +59,18 @@ def take_up(session: RunSession) -> None:
     found = meeting.agree("staged", lambda: _left(local, opened) if session.leads else [])
 
     def have() -> list[bool]:
-        return [_has(local, one, meeting) for one in found]
+        return [_has(local, part, meeting) for part in found]
 
     def choose(all_: Sequence[list[bool]]) -> int | None:
-        return next((number for number in range(len(found)) if all(one[number] for one in all_)), None)
+        return next((number for number in range(len(found)) if all(has[number] for has in all_)), None)
 
     chosen = meeting.agree("staged parts", have, choose) if found else None
 
     def bring() -> Any:
         if not session.leads:
             return None
-        one = found[chosen]
-        session.ask("bring", name=one["name"], save=one["save"])
+        part = found[chosen]
+        session.ask("bring", name=part["name"], save=part["save"])
         return session.ask("records")
 
     if chosen is not None:
@@ -105,15 +105,15 @@ def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
                 "local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
             )
     found += [(record.order, {"name": record.name, "save": None, "writers": 0}) for record in whole]
-    return [one for order, one in sorted(found, key=lambda row: row[0], reverse=True) if order > newest]
+    return [part for order, part in sorted(found, key=lambda row: row[0], reverse=True) if order > newest]
 
 
-def _has(local: Storage, one: dict[str, Any], meeting: Meeting) -> bool:
+def _has(local: Storage, about: dict[str, Any], meeting: Meeting) -> bool:
     """Tell whether this rank has its part of what rank 0 has found."""
-    if one["save"] is None:
+    if about["save"] is None:
         return True
     try:
-        part = read_part(local, one["name"], one["save"], meeting.rank)
+        part = read_part(local, about["name"], about["save"], meeting.rank)
     except CheckpointError:  # damaged; a disk that does not answer is an error, for what is on it is removed below
         return False
-    return part is not None and one["writers"] == meeting.world_size
+    return part is not None and about["writers"] == meeting.world_size

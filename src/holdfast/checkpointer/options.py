@@ -160,9 +160,9 @@ def _fit(
         raise ConfigError(f"strict={strict!r}: use True or False")
     if rename is not None and not isinstance(rename, Mapping):
         raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
-    missing, left_out = ((one,) if isinstance(one, str) else tuple(one) for one in (allow_missing, skip))
+    missing, left_out = ((given,) if isinstance(given, str) else tuple(given) for given in (allow_missing, skip))
     Selection(missing or None, left_out or None, rename)  # refuses what is no name
-    own = [one for one in left_out if covers((one,), f"{RESERVED}/progress")]
+    own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]
     if own:
         raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")
     return Fit(strict=strict, allow_missing=missing, skip=left_out, rename=rename)
@@ -193,9 +193,9 @@ def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None
         return root, None
     local = LocalStorage(mirror.path)
     if root.local_root is not None:
-        one, other = os.path.realpath(mirror.path), os.path.realpath(root.local_root)
-        if os.path.commonpath([one, other]) in (one, other):
-            raise ConfigError(f"local_dir={one!r} and the run's {other!r} lie in each other: give another local_dir")
+        inner, other = os.path.realpath(mirror.path), os.path.realpath(root.local_root)
+        if os.path.commonpath([inner, other]) in (inner, other):
+            raise ConfigError(f"local_dir={inner!r} and the run's {other!r} lie in each other: give another local_dir")
     return local, root
 
 

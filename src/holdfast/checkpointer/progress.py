@@ -133,7 +133,7 @@ class Progress:
         self._added_before = list(state.get("added", ()))
         self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
         self._forget_passes()
-        stored = [one for one in self._positions.values() if one["epoch"] == self.epoch]
+        stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
         self._index = int(stored[0]["batches"]) if len(stored) == 1 else 0
 
     @staticmethod

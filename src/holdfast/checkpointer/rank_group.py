@@ -116,10 +116,10 @@ class RankGroup:
     def _open(self, facts: list[Any]) -> dict[str, Any]:
         """On rank 0: listen where all ranks can reach us."""
         for name in ("holdfast", "world_size"):
-            same_for_all([one[name] for one in facts], f"the {name} of the processes")
+            same_for_all([fact[name] for fact in facts], f"the {name} of the processes")
         check_connections(self.world_size)
-        alone = all(one["machine"] == facts[0]["machine"] for one in facts)
-        elsewhere = [one["master"] for one in facts if one["machine"] != facts[0]["machine"]]
+        alone = all(fact["machine"] == facts[0]["machine"] for fact in facts)
+        elsewhere = [fact["master"] for fact in facts if fact["machine"] != facts[0]["machine"]]
         self._listener, addresses = _listen(elsewhere, alone=alone, backlog=self.world_size)
         # As long as a loader worker's copy is open, a dead rank 0 seems to be there.
         after_fork_in_child(self._listener.close)
@@ -150,7 +150,7 @@ def _listen(
     if alone:
         sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
         return sock, [("127.0.0.1", sock.getsockname()[1])]
-    for host in dict.fromkeys(one for known in elsewhere for one in known):
+    for host in dict.fromkeys(address for known in elsewhere for address in known):
         if all(host in known for known in elsewhere) and not host.startswith(_UNREACHABLE):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with contextlib.suppress(OSError):  # no address of this machine
@@ -174,4 +174,4 @@ def _own_addresses() -> list[str]:
     found.append(socket.gethostname())
     with contextlib.suppress(OSError):
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return [one for one in dict.fromkeys(found) if not one.startswith(_UNREACHABLE)] or found
+    return [address for address in dict.fromkeys(found) if not address.startswith(_UNREACHABLE)] or found

@@ -144,8 +144,8 @@ class Rendezvous:
 
         def sort(given: list[Any]) -> None:
             groups: dict[str, list[Any]] = {}
-            for name, one in given:
-                groups.setdefault(name, []).append(one)
+            for name, answer in given:
+                groups.setdefault(name, []).append(answer)
             for name, values in groups.items():
                 self._set(f"{topic}/of {name}", {"value": values})
 
@@ -163,10 +163,10 @@ class Rendezvous:
         try:
             self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic, self._timeout_s)
             given = [mine, *(self._get(f"{topic}/{rank}") for rank in range(1, self.world_size))]
-            failed = {rank: one["error"] for rank, one in enumerate(given) if "error" in one}
+            failed = {rank: answer["error"] for rank, answer in enumerate(given) if "error" in answer}
             if failed:
                 return {"error": _joined(failed, self.world_size)}
-            return {"value": decide([one["value"] for one in given])}
+            return {"value": decide([answer["value"] for answer in given])}
         except Exception as error:  # noqa: BLE001 - all ranks receive it
             return {"error": error_to_ranks(error)}
 
@@ -247,7 +247,7 @@ def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rend
 def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
     """Join the errors of some ranks: the first error, with the ranks that have the same."""
     first = failed[min(failed)]
-    same = [rank for rank, one in failed.items() if one["message"] == first["message"]]
+    same = [rank for rank, error in failed.items() if error["message"] == first["message"]]
     if len(same) == world_size:
         return first
     return {**first, "message": f"{rank_list(same)}: {first['message']}"}

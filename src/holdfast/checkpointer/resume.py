@@ -180,7 +180,7 @@ def first_bad(reasons: list[str | None]) -> str | None:
     """Choose the reason that is given for all."""
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            return reason if all(one == reason for one in reasons) else f"rank {rank}: {reason}"
+            return reason if all(other == reason for other in reasons) else f"rank {rank}: {reason}"
     return None
 
 

@@ -672,7 +672,7 @@ def _sees(storage: Storage, mark: str) -> bool:
 def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
     storage.delete(mark)
     storage.tidy(mark.partition("/")[0])
-    blind = [rank for rank, one in enumerate(seen) if not one]
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise ConfigError(
             f"{rank_list(blind)} cannot see what rank 0 writes to {storage.uri}: all ranks save parts of the same "

@@ -36,10 +36,10 @@ class Schedule:
         for interval in intervals:
             if interval.unit == "tok":
                 raise ConfigError(f"every={str(interval)!r}: a Checkpointer does not count tokens; use steps or time")
-        self._steps = [int(one.value) for one in intervals if one.unit == "ba"]
-        self._samples = [int(one.value) for one in intervals if one.unit == "sp"]
-        self._epochs = [int(one.value) for one in intervals if one.unit == "ep"]
-        self._seconds = min((one.value for one in intervals if one.unit == "sec"), default=None)
+        self._steps = [int(interval.value) for interval in intervals if interval.unit == "ba"]
+        self._samples = [int(interval.value) for interval in intervals if interval.unit == "sp"]
+        self._epochs = [int(interval.value) for interval in intervals if interval.unit == "ep"]
+        self._seconds = min((interval.value for interval in intervals if interval.unit == "sec"), default=None)
         self.next_time = float("inf") if self._seconds is None else now + self._seconds
         self.next_step: float = float("inf")
         self.next_sample: float = float("inf")

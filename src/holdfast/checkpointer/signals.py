@@ -225,11 +225,11 @@ def _settable(handler: Any) -> Any:
 
 def _before_exit() -> None:
     # After this `multiprocessing` ends workers by SIGTERM, and waits for them.
-    for one in list(_INSTALLED):
-        one._tell(_IS_OVER)
+    for signals in list(_INSTALLED):
+        signals._tell(_IS_OVER)
 
 
 @after_fork_in_child
 def _after_fork_in_child() -> None:
-    for one in list(_INSTALLED):
-        one._forget_in_child()
+    for signals in list(_INSTALLED):
+        signals._forget_in_child()

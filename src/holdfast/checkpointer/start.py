@@ -124,8 +124,8 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     """
     if meeting.world_size < 3:
         return []
-    found = {path: one for path, one in parallel_modules(live).items() if one.process_group.size() > 2}
-    keys = {path: _key_of(path, parallel_group(one) or ()) for path, one in found.items()}
+    found = {path: module for path, module in parallel_modules(live).items() if module.process_group.size() > 2}
+    keys = {path: _key_of(path, parallel_group(module) or ()) for path, module in found.items()}
 
     def decide(given: list[Any]) -> list[str]:
         counts = Counter(key for keys in given for key in keys)
@@ -160,8 +160,8 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
 
 def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
     """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {one for one in (*session.sides, session.storage) if one.num_parallel > 1}
-    return {one: _probe(session, one) for one in stores}
+    stores = {storage for storage in (*session.sides, session.storage) if storage.num_parallel > 1}
+    return {storage: _probe(session, storage) for storage in stores}
 
 
 def _probe(session: RunSession, storage: Storage) -> Future[Any]:
@@ -214,7 +214,7 @@ def _check_storages(
     found = session.answer(probes.get(near) or _probe(session, near), near)
     num_there = 0 if session.staged else len(session.opened.records)
     room = check_room(near, found["free_bytes"], needs, live, keep=options.keep, num_there=num_there)
-    for far in {one for one in session.sides if one is not near}:
+    for far in {side for side in session.sides if side is not near}:
         session.answer(probes.get(far) or _probe(session, far), far)
     return room
 
@@ -284,7 +284,7 @@ def check_room(
     future = _future_optimizer_bytes(state.values())
     least = free_bytes
     for machine in dict.fromkeys(name for name, _, _ in needs):
-        first, parts = [one[0] for one in needs].index(machine), [one[1:] for one in needs if one[0] == machine]
+        first, parts = [row[0] for row in needs].index(machine), [row[1:] for row in needs if row[0] == machine]
         expected = sum(own for own, _ in parts) + future * len(parts) // len(needs)
         frees = [its for _, its in parts if its is not None]
         free = min(frees, default=free_bytes if first == 0 else None)

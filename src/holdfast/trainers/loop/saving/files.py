@@ -88,7 +88,7 @@ class FileImage:
         escaped = json.dumps(text.decode()).encode()  # as it stands in the header, before the names of tensors
         tensors = list(weights.values())
         arena = self._copy(
-            [tensors[one].detach() for one in file.order], [file.offsets[one] for one in file.order], file.size
+            [tensors[at].detach() for at in file.order], [file.offsets[at] for at in file.order], file.size
         )
         arena.view[: len(file.header)] = file.header
         self._container = SafetensorsFile(
@@ -102,7 +102,7 @@ class FileImage:
             self.arena = Arena.create(size)
         arena = self.arena
         empty = Signature([], [], [], [], set(), {}, [], [], {})
-        sizes = [one.numel() * one.itemsize for one in tensors]
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
         layout = Layout(empty, [], list(offsets), sizes, arena.size, sum(sizes))
         fresh = None if arena.prefaulted.is_set() else arena.fd
         stage(layout, tensors, arena.address, arena.view, fresh_fd=fresh)
@@ -149,7 +149,7 @@ def read_note(storage: Storage, path: str, *, verify: bool = False) -> dict[str,
 def _torch_note(stream: BinaryIO, where: str, *, verify: bool) -> dict[str, Any] | None:
     try:
         with zipfile.ZipFile(stream) as archive:
-            found = next((one for one in archive.infolist() if one.filename.endswith(f"/{_NOTE}")), None)
+            found = next((record for record in archive.infolist() if record.filename.endswith(f"/{_NOTE}")), None)
             if found is None:
                 return None
             note = _parsed(archive.read(found), where)

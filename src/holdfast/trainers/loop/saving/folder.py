@@ -122,7 +122,7 @@ class SaveFolder:
         def look_here() -> int:
             self._probe()
             with contextlib.suppress(StorageNotFoundError):
-                return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
+                return 1 + max((entry.attempt for entry in look(self.storage, nested=nested)), default=0)
             return 1
 
         self._number_life(self.ranks.lead("attempt", look_here))
@@ -161,27 +161,27 @@ class SaveFolder:
         if self._session is not None and "/" not in name and self.ranks.leads:
             self._session.quarantine(name, reason)
 
-    def delete(self, one: FolderEntry, *, claim: str | None = None) -> None:
+    def delete(self, entry: FolderEntry, *, claim: str | None = None) -> None:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
 
         Args:
-            one: which.
+            entry: which.
             claim: the name of single files whose lease says that it is ours to delete.
 
         Raises:
             RunBusyError: another process has taken the folder over: nothing is deleted.
             HoldfastError: the folder was closed: others may have taken it since.
         """
-        if one.container != "directory":
+        if entry.container != "directory":
             if claim is not None:
                 self.claims.confirm(claim)
-            self.storage.delete(one.name)
+            self.storage.delete(entry.name)
             return
         session = self.session
-        if "/" not in one.name and session.ask("discard", names=[one.name], why="not kept by its saver"):
+        if "/" not in entry.name and session.ask("discard", names=[entry.name], why="not kept by its saver"):
             return
-        self.confirm(one.name)  # not in the index of the run: said all the same before it goes
-        remove(self.storage, one.name)
+        self.confirm(entry.name)  # not in the index of the run: said all the same before it goes
+        remove(self.storage, entry.name)
 
     def is_held(self, claim: str | None) -> bool:
         """Tell whether checkpoints here are ours to delete; not after `close`. For ``claim`` see `open`."""
@@ -205,7 +205,7 @@ class SaveFolder:
             name = info.path.rstrip("/")
             if name != info.path and wanted(name) and next(iter(self.storage.list(name)), None) is None:
                 self.storage.tidy(name)
-        for name in {PurePosixPath(one.path).parent.as_posix() for one in self.storage.list("")} if nested else ():
+        for name in {PurePosixPath(info.path).parent.as_posix() for info in self.storage.list("")} if nested else ():
             if "/" in name and wanted(name) and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
                 files = [info.path for info in self.storage.list(name, recursive=False)]
                 if is_remains(files):

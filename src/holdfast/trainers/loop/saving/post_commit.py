@@ -65,11 +65,11 @@ class PostCommit:
         if self._folder.ranks.leads:
             return found
         # Rank 0 stores and deletes them.
-        return [one for one in found if look_at(self._folder.storage, one.name) is not None]
+        return [entry for entry in found if look_at(self._folder.storage, entry.name) is not None]
 
     def has(self, step: int) -> bool:
         """Tell whether a checkpoint of this moment exists; before anything is saved all ranks know the same."""
-        return any(one.step == step for one in self._found)
+        return any(entry.step == step for entry in self._found)
 
     # -- when training goes on
 
@@ -86,8 +86,8 @@ class PostCommit:
         ranks = self._folder.ranks
         found = ranks.lead("kept", lambda: self._earlier(weights_only=weights_only))
         with self._lock:
-            self._found = [one for one in (FolderEntry(**row) for row in found) if one.step <= now.count("batch")]
-            newest = next((one for one in self._found[-1:] if one.step == now.count("batch")), None)
+            self._found = [entry for entry in (FolderEntry(**row) for row in found) if entry.step <= now.count("batch")]
+            newest = next((entry for entry in self._found[-1:] if entry.step == now.count("batch")), None)
             if self._keeps_none:  # what an earlier life has left was never uploaded
                 self._found = [newest] if newest is not None else []
         ranks.lead("links", lambda: self._finish_begun(newest, self._names.destinations(now)))
@@ -101,8 +101,10 @@ class PostCommit:
     def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
         found = look(self._folder.storage, nested=self._names.nested, wanted=self._names.pattern.fullmatch)
-        good = [one for one in reversed(found) if one.problem is None and one.name not in self._folder.quarantined]
-        return [asdict(one) for one in good if one.weights_only is weights_only]
+        good = [
+            entry for entry in reversed(found) if entry.problem is None and entry.name not in self._folder.quarantined
+        ]
+        return [asdict(entry) for entry in good if entry.weights_only is weights_only]
 
     def _send_again(self, saved: FolderEntry, there: Destinations) -> None:
         """Upload the checkpoint of this moment, where the life that saved it did not come to that."""
@@ -143,13 +145,13 @@ class PostCommit:
                 unlinked = error
         uploaders = self._uploaders if leads and there.remote is not None else ()
         with self._lock:  # at once: an upload that ends meanwhile must not delete it
-            self._found = [*(one for one in self._found if one.name != saved.name), saved]
+            self._found = [*(entry for entry in self._found if entry.name != saved.name), saved]
             self._uploading += [saved.name] * len(uploaders)
             self._unlinked = unlinked is not None
         if leads:
             self._send(saved, uploaders, there)
             self._retain()
-            if any(one.name == saved.name for one in self._found):
+            if any(entry.name == saved.name for entry in self._found):
                 self._announce(Checkpoint.at(storage, saved.name))
         if unlinked is not None:
             raise unlinked
@@ -192,13 +194,13 @@ class PostCommit:
         with self._lock:
             protect = frozenset(self._uploading)
             if self._keep is None:
-                doomed = {one.name for one in self._found} - protect
+                doomed = {entry.name for entry in self._found} - protect
             else:
-                verdicts = decide(self._keep, [one.record(self._folder.storage) for one in self._found], protect)
+                verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
-            for one in [one for one in self._found if one.name in doomed]:
-                self._folder.delete(one, claim=self._claim)
-                self._found.remove(one)
+            for entry in [entry for entry in self._found if entry.name in doomed]:
+                self._folder.delete(entry, claim=self._claim)
+                self._found.remove(entry)
 
 
 def _has_times(template: NameTemplate) -> bool:

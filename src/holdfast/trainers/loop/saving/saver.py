@@ -128,7 +128,7 @@ class CheckpointSaver(Callback):
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
-        return [] if self._after is None else [_join(self.place.spelling, one.name) for one in self._after.all]
+        return [] if self._after is None else [_join(self.place.spelling, entry.name) for entry in self._after.all]
 
     @property
     def is_full(self) -> bool:
@@ -202,8 +202,8 @@ class CheckpointSaver(Callback):
         """Tell whether what it saves for a resume is found again only by the name of the run."""
         names = [self.folder.text, self.filename.text]
         if self.remote_file_name is not None and split_uri(self.folder.text)[0] == "file":
-            uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
-            names += [f"{one.file_path_format_string} {self.remote_file_name.text}" for one in uploaders]
+            uploaders = [uploader for uploader in destinations if isinstance(uploader, RemoteUploaderDownloader)]
+            names += [f"{uploader.file_path_format_string} {self.remote_file_name.text}" for uploader in uploaders]
         return any("{run_name" in name for name in names)
 
     def remote_names(self, uploader: RemoteUploaderDownloader) -> Callable[[str], re.Match[str] | None]:
@@ -249,8 +249,8 @@ class CheckpointSaver(Callback):
         own: dict[str, FolderEntry] = {}
         if not self._is_source:
             earlier = self._context.is_of_earlier_life
-            own = {name: one for name, one in later.items() if one is not None and earlier(one)}
-        if ahead := [name for name, one in own.items() if one.step > now.count("batch")]:
+            own = {name: entry for name, entry in later.items() if entry is not None and earlier(entry)}
+        if ahead := [name for name, entry in own.items() if entry.step > now.count("batch")]:
             _LOG.warning(
                 "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): a life that was "
                 "killed had got further; they are replaced when training gets there again",

@@ -142,7 +142,7 @@ class SaverGroup:
 
         All ranks call it, while the folders are open.
         """
-        known = next((one.team for one in self._folders.values() if one.team is not None), None)
+        known = next((folder.team for folder in self._folders.values() if folder.team is not None), None)
         if known is None:
             client = WriterClient.start(resolve("."))
             known = RankGroup(self.ranks.meeting("control"), client, timeout_s=TIMEOUT_S)
@@ -210,7 +210,7 @@ class SaverGroup:
 
     def _settle(self) -> None:
         problem: Exception | None = None
-        for act in [*(one.settle for one in self.savers), *(one.check_lost for one in self.savers)]:
+        for act in [*(saver.settle for saver in self.savers), *(saver.check_lost for saver in self.savers)]:
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised below, after the other savers had their turn
@@ -220,7 +220,7 @@ class SaverGroup:
 
     @property
     def _waits(self) -> list[Callable[[], object]]:
-        return [one.wait for one in self.context.uploaders] if self.ranks.leads else []
+        return [uploader.wait for uploader in self.context.uploaders] if self.ranks.leads else []
 
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""
