@@ -28,7 +28,8 @@ from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 
-from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
+from .sending import Brought, File, Progress, Sender, Stop, TransferStopped
+from .windows import WINDOW, Windows
 
 __all__ = [
     "REPEATED_FROM",
