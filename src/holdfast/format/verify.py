@@ -10,7 +10,7 @@ import xxhash
 from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError
 from holdfast.storage.base import FileReader, Storage
 
-from .digest import CHUNK, ChunkHasher, bytes_digest, chunk_digests, file_digest
+from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest
 from .index import Index
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
@@ -93,7 +93,7 @@ def _verify(
             for start, view in _blocks(reader):
                 found = chunk_digests(view)
                 expected = bytearray(len(found))
-                tables.read_into(offset + start // CHUNK * 8, memoryview(expected))
+                tables.read_into(offset + start // CHUNK * DIGEST_BYTES, memoryview(expected))
                 whole.update(expected)
                 if found != expected:
                     damaged = True
@@ -119,10 +119,9 @@ def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
 def _damaged_chunks(
     entry: FileEntry, first: int, found: bytes, expected: bytes, names: _TensorNames
 ) -> Iterator[Problem]:
-    for number in range(len(found) // 8):
-        if found[8 * number : 8 * number + 8] == expected[8 * number : 8 * number + 8]:
+    for chunk, at in enumerate(range(0, len(found), DIGEST_BYTES), first):
+        if found[at : at + DIGEST_BYTES] == expected[at : at + DIGEST_BYTES]:
             continue
-        chunk = first + number
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, entry.size)
         tensors = names.between(entry.path, start, stop)
         shown = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5} more" if len(tensors) > 5 else "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
-from holdfast.format.digest import DIGEST_BYTES, file_digest, num_chunks
+from holdfast.format.digest import file_digest, table_at, table_bytes
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.strict_json import dumps, loads
@@ -154,9 +154,8 @@ def _from_json(storage: Storage, home: str, rank: int, told: Mapping[str, Any], 
     )
     tables, offset = {}, 0
     for file in [*files, *([] if last is None else [last])]:
-        length = DIGEST_BYTES * num_chunks(file.size)
-        tables[file.source] = digests[offset : offset + length]
-        offset += length
+        tables[file.source] = table_at(digests, offset, file.size)
+        offset += table_bytes(file.size)
     if offset != len(digests):
         raise ValueError(f"{len(digests)} bytes of digests, {offset} expected")
     return Incoming(contents=check_contents(join(storage.uri, home), contents), tables=tables)
