@@ -188,8 +188,8 @@ class Arriving:
     def abandon_all(self, why: str) -> None:
         """Give up every save that is not complete: nobody will send the rest."""
         waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._followed.values()]
-        for one in waiting:
-            one.abandon(why)
+        for source in waiting:
+            source.abandon(why)
 
     def end(self, call: int) -> list[Window]:
         """Forget a save that has ended; return the windows that nobody has answered.

@@ -52,7 +52,7 @@ def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
         files = read_manifest(storage, job.directory).files
     except CheckpointError:
         return None
-    mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
+    mine = tuple(entry for entry in files if entry.writer == job.writer and save_id_of(entry.path) == job.save_id)
     return PartSummary(writer=job.writer, files=mine) if mine else None
 
 

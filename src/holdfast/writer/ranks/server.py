@@ -99,8 +99,8 @@ class ControlServer:
         self._next_beat = now + beat_s
         self._watched = now
         listener.setblocking(False)
-        for one in (self._wake, self._woken):
-            one.setblocking(False)
+        for sock in (self._wake, self._woken):
+            sock.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="holdfast-control", daemon=True)
@@ -150,8 +150,8 @@ class ControlServer:
         finally:
             for link in [*self._ranks, *self._strangers]:
                 link.close()
-            for one in (self._listener, self._wake, self._woken):
-                one.close()
+            for sock in (self._listener, self._wake, self._woken):
+                sock.close()
             self._selector.close()
 
     def _turn(self) -> None:

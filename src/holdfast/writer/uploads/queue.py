@@ -68,7 +68,7 @@ class UploadQueue:
     """Brings what waits, and tries again for ever.
 
     Args:
-        source: brings one thing.
+        source: brings a checkpoint, a staged save or a file.
         limits: how many may wait.
         waiting: names that wait from the start, oldest first.
         settled: called, by an uploading thread, when a name waits no more: it was brought, or cannot be.
@@ -111,7 +111,7 @@ class UploadQueue:
         self._next_try = self._next_between = 0.0
         self._arrival = self._warned = time.monotonic()
         self._followers: list[Follower] = []
-        self._version = time.monotonic_ns()  # higher than that of a writer before this one
+        self._version = time.monotonic_ns()  # higher than that of an earlier writer
         self._newest = source.newest()
         self._give_up()
         self._threads = [
@@ -141,7 +141,7 @@ class UploadQueue:
                 self._arrival = self._warned = time.monotonic()
             if name in self._in_flight:
                 self._renewed.add(name)
-            self._waiting = [*(one for one in self._waiting if one != name), name]
+            self._waiting = [*(other for other in self._waiting if other != name), name]
             self._give_up()
             self._going = True
             self._tell()
@@ -295,7 +295,7 @@ class UploadQueue:
     @property
     def _due(self) -> str | None:
         """The oldest that waits; with more threads the oldest few go side by side."""
-        return next((one for one in self._waiting[: self._num_workers] if one not in self._in_flight), None)
+        return next((name for name in self._waiting[: self._num_workers] if name not in self._in_flight), None)
 
     @property
     def _is_between_due(self) -> bool:
