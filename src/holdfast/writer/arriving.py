@@ -78,7 +78,7 @@ class _Seal:
 
 
 class WindowSource:
-    """Queue between the thread that reads messages and the one that writes."""
+    """Queue between the thread that reads messages and the thread that writes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Window | _Seal | str] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class Arriving:
         self._followed: dict[int, Watermark] = {}
 
     def expect(self, call: int, source: WindowSource | None, filled: Watermark | None) -> None:
-        """Wait for the bytes of a save from now on; one that comes whole has neither source nor watermark."""
+        """Wait for the bytes of a save from now on; a save that comes whole has neither source nor watermark."""
         if source is not None:
             self._windowed[call] = source
         if filled is not None:

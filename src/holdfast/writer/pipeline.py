@@ -351,7 +351,7 @@ class PartWriter:
         try:
             return together(self._storage, calls)[: len(more)]
         finally:
-            for writer, _ in closing:  # nothing, for one that is closed
+            for writer, _ in closing:  # does nothing to a closed writer
                 writer.abort()
 
     def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:

@@ -127,7 +127,7 @@ class Task:
 
 
 class SaveRunner:
-    """Carries out saves one after another and remembers what the previous one contained.
+    """Carries out saves one after another and remembers what the previous save contained.
 
     Attributes:
         side: the helper thread; whatever else works in turn with the saves may use it.

@@ -120,7 +120,7 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
     """Decide where every file goes.
 
     Args:
-        sources: one for each rank that reported files.
+        sources: the contents of each rank that reported files.
         digests: (rank, name) -> digest of the `contested` files.
 
     Raises:

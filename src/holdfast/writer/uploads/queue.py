@@ -31,7 +31,7 @@ _LOG = get_logger("writer")
 END_S = 20.0
 """How long uploads of a run go on after its trainer is gone: a successor waits three times as long for the lease."""
 _BETWEEN_S = 15.0  # reports and what the run says about itself
-_ARRIVED = 64  # names told to a follower, which asks again after each change
+_ARRIVED = 64  # names sent to a follower, which asks again after each change
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _GRACE_S = 5.0  # after the end of uploads, for the last words and the lease

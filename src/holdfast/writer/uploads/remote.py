@@ -247,7 +247,7 @@ class RemoteRun:
 
     def bring_sidecars(self) -> bool:
         """Tell the remote of late metrics and pins of checkpoints that lie at both sides; whether there were any."""
-        told = False
+        has_any = False
         for name in sorted(self.both):
             if not self._local.exists(f"{name}/{MANIFEST_NAME}"):
                 self.both.discard(name)
@@ -260,9 +260,9 @@ class RemoteRun:
                 self.heartbeat.confirm()
                 metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
                 self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
-                told = True
+                has_any = True
             self._sidecars[name] = now
-        return told
+        return has_any
 
     def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
         """Take metrics or a pin of a checkpoint that the local side may have no more."""

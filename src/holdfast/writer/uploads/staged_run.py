@@ -115,7 +115,7 @@ class StagedRun:
             self.queue.look()
             return
         manifests = {(staged, its_save): found for staged, its_save, found in staged_saves(self._local)}
-        # None: the call is repeated, for the writer before this one died when the save had just arrived.
+        # None: the call is repeated, for the earlier writer died when the save had just arrived.
         manifest = manifests.get((name, save))
         if manifest is not None:
             self._queue(name, save, manifest)
