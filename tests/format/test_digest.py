@@ -11,10 +11,13 @@ import xxhash
 from holdfast.format.digest import (
     CHUNK,
     ChunkHasher,
+    DigestFile,
     bytes_digest,
     chunk_digests,
     file_digest,
     num_chunks,
+    table_at,
+    table_bytes,
     verify_chunk,
 )
 
@@ -52,3 +55,15 @@ def test_a_flipped_bit_changes_exactly_its_chunk():
     after = chunk_digests(data)
     assert [n for n in range(4) if before[8 * n : 8 * n + 8] != after[8 * n : 8 * n + 8]] == [2]
     assert not verify_chunk(data[2 * CHUNK : 3 * CHUNK], before, 2)
+
+
+def test_each_table_is_found_again_in_the_digest_file():
+    """Tables follow each other without gaps; that of an empty file is empty, and none is longer than the content."""
+    contents = [b"", b"a", random.Random(1).randbytes(2 * CHUNK + 1), b"b" * CHUNK]
+    file = DigestFile(3, "abc")
+    places = [file.add(chunk_digests(data)) for data in contents]
+    assert {path for path, _ in places} == {file.path} == {"digests-00003-abc.bin"}
+    for data, (_, offset) in zip(contents, places, strict=True):
+        assert table_at(file.content, offset, len(data)) == chunk_digests(data)
+    assert len(file.content) == sum(table_bytes(len(data)) for data in contents)
+    assert len(table_at(file.content, places[-1][1], 9 * CHUNK)) < table_bytes(9 * CHUNK)

@@ -8,10 +8,10 @@ Each checkpoint has a directory under the temporary one::
     data/   the files
 
 The kernel drops flocks when a process dies, so no pids are noted and nothing has to be judged by age: a killed
-user is no user any more, and what it left is swept by the next one who comes.
+user is no user any more, and what it left is swept by the next user.
 
-Who wants files of his own copies them from there, or takes them away if nobody else has come. Those who name one
-directory for them take turns at it, and find what the first has brought.
+A caller that wants files of its own copies them from there, or moves them away if it is the only user. Callers that
+name the same directory take turns at it, and find what the first has brought.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def take_turns(storage: Storage, name: str, directory: Path) -> Iterator[bool]:
 
 
 def _take_away(place: Path, use: int, directory: Path) -> bool:
-    """Make the download the caller's own if he is its only user."""
+    """Make the download the caller's own, unless it has other users; return whether it is."""
     time.sleep(_JOIN_S)
     with contextlib.suppress(FileNotFoundError):
         lock = _lock(place, create=False)

@@ -29,8 +29,8 @@ def clone_tree(source: str, target: str) -> bool:
     """Clone a directory, or a file into the new directory ``target``, with links to files resolved.
 
     Returns:
-        False where that is impossible (another file system, one that cannot share blocks, a linked directory, a
-        special file); nothing is left behind then.
+        False where that is impossible (another file system, a file system that cannot share blocks, a linked directory,
+        a special file); nothing is left behind then.
     """
     try:
         os.makedirs(target)

@@ -1,7 +1,7 @@
 """Copy a whole run: its checkpoints newest first, then what else lies in it, the run index last.
 
 Newest first, because a copy that ends early is then a run whose newest checkpoint is the true one: who resumes from it
-loses nothing but older ones. The index goes last, since it is rebuilt from the checkpoints where it is missing.
+loses nothing but older checkpoints. The index goes last, since it is rebuilt from the checkpoints where it is missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunPlan:
         total_bytes: of all of them.
         left_out: names that are not copied, and why.
         damaged: those of ``left_out`` that are no good any more.
-        is_run: false if nothing in there is ours: then it is one foreign directory, whatever it holds.
+        is_run: false if nothing in there is ours: then all of it is a single foreign directory, whatever it holds.
     """
 
     names: tuple[str, ...]
@@ -141,7 +141,7 @@ def copy_run(
             outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
             previous = name if outcome.state == "ok" else previous
             yield outcome
-        # With its row: without one it would be taken for new, and for sound as far as its manifest is.
+        # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
         _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
 
 
@@ -151,8 +151,8 @@ def check_apart(source: Storage, target: Storage) -> None:
     Raises:
         ConfigError: saying so.
     """
-    one, other = (f"{storage.uri.rstrip('/')}/" for storage in (source, target))
-    if other.startswith(one) or one.startswith(other):
+    source_uri, target_uri = (f"{storage.uri.rstrip('/')}/" for storage in (source, target))
+    if target_uri.startswith(source_uri) or source_uri.startswith(target_uri):
         raise ConfigError(f"cannot copy {source.uri} to {target.uri}: one of them lies in the other")
 
 

@@ -1,27 +1,27 @@
 """Files from one storage to another: several at once, each through a few windows of memory.
 
-While a window is written, the next windows are read; the digest is computed on the way. All files share the windows:
-together they take `num_windows` * `WINDOW` bytes, for any number of files of any size.
+While a window is written, the next windows are read and digested. All files share the windows: together they take
+`num_windows` * `WINDOW` bytes, for any number of files of any size.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.digest import ChunkHasher, bytes_digest, file_digest
-from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
+from holdfast.format.digest import bytes_digest, file_digest
+from holdfast.storage.base import FileBatch, Storage
 
-__all__ = ["WINDOW", "Brought", "File", "Sender", "TransferStopped", "Windows", "num_windows"]
+from .windows import Windows
 
-WINDOW = 8 << 20
+__all__ = ["Brought", "File", "Sender", "TransferStopped", "num_windows"]
+
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
 # windows: 256 MiB in all.
 _NUM_UPLOADS = 2
@@ -115,7 +115,7 @@ class Sender:
             ThreadPoolExecutor(self._num_windows, "holdfast-read") as readers,
             ThreadPoolExecutor(num_threads, "holdfast-send") as threads,
         ):
-            windows = Windows(readers, self._num_windows)
+            windows = Windows(readers.submit, self._num_windows)
 
             def work() -> None:
                 while True:
@@ -157,14 +157,14 @@ class Sender:
             if reader.size != file.size:
                 raise _damaged(self._source, file, f"has {reader.size} bytes where {file.size} were written or listed")
             with self._target.create(file.target, file.size) as writer:
-                hasher = ChunkHasher()
+                table = bytearray()
                 with contextlib.closing(windows.read(reader)) as views:
-                    for view, nbytes in views:
+                    for window in views:
                         self.check()
-                        hasher.update(view[:nbytes])
-                        writer.write(view)
-                        self.settled(nbytes)
-                if file.digest is not None and file_digest(hasher.table) != file.digest:
+                        table += window.digests
+                        writer.write(window.view)
+                        self.settled(window.nbytes)
+                if file.digest is not None and file_digest(bytes(table)) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
                 if self._last is not None:
                     self._last()
@@ -202,75 +202,14 @@ class Sender:
         return True
 
 
-class Windows:
-    """Page-aligned buffers, filled ahead by the readers; the files under way have equal shares of them.
-
-    A file that is alone has all of them, so that the end of the last big one is as fast as the middle.
-    """
-
-    def __init__(self, readers: ThreadPoolExecutor, number: int) -> None:
-        self._readers, self._number = readers, number
-        self._free: list[mmap.mmap] = []
-        self._num_made = self._num_files = 0
-        self._changed = threading.Condition()
-
-    def read(self, reader: FileReader) -> Generator[tuple[memoryview, int]]:
-        """Yield a file window by window: a view padded to whole blocks, and how many of its bytes are the file's.
-
-        Each view is valid until the next is asked for. To be closed: others may wait for the windows.
-        """
-        ahead: deque[tuple[Future[None], mmap.mmap, int]] = deque()
-        starts = deque(range(0, reader.size, WINDOW))
-        self._count(1)
-        try:
-            while starts or ahead:
-                while starts and (buffer := self._take(len(ahead))) is not None:
-                    start = starts.popleft()
-                    nbytes = min(WINDOW, reader.size - start)
-                    future = self._readers.submit(reader.read_into, start, memoryview(buffer)[:nbytes])
-                    ahead.append((future, buffer, nbytes))
-                future, buffer, nbytes = ahead[0]
-                future.result()
-                yield memoryview(buffer)[: -(-nbytes // BLOCK) * BLOCK], nbytes
-                self._give(ahead.popleft()[1])
-        finally:
-            wait([future for future, _, _ in ahead])  # nothing may touch buffers or reader after this
-            for _, buffer, _ in ahead:
-                self._give(buffer)
-            self._count(-1)
-
-    def _take(self, held: int) -> mmap.mmap | None:
-        """Return another window for a file, None if the file has its share; a file without windows waits for one."""
-        with self._changed:
-            while True:
-                may_have = held < max(1, self._number // self._num_files)
-                if may_have and self._free:
-                    return self._free.pop()
-                if may_have and self._num_made < self._number:
-                    self._num_made += 1
-                    return mmap.mmap(-1, WINDOW)
-                if held:
-                    return None
-                self._changed.wait()  # files with more than their share give a window back with each view
-
-    def _give(self, buffer: mmap.mmap) -> None:
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify()
-
-    def _count(self, change: int) -> None:
-        with self._changed:
-            self._num_files += change
-
-
 def _digest_of(storage: Storage, path: str, windows: Windows, check: Callable[[], None]) -> str:
     """Return the digest of a stored file."""
-    hasher = ChunkHasher()
+    table = bytearray()
     with storage.open(path) as reader, contextlib.closing(windows.read(reader)) as views:
-        for view, nbytes in views:
+        for window in views:
             check()
-            hasher.update(view[:nbytes])
-    return file_digest(hasher.table)
+            table += window.digests
+    return file_digest(bytes(table))
 
 
 def _raise_first(working: Sequence[Future[None]]) -> None:

@@ -28,7 +28,8 @@ from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 
-from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
+from .sending import Brought, File, Progress, Sender, Stop, TransferStopped
+from .windows import WINDOW, Windows
 
 __all__ = [
     "REPEATED_FROM",
@@ -131,7 +132,7 @@ def copy_checkpoint(
     if last is not None:
         last()  # before sidecars, which lie under the same names beside every checkpoint
     if raw is not None and before is not None and is_new:
-        # The sidecars of the checkpoint that is replaced must never be found beside the new one, not even after a kill.
+        # Sidecars of the checkpoint that is replaced must never be found beside its successor, not even after a kill.
         copy.drop_sidecars()
         copy.commit(raw, in_place_of=etag)
     copy.bring_sidecars(is_new=is_new)
@@ -202,7 +203,7 @@ def send_entries(
     brought = Brought(set(), set())
 
     def bring(file: File, windows: Windows) -> None:
-        # The name has the save's id in it. On a disk a file of the right size may be one whose writer died.
+        # The name has the save's id in it. On a disk the writer of a file of the right size may have died.
         if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
             return
         twin = (twins or {}).get((file.digest or "", file.size))

@@ -19,11 +19,14 @@ __all__ = [
     "CHUNK",
     "DIGEST_BYTES",
     "ChunkHasher",
+    "DigestFile",
     "Digests",
     "bytes_digest",
     "chunk_digests",
     "file_digest",
     "num_chunks",
+    "table_at",
+    "table_bytes",
     "verify_chunk",
 ]
 
@@ -34,6 +37,16 @@ DIGEST_BYTES = 8  # in a chunk table
 def num_chunks(size: int) -> int:
     """Return how many chunks a file of ``size`` bytes has."""
     return -(-size // CHUNK)
+
+
+def table_bytes(size: int) -> int:
+    """Return the length of the chunk table of a file of ``size`` bytes."""
+    return DIGEST_BYTES * num_chunks(size)
+
+
+def table_at(tables: bytes, offset: int, size: int) -> bytes:
+    """Cut the chunk table of a file of ``size`` bytes out of a digest file; shorter where the digest file ends."""
+    return tables[offset : offset + table_bytes(size)]
 
 
 def chunk_digests(view: memoryview | bytes) -> bytes:
@@ -98,6 +111,33 @@ def bytes_digest(data: bytes | memoryview) -> str:
     return file_digest(chunk_digests(data))
 
 
+class DigestFile:
+    """The digest file of a writer: the chunk tables of its files, one after another.
+
+    Args:
+        writer: whose files they are.
+        save_id: of the save.
+
+    Attributes:
+        path: name of the digest file inside the checkpoint.
+    """
+
+    def __init__(self, writer: int, save_id: str) -> None:
+        self.path = f"digests-{writer:05d}-{save_id}.bin"
+        self._content = bytearray()
+
+    def add(self, table: bytes) -> tuple[str, int]:
+        """Append a chunk table; return where it is: the ``chunks`` of a `FileEntry`."""
+        place = self.path, len(self._content)
+        self._content += table
+        return place
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the digest file."""
+        return bytes(self._content)
+
+
 @dataclass(slots=True)
 class Digests:
     """The digest tables of a checkpoint's files: path -> eight bytes for each 64 KiB chunk."""
@@ -106,8 +146,8 @@ class Digests:
 
     def fit(self, file: str, first_chunk: int, view: memoryview) -> bool:
         """Tell whether a block of whole chunks is what was written; a file without a table matches nothing."""
-        digests = chunk_digests(view)
-        return digests == self.tables.get(file, b"")[8 * first_chunk : 8 * first_chunk + len(digests)]
+        digests, start = chunk_digests(view), DIGEST_BYTES * first_chunk
+        return digests == self.tables.get(file, b"")[start : start + len(digests)]
 
     def check(self, file: str, first_chunk: int, view: memoryview, names: Callable[[int, int], str | None]) -> None:
         """Compare a block of whole chunks with the table.
@@ -118,10 +158,9 @@ class Digests:
         if self.fit(file, first_chunk, view):
             return
         table, digests = self.tables.get(file, b""), chunk_digests(view)
-        for number in range(len(digests) // 8):
-            at = 8 * (first_chunk + number)
-            if digests[8 * number : 8 * number + 8] != table[at : at + 8]:
-                chunk = first_chunk + number
+        for chunk, start in enumerate(range(0, len(digests), DIGEST_BYTES), first_chunk):
+            at = DIGEST_BYTES * chunk
+            if digests[start : start + DIGEST_BYTES] != table[at : at + DIGEST_BYTES]:
                 tensor = names(chunk * CHUNK, (chunk + 1) * CHUNK)
                 where = f"tensor {tensor!r}, " if tensor else ""
                 raise CorruptCheckpointError(

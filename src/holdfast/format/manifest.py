@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
 from .codec import decode, encode
-from .digest import bytes_digest, num_chunks
+from .digest import bytes_digest, table_bytes
 from .names import MANIFEST_NAME, UNLISTED, check_path
 from .strict_json import dumps, loads
 
@@ -258,7 +258,7 @@ def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
         if entry.chunks is not None:
             path, offset = entry.chunks
             table = by_path.get(path)
-            if table is None or table.role != "digests" or offset + 8 * num_chunks(entry.size) > table.size:
+            if table is None or table.role != "digests" or offset + table_bytes(entry.size) > table.size:
                 raise _corrupt(where, f"the chunk digests of {entry.path} are not where it says ({path}, {offset})")
 
 

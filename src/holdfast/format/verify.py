@@ -10,7 +10,7 @@ import xxhash
 from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError
 from holdfast.storage.base import FileReader, Storage
 
-from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest, num_chunks
+from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest, table_bytes
 from .index import Index
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
@@ -94,7 +94,7 @@ def _verify(
         yield Problem(file=entry.path, message=f"{entry.path}: its chunk digests cannot be read ({error})")
         return
     with tables:
-        if tables.size < offset + DIGEST_BYTES * num_chunks(entry.size):
+        if tables.size < offset + table_bytes(entry.size):
             message = f"{entry.path}: its chunk digests cannot be read ({table_path} has only {tables.size} bytes)"
             yield Problem(file=entry.path, message=message)
             return
@@ -123,10 +123,9 @@ def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
 def _damaged_chunks(
     entry: FileEntry, first: int, digests: bytes, expected: bytes, names: _TensorNames
 ) -> Iterator[Problem]:
-    for number in range(len(digests) // 8):
-        if digests[8 * number : 8 * number + 8] == expected[8 * number : 8 * number + 8]:
+    for chunk, at in enumerate(range(0, len(digests), DIGEST_BYTES), first):
+        if digests[at : at + DIGEST_BYTES] == expected[at : at + DIGEST_BYTES]:
             continue
-        chunk = first + number
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, entry.size)
         tensors = names.between(entry.path, start, stop)
         shown = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5} more" if len(tensors) > 5 else "")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.summary import entries_of, short
 from holdfast.errors import ConfigError, CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.digest import CHUNK, DIGEST_BYTES, bytes_digest, num_chunks
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, bytes_digest, table_at
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.merge import merged
@@ -173,7 +173,7 @@ def _tables(files: _Files, manifest: Manifest) -> dict[str, bytes]:
     for entry in manifest.files:
         if entry.chunks is not None:
             path, offset = entry.chunks
-            tables[entry.path] = whole[path][offset : offset + DIGEST_BYTES * num_chunks(entry.size)]
+            tables[entry.path] = table_at(whole[path], offset, entry.size)
     return tables
 
 

@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastErro
 from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
-from holdfast.format.digest import ChunkHasher, bytes_digest, file_digest
+from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
@@ -72,8 +72,7 @@ class DirectPartWriter:
         self._progress = progress
         self._storage, self._directory, self._save_id, self._rank = storage, directory, save_id, rank
         self._entries: list[FileEntry] = []
-        self._tables = bytearray()
-        self._digests = f"digests-{rank:05d}-{save_id}.bin"
+        self._digests = DigestFile(rank, save_id)
 
     def write(self, rows: list[Row], aliases: Mapping[str, str]) -> PartSummary:
         """Write all tensors, their index and digests; durable on return.
@@ -91,8 +90,8 @@ class DirectPartWriter:
         tied = {name: original for name, original in aliases.items() if original in tensors}
         index = Index(writer=self._rank, files=tuple(files), tensors=tensors, aliases=tied)
         self.put(f"index-{self._rank:05d}-{self._save_id}.json", index.to_bytes(), "index")
-        if self._tables:
-            self.put(self._digests, bytes(self._tables), "digests")
+        if tables := self._digests.content:
+            self.put(self._digests.path, tables, "digests")
         return PartSummary(writer=self._rank, files=tuple(self._entries))
 
     def state(self, tree: bytes) -> FileEntry:
@@ -155,9 +154,7 @@ class DirectPartWriter:
                 before = tensors[row.name].pieces if row.name in tensors else ()
                 tensors[row.name] = TensorEntry(row.name, row.blob.dtype, row.shape, (*before, piece))
         table = hasher.table
-        place = (self._digests, len(self._tables))
-        digest = file_digest(table)
-        self._tables += table
+        place, digest = self._digests.add(table), file_digest(table)
         self._entries.append(
             FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
         )

@@ -78,7 +78,7 @@ class _Seal:
 
 
 class WindowSource:
-    """Queue between the thread that reads messages and the one that writes."""
+    """Queue between the thread that reads messages and the thread that writes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Window | _Seal | str] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class Arriving:
         self._followed: dict[int, Watermark] = {}
 
     def expect(self, call: int, source: WindowSource | None, filled: Watermark | None) -> None:
-        """Wait for the bytes of a save from now on; one that comes whole has neither source nor watermark."""
+        """Wait for the bytes of a save from now on; a save that comes whole has neither source nor watermark."""
         if source is not None:
             self._windowed[call] = source
         if filled is not None:
@@ -188,8 +188,8 @@ class Arriving:
     def abandon_all(self, why: str) -> None:
         """Give up every save that is not complete: nobody will send the rest."""
         waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._followed.values()]
-        for one in waiting:
-            one.abandon(why)
+        for source in waiting:
+            source.abandon(why)
 
     def end(self, call: int) -> list[Window]:
         """Forget a save that has ended; return the windows that nobody has answered.

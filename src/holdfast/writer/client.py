@@ -405,7 +405,7 @@ class WriterClient:
         """Let pending jobs finish, give the lease back and end the writer; idempotent.
 
         After ``timeout_s`` the writer is left alone: it still commits what is sealed, then ends by itself, while
-        the futures fail. ``why`` is what other ranks hear if they still expect a save of this one.
+        the futures fail. ``why`` is what other ranks hear if they still expect a save of this rank.
         """
         self._talk.close(timeout_s, why)
 

@@ -108,7 +108,7 @@ class FrameDecoder:
             fds: descriptors that came with them; they belong to the first frame of which there are bytes in ``data``.
 
         Raises:
-            HoldfastError: this is no frame, or one that is longer than allowed.
+            HoldfastError: this is no frame, or it is longer than allowed.
         """
         self._fds += fds
         found: list[Message] = []

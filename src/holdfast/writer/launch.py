@@ -75,10 +75,10 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
         # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
         trainer = _own_pidfd()
-        told = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
+        options = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(told)],
+                [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",

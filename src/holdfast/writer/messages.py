@@ -233,7 +233,7 @@ def is_incoming(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestSource:
-    """What one rank reported: a directory (or one file) of this machine, or one that the rank has put into the storage.
+    """What one rank reported: a directory or a file of this machine, or files that the rank has put into the storage.
 
     Attributes:
         rank: whose it is.
@@ -468,7 +468,7 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_to_ranks(error: BaseException) -> dict[str, Any]:
-    """Describe an error of a trainer for the other ranks: one that is not Holdfast's keeps its name in the message."""
+    """Describe an error of a trainer for the other ranks: an error of another package keeps its name in the message."""
     described = error_to_json(error)
     if isinstance(error, errors.HoldfastError):
         return described

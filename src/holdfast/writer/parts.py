@@ -37,7 +37,7 @@ def is_committed(storage: Storage, job: SaveJob) -> bool:
         StorageError: nobody can tell.
     """
     try:
-        return any(save_id_of(one.path) == job.save_id for one in read_manifest(storage, job.directory).files)
+        return any(save_id_of(entry.path) == job.save_id for entry in read_manifest(storage, job.directory).files)
     except CheckpointError:
         return False
 

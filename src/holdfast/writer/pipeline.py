@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError, StorageUnavailableError
 from holdfast.format.commit import PartSummary
-from holdfast.format.digest import CHUNK, chunk_digests, file_digest
+from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digests, file_digest, table_at
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
@@ -96,8 +96,7 @@ def read_previous(storage: Storage, directory: str, manifest: Manifest, writer: 
             path, offset = entry.chunks
             if path not in tables:
                 tables[path] = storage.read(f"{directory}/{path}")
-            length = 8 * -(-entry.size // CHUNK)
-            table = tables[path][offset : offset + length]
+            table = table_at(tables[path], offset, entry.size)
             if file_digest(table) != entry.digest:
                 return Previous()
             reuses = MAX_REUSES if entry.reused_from else 0
@@ -172,7 +171,6 @@ class PartWriter:
         self._side_by_side = storage.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
-        self._digests_path = f"digests-{job.writer:05d}-{job.save_id}.bin"
         self._digests: FileEntry | None = None
         self._created: list[str] = []
         self._written = 0
@@ -195,7 +193,7 @@ class PartWriter:
             reused: dict[int, Known | None] = {}
             if self._side_by_side:
                 small.result()
-                self._write_digests(b"".join(digests[number].result() for number in range(len(job.files))))
+                self._write_digests([digests[number].result() for number in range(len(job.files))])
                 reused = dict(zip(reuses, self._close_small(*reuses.values()), strict=True))
             for number, reuse in reuses.items():
                 if number not in reused:
@@ -353,7 +351,7 @@ class PartWriter:
         try:
             return together(self._storage, calls)[: len(more)]
         finally:
-            for writer, _ in closing:  # nothing, for one that is closed
+            for writer, _ in closing:  # does nothing to a closed writer
                 writer.abort()
 
     def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:
@@ -376,26 +374,29 @@ class PartWriter:
         if self._side_by_side:
             self._close_later(writer, len(data))
         self._written += len(data)
-        digest = file_digest(chunk_digests(memoryview(data)))
         return FileEntry(
             path=path,
             size=len(data),
-            digest=digest,
+            digest=bytes_digest(data),
             role=role,
             writer=self._job.writer,
             reused_from=None,
             chunks=None,
         )
 
-    def _write_digests(self, table: bytes) -> None:
-        if table and self._digests is None:
-            self._digests = self._write_small(self._digests_path, "digests", table)
+    def _write_digests(self, tables: Sequence[bytes]) -> list[tuple[str, int]]:
+        """Write the digest file unless it is written; return where each chunk table is in it."""
+        file = DigestFile(self._job.writer, self._job.save_id)
+        places = [file.add(table) for table in tables]
+        if self._digests is None and (content := file.content):
+            self._digests = self._write_small(file.path, "digests", content)
+        return places
 
     def _finish(self, done: list[_Done], entries: list[FileEntry]) -> Part:
         job = self._job
         files: list[FileEntry] = []
-        offset = 0
-        for plan, item in zip(job.files, done, strict=True):
+        places = self._write_digests([item.table for item in done])
+        for plan, item, place in zip(job.files, done, places, strict=True):
             files.append(
                 FileEntry(
                     path=plan.path,
@@ -404,11 +405,9 @@ class PartWriter:
                     role=plan.role,
                     writer=job.writer,
                     reused_from=None if item.reused is None else self._previous.directory.rpartition("/")[2],
-                    chunks=(self._digests_path, offset),
+                    chunks=place,
                 )
             )
-            offset += len(item.table)
-        self._write_digests(b"".join(item.table for item in done))
         if self._digests is not None:
             entries = [*entries, self._digests]
         self._close_small()

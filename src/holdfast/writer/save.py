@@ -52,7 +52,7 @@ def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
         files = read_manifest(storage, job.directory).files
     except CheckpointError:
         return None
-    mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
+    mine = tuple(entry for entry in files if entry.writer == job.writer and save_id_of(entry.path) == job.save_id)
     return PartSummary(writer=job.writer, files=mine) if mine else None
 
 
@@ -127,7 +127,7 @@ class Task:
 
 
 class SaveRunner:
-    """Carries out saves one after another and remembers what the previous one contained.
+    """Carries out saves one after another and remembers what the previous save contained.
 
     Attributes:
         side: the helper thread; whatever else works in turn with the saves may use it.

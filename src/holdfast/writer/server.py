@@ -309,7 +309,7 @@ class WriterLoop:
         return self._run
 
     def storage_of(self, key: int) -> Storage:
-        """Give a storage that the trainer has told of."""
+        """Return a storage that the trainer has announced."""
         return self._handed.storage(key)
 
     def later(self, work: Callable[[], None]) -> None:
@@ -456,7 +456,7 @@ def main(socket_fd: int, trainer_fd: int) -> None:
         socket_fd: our end of the socket pair.
         trainer_fd: pidfd of the trainer, -1 where there is none.
     """
-    # Batch systems signal every process of a job. What ends this one is the end of its trainer, after the last save.
+    # Batch systems signal every process of a job. This process ends with its trainer, after the last save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # some sandboxes refuse; then we compete as an equal

@@ -80,7 +80,7 @@ class NameLeases:
             raise
         self._lost.pop(of, None)
         held = Heartbeat(lease)
-        self._held = {**self._held, of: held}  # a new one: the reading thread may be walking through the other
+        self._held = {**self._held, of: held}  # a new dictionary: the reading thread may be walking through the other
         if self._is_trainer_gone:
             held.trainer_gone()
 
@@ -118,14 +118,14 @@ class NameLeases:
         return held
 
     def give_back(self, of: str) -> None:
-        """Let others have a name; nothing to do for one that is not held. A lease that cannot go goes stale."""
+        """Let others have a name; nothing to do for a name that is not held. A lease that cannot go goes stale."""
         held = self._held.get(of)
-        self._held = {name: one for name, one in self._held.items() if name != of}
+        self._held = {name: lease for name, lease in self._held.items() if name != of}
         self._lost.pop(of, None)
         try:
             if held is not None:
                 held.close()
-        except Exception as error:  # noqa: BLE001 - one that fails must not keep the others, nor the writer
+        except Exception as error:  # noqa: BLE001 - an error of one must not keep the others, nor the writer
             _LOG.warning("a lease could not be given back, it goes stale by itself: %s", error)
 
     def trainer_gone(self) -> None:
@@ -225,7 +225,7 @@ def _put_digest(view: memoryview, at: int, digest: str) -> None:
 
 
 class _Target:
-    """One file of a storage, to be stored in place of the one that is there."""
+    """One file of a storage, to be stored in place of the file that is there."""
 
     def __init__(self, task: Task, size: int, sealed: Watermark, lease: Heartbeat | None) -> None:
         self._storage, self._path = task.storage, task.job.directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.codec import decode, loads
 from holdfast.format.commit import read_manifest
-from holdfast.format.digest import Digests, chunk_digests, file_digest
+from holdfast.format.digest import Digests, bytes_digest, file_digest, table_at, table_bytes
 from holdfast.format.division import disagreement
 from holdfast.format.index import Index, TensorEntry
 from holdfast.format.index_group import IndexFile, IndexGroup, read_indexes
@@ -379,7 +378,7 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
             "copy of this file",
             file=entry.path,
         ) from error
-    if len(data) != entry.size or file_digest(chunk_digests(memoryview(data))) != entry.digest:
+    if len(data) != entry.size or bytes_digest(memoryview(data)) != entry.digest:
         raise CorruptCheckpointError(
             f"{entry.path}: its bytes are not what was written (digest differs): this checkpoint is damaged",
             file=entry.path,
@@ -393,9 +392,8 @@ def _tables(files: Iterable[FileEntry], tables: Mapping[str, bytes]) -> Iterator
         if entry.chunks is None:
             continue
         path, offset = entry.chunks
-        length = 8 * math.ceil(entry.size / 65536)
-        table = tables.get(path, b"")[offset : offset + length]
-        if len(table) != length or file_digest(table) != entry.digest:
+        table = table_at(tables.get(path, b""), offset, entry.size)
+        if len(table) != table_bytes(entry.size) or file_digest(table) != entry.digest:
             raise CorruptCheckpointError(
                 f"{path} does not hold the digests of {entry.path}: the checkpoint is damaged", file=path
             )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
+from holdfast.copying.windows import WINDOW, Windows
 from holdfast.errors import StorageError
 from holdfast.format.digest import chunk_digests
-from holdfast.storage.base import BLOCK, FileBatch, Storage
+from holdfast.storage.base import FileBatch, FileReader, Storage
 from holdfast.storage.local.beneath import Inside
 from holdfast.storage.local.ops import errors_of
 
@@ -18,7 +17,6 @@ from ..serial_executor import SerialExecutor
 
 __all__ = ["SMALL_BYTES", "Copier", "changed", "opened"]
 
-_BUFFER = 8 << 20
 SMALL_BYTES = 1 << 20
 """Up to here a file goes through the page cache, together with others, and is digested where it was read."""
 
@@ -31,8 +29,7 @@ class Copier:
     """
 
     def __init__(self, side: SerialExecutor) -> None:
-        self._side = side
-        self._buffers: tuple[mmap.mmap, ...] = ()
+        self._windows = Windows(side.run, 2)
 
     def digest_file(self, path: str, size: int) -> bytes:
         """Give the chunk digests of a local file."""
@@ -40,13 +37,13 @@ class Copier:
             return self.digest_open(fd, path, size)
 
     def digest_open(self, fd: int, path: str, size: int) -> bytes:
-        """Give the chunk digests of an open file."""
-        return self._digest(lambda view, start: _fill(fd, view, start, path), size)
+        """Give the chunk digests of an open file, without the help of the side thread."""
+        return self._digest(_OpenFile(fd, path, size))
 
     def digest_object(self, storage: Storage, path: str) -> bytes:
         """Give the chunk digests of an object."""
         with storage.open(path) as reader:
-            return self._digest(lambda view, start: reader.read_into(start, view), reader.size)
+            return self._digest(reader)
 
     def copy(self, path: str, size: int, storage: Storage, target: str) -> bytes:
         """Copy a local file, durably; give its chunk digests.
@@ -55,24 +52,16 @@ class Copier:
             StorageError: it could not be read or written, or changed meanwhile.
         """
         table = bytearray()
-        with opened(path, size) as fd, storage.create(target, size) as writer:
-            before = os.fstat(fd)
-            starts = range(0, size, _BUFFER)
-            loading = self._load(fd, path, starts[0], size, 0) if size else None
-            for number, start in enumerate(starts):
-                assert loading is not None
-                table += loading.result()
-                if start != starts[-1]:
-                    loading = self._load(fd, path, starts[number + 1], size, (number + 1) % 2)
-                try:
-                    # Whole pages, so that the tail goes past the page cache as well; the storage cuts it to size.
-                    pages = -(-min(_BUFFER, size - start) // BLOCK) * BLOCK
-                    writer.write(memoryview(self._buffer(number % 2))[:pages])
-                finally:
-                    loading.exception()  # nothing may touch buffer or file after this
-            after = os.fstat(fd)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise changed(path)
+        with (
+            opened(path, size) as fd,
+            storage.create(target, size) as writer,
+            _unchanged(fd, path),
+            closing(self._windows.read(_OpenFile(fd, path, size))) as windows,
+        ):
+            for window in windows:
+                table += window.digests
+                # Whole pages, so that the tail goes past the page cache as well; the storage cuts it to size.
+                writer.write(window.view)
         return bytes(table)
 
     def copy_small(self, path: str, size: int, batch: FileBatch, target: str) -> bytes:
@@ -81,38 +70,50 @@ class Copier:
         Raises:
             StorageError: as `copy`.
         """
-        view = memoryview(self._buffer(0))[:size]
-        with opened(path, size) as fd:
-            before = os.fstat(fd)
-            _fill(fd, view, 0, path)
-            after = os.fstat(fd)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise changed(path)
-        batch.add(target, view)
-        return chunk_digests(view)
-
-    def _load(self, fd: int, path: str, start: int, size: int, number: int) -> Future[bytes]:
-        """Fill one buffer on the helper thread, while the other is being written; give its chunk digests."""
-        view = memoryview(self._buffer(number))[: min(_BUFFER, size - start)]
-
-        def load() -> bytes:
-            _fill(fd, view, start, path)
+        with self._windows.buffer() as buffer:
+            view = buffer[:size]
+            with opened(path, size) as fd, _unchanged(fd, path):
+                _OpenFile(fd, path, size).read_into(0, view)
+            batch.add(target, view)
             return chunk_digests(view)
 
-        return self._side.run(load)
-
-    def _digest(self, read: Callable[[memoryview, int], None], size: int) -> bytes:
+    def _digest(self, reader: FileReader) -> bytes:
         table = bytearray()
-        for start in range(0, size, _BUFFER):
-            view = memoryview(self._buffer(0))[: min(_BUFFER, size - start)]
-            read(view, start)
-            table += chunk_digests(view)
+        with self._windows.buffer() as buffer:
+            for start in range(0, reader.size, WINDOW):
+                view = buffer[: min(WINDOW, reader.size - start)]
+                reader.read_into(start, view)
+                table += chunk_digests(view)
         return bytes(table)
 
-    def _buffer(self, number: int) -> mmap.mmap:
-        if not self._buffers:
-            self._buffers = (mmap.mmap(-1, _BUFFER), mmap.mmap(-1, _BUFFER))  # page-aligned, for direct writes
-        return self._buffers[number]
+
+class _OpenFile(FileReader):
+    """A local file that its owner may change while it is read; whoever opened ``fd`` closes it."""
+
+    def __init__(self, fd: int, path: str, size: int) -> None:
+        self._fd, self._path, self.size = fd, path, size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        with errors_of("read", self._path):
+            done = 0
+            while done < len(view):
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+                if count == 0:
+                    raise changed(self._path)
+                done += count
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _unchanged(fd: int, path: str) -> Iterator[None]:
+    """Refuse a file that is written to in the block."""
+    before = os.fstat(fd)
+    yield
+    after = os.fstat(fd)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise changed(path)
 
 
 @contextmanager
@@ -138,13 +139,3 @@ def changed(path: str) -> StorageError:
         f"cannot take {path}: it changed while it was read; leave a reported directory alone until report() returns "
         "(SYNC), or has taken it over (ASYNC)"
     )
-
-
-def _fill(fd: int, view: memoryview, offset: int, path: str) -> None:
-    with errors_of("read", path):
-        done = 0
-        while done < len(view):
-            count = os.preadv(fd, [view[done:]], offset + done)
-            if count == 0:
-                raise changed(path)
-            done += count

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.format.commit import PartSummary
-from holdfast.format.digest import CHUNK, bytes_digest, file_digest
+from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, file_digest
 from holdfast.format.manifest import EMPTY_DIRECTORIES, FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.storage.base import Storage
@@ -28,9 +28,8 @@ class FileList:
     def __init__(self, save_id: str, writers: Sequence[int]) -> None:
         self._first = min(writers)
         self._entries: dict[int, list[FileEntry]] = {writer: [] for writer in writers}
-        self._tables: list[bytes] = []
-        self._offset = 0
-        self.digests_path = f"digests-{self._first:05d}-{save_id}.bin"
+        self._digests = DigestFile(self._first, save_id)
+        self.digests_path = self._digests.path
 
     def add(self, entry: FileEntry) -> None:
         """Add a file that is described already."""
@@ -38,31 +37,28 @@ class FileList:
 
     def add_file(self, path: str, size: int, table: bytes, *, writer: int) -> None:
         """Add a file of a user by its chunk digests."""
-        chunks = None
-        if size > CHUNK:  # the digest of one chunk is as good as that of the file
-            chunks = (self.digests_path, self._offset)
-            self._tables.append(table)
-            self._offset += len(table)
+        # The digest of a single chunk is as good as that of the file.
+        chunks = self._digests.add(table) if size > CHUNK else None
         writer = writer if writer in self._entries else self._first
         self.add(FileEntry(path=path, size=size, digest=file_digest(table), writer=writer, chunks=chunks))
 
     def put_digests(self, storage: Storage, directory: str) -> int:
         """Store the digest table, if there is one; give the bytes written."""
-        table = b"".join(self._tables)
-        if not table:
+        tables = self._digests.content
+        if not tables:
             return 0
-        with storage.create(join(directory, self.digests_path), len(table)) as file:
-            file.write(memoryview(table))
+        with storage.create(join(directory, self.digests_path), len(tables)) as file:
+            file.write(memoryview(tables))
         self.add(
             FileEntry(
                 path=self.digests_path,
-                size=len(table),
-                digest=bytes_digest(table),
+                size=len(tables),
+                digest=bytes_digest(tables),
                 role="digests",
                 writer=self._first,
             )
         )
-        return len(table)
+        return len(tables)
 
     def parts(self) -> list[PartSummary]:
         """Give what `commit` takes."""

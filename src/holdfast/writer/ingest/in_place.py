@@ -44,7 +44,7 @@ def commit_in_place(
 
     Args:
         storage: where it is.
-        job: one without sources.
+        job: has no sources.
         run: the open run it belongs to, if any.
         side: helps.
         again: an earlier writer process may have committed it.
@@ -156,7 +156,7 @@ def _check_links(storage: Storage, job: IngestJob) -> tuple[str, ...]:
     if not os.path.isdir(home):
         return ()
     found = scan(IngestSource(rank=0, path=home, owned=True))
-    links = [one.name for one in found.files if not one.movable]
+    links = [file.name for file in found.files if not file.movable]
     if links:
         raise ConfigError(
             f"{home}: {', '.join(links[:_NAMED])} is reached through a link: what is committed where it lies must lie "

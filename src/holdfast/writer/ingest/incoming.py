@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
-from holdfast.format.digest import DIGEST_BYTES, file_digest, num_chunks
+from holdfast.format.digest import file_digest, table_at, table_bytes
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.strict_json import dumps, loads
@@ -95,7 +95,7 @@ def read_incoming(storage: Storage, home: str, rank: int) -> Incoming:
     """
     where = join(home, _LISTING)
     try:
-        told = loads(storage.read(where), max_bytes=MAX_MANIFEST_BYTES, where=where)
+        listing = loads(storage.read(where), max_bytes=MAX_MANIFEST_BYTES, where=where)
         digests = storage.read(join(home, _DIGESTS))
     except StorageNotFoundError as error:
         raise CheckpointNotFoundError(
@@ -103,7 +103,7 @@ def read_incoming(storage: Storage, home: str, rank: int) -> Incoming:
             "taken this run over"
         ) from error
     try:
-        return _from_json(storage, home, rank, told, digests)
+        return _from_json(storage, home, rank, listing, digests)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"{where}: malformed ({error!r})", file=where) from error
 
@@ -132,31 +132,30 @@ def _to_json(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _from_json(storage: Storage, home: str, rank: int, told: Mapping[str, Any], digests: bytes) -> Incoming:
+def _from_json(storage: Storage, home: str, rank: int, listing: Mapping[str, Any], digests: bytes) -> Incoming:
     files = []
-    for number, (name, size, entry) in enumerate(told["files"]):
+    for number, (name, size, entry) in enumerate(listing["files"]):
         known = None if entry is None else FileEntry.from_json(entry)
         place = _object(home, number)
         files.append(SourceFile(rank=rank, name=str(name), source=place, size=int(size), movable=False, entry=known))
     manifest, last = None, None
-    if (size := told["manifest_bytes"]) is not None:
+    if (size := listing["manifest_bytes"]) is not None:
         place = _object(home, len(files))
         manifest = Manifest.from_bytes(storage.read(place), where=join(storage.uri, place))
         last = SourceFile(rank=rank, name=MANIFEST_NAME, source=place, size=int(size), movable=False)
-    metadata = told["metadata"]
+    metadata = listing["metadata"]
     contents = Contents(
         rank=rank,
         files=tuple(files),
         metadata=None if metadata is None else base64.b64decode(metadata),
         manifest=manifest,
         manifest_file=last,
-        bare=tuple(map(str, told["bare"])),
+        bare=tuple(map(str, listing["bare"])),
     )
     tables, offset = {}, 0
     for file in [*files, *([] if last is None else [last])]:
-        length = DIGEST_BYTES * num_chunks(file.size)
-        tables[file.source] = digests[offset : offset + length]
-        offset += length
+        tables[file.source] = table_at(digests, offset, file.size)
+        offset += table_bytes(file.size)
     if offset != len(digests):
         raise ValueError(f"{len(digests)} bytes of digests, {offset} expected")
     return Incoming(contents=check_contents(join(storage.uri, home), contents), tables=tables)

@@ -147,10 +147,10 @@ class Intake:
             sources = [self._look_at(source) for source in job.sources]
         needed = contested(sources)
         with self._timed("digest"):
-            for one in needed:
-                if one.source not in self._tables:
-                    self._tables[one.source] = self._copier.digest_file(one.source, one.size)
-        digests = {(one.rank, one.name): file_digest(self._tables[one.source]) for one in needed}
+            for file in needed:
+                if file.source not in self._tables:
+                    self._tables[file.source] = self._copier.digest_file(file.source, file.size)
+        digests = {(file.rank, file.name): file_digest(self._tables[file.source]) for file in needed}
         plan = merge(sources, digests)
         paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
         paths |= {METADATA} if plan.metadata is not None else set()

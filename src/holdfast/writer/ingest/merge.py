@@ -120,7 +120,7 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
     """Decide where every file goes.
 
     Args:
-        sources: one for each rank that reported files.
+        sources: the contents of each rank that reported files.
         digests: (rank, name) -> digest of the `contested` files.
 
     Raises:
@@ -209,7 +209,7 @@ def _names(files: Iterable[SourceFile]) -> set[str]:
 
 def _folders(sources: Sequence[Contents], taken: set[str]) -> tuple[str, ...]:
     """Return the directories that hold nothing on any rank; they are added to ``taken``."""
-    files = {one.name: one for one in _files(sources)}
+    files = {file.name: file for file in _files(sources)}
     inside = taken - files.keys()  # directories that hold something on some rank
     found: set[str] = set()
     for source in sources:

@@ -29,7 +29,7 @@ STALE_S = 30.0
 ENDED_S = 0.75  # for whoever may come back although its end has been seen (a router that resets connections)
 _FLUSH_S = 5.0
 _HELLO_S = 10.0
-_MORE_STRANGERS = 64  # beside one for each rank
+_MORE_STRANGERS = 64  # beside a connection for each rank
 _ACCEPTS = 64  # of one turn
 _PAUSE_S = 0.2
 _NONSENSE = "what its writer process says makes no sense ({}): do all nodes run the same version of holdfast?"
@@ -99,8 +99,8 @@ class ControlServer:
         self._next_beat = now + beat_s
         self._watched = now
         listener.setblocking(False)
-        for one in (self._wake, self._woken):
-            one.setblocking(False)
+        for sock in (self._wake, self._woken):
+            sock.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="holdfast-control", daemon=True)
@@ -150,8 +150,8 @@ class ControlServer:
         finally:
             for link in [*self._ranks, *self._strangers]:
                 link.close()
-            for one in (self._listener, self._wake, self._woken):
-                one.close()
+            for sock in (self._listener, self._wake, self._woken):
+                sock.close()
             self._selector.close()
 
     def _turn(self) -> None:
@@ -294,7 +294,7 @@ class ControlServer:
         rank = self._ranks[link]
         joined = self._members[rank].link is link
         for message in messages:
-            # Also of one that is gone, so that an answer could not be sent: its last words say why it has left.
+            # Also of a rank that is gone, so that an answer could not be sent: its last words say why it has left.
             self._members[rank].heard = time.monotonic()
             if joined:
                 self._members[rank].nonsense = None
@@ -389,7 +389,7 @@ class ControlServer:
     def _on_ask(self, rank: int, message: Message) -> None:
         if self.steps.gathered:
             self._answer(rank, message["about"])
-        else:  # another rank may have had an answer from the writer before this one, and tell of it when it joins
+        else:  # another rank may have had an answer from an earlier writer, and tell of it when it joins
             self._early.append((rank, message["about"]))
 
     def _answer(self, rank: int, about: str) -> None:
@@ -398,7 +398,7 @@ class ControlServer:
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._act(self.saves.left(rank, message["why"]))
-        # Also of one that has left in order: all ranks leave at the same step, and who goes on cannot save any more.
+        # Also of a rank that has left in order: all ranks leave at the same step, and who goes on cannot save any more.
         self._break(rank, message["why"])
 
     def _on_bye(self, rank: int, message: Message) -> None:

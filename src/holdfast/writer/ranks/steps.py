@@ -87,8 +87,8 @@ class StepAgreement:
         if self.step is not None and not self.armed and _URGENCY[kind] > _URGENCY[self.kind]:
             return self._propose(kind)
         is_under_way = self.step is not None and (not self.armed or rank in self._waiting)
-        known = [one for one in (self.kind if is_under_way else None, self._next) if one is not None]
-        if all(_URGENCY[kind] > _URGENCY[one] for one in known):
+        known = [other for other in (self.kind if is_under_way else None, self._next) if other is not None]
+        if all(_URGENCY[kind] > _URGENCY[other] for other in known):
             self._next = kind
         return []
 
@@ -161,9 +161,15 @@ class StepAgreement:
         """All ranks are there for the first time (of this writer): take over what an earlier one had armed."""
         self._gathered = True
         standings, self._standing = self._standing, {}
-        self._highest = max((one.target for one in standings.values() if one.target is not None), default=-1)
-        armed = {one.target: one.kind for one in standings.values() if one.armed and one.target is not None}
-        open_ = {step for step in armed if any(one.acted < step for one in standings.values())}
+        self._highest = max(
+            (standing.target for standing in standings.values() if standing.target is not None), default=-1
+        )
+        armed = {
+            standing.target: standing.kind
+            for standing in standings.values()
+            if standing.armed and standing.target is not None
+        }
+        open_ = {step for step in armed if any(standing.acted < step for standing in standings.values())}
         if open_:
             self.step = max(open_)
             self.kind, self.armed = armed[self.step], True

@@ -18,7 +18,7 @@ _LOOK_S = 0.2  # for the end, which nobody announces
 
 
 class JointUploads:
-    """Told of events by the thread of the control channel, waited for by the thread that uploads.
+    """The thread of the control channel reports events here; the thread that uploads waits for them.
 
     Args:
         world_size: number of ranks.

@@ -83,8 +83,8 @@ class UploadJob:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        return {**told, "pointer": None if self.pointer is None else self.pointer.to_json()}
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {**fields, "pointer": None if self.pointer is None else self.pointer.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UploadJob:

@@ -42,7 +42,7 @@ class RemoteSide:
 
     @classmethod
     def from_told(cls, storage: Storage, told: Mapping[str, Any]) -> RemoteSide:
-        """Rebuild what the trainer told."""
+        """Rebuild it from the request of the trainer."""
         keep = told["keep"]
         return cls(storage=storage, keep=keep and Keep.from_json(keep), limits=MirrorLimits(**told["limits"]))
 

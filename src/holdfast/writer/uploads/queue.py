@@ -31,7 +31,7 @@ _LOG = get_logger("writer")
 END_S = 20.0
 """How long uploads of a run go on after its trainer is gone: a successor waits three times as long for the lease."""
 _BETWEEN_S = 15.0  # reports and what the run says about itself
-_ARRIVED = 64  # names told to a follower, which asks again after each change
+_ARRIVED = 64  # names sent to a follower, which asks again after each change
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _GRACE_S = 5.0  # after the end of uploads, for the last words and the lease
@@ -68,7 +68,7 @@ class UploadQueue:
     """Brings what waits, and tries again for ever.
 
     Args:
-        source: brings one thing.
+        source: brings a checkpoint, a staged save or a file.
         limits: how many may wait.
         waiting: names that wait from the start, oldest first.
         settled: called, by an uploading thread, when a name waits no more: it was brought, or cannot be.
@@ -111,7 +111,7 @@ class UploadQueue:
         self._next_try = self._next_between = 0.0
         self._arrival = self._warned = time.monotonic()
         self._followers: list[Follower] = []
-        self._version = time.monotonic_ns()  # higher than that of a writer before this one
+        self._version = time.monotonic_ns()  # higher than that of an earlier writer
         self._newest = source.newest()
         self._give_up()
         self._threads = [
@@ -141,7 +141,7 @@ class UploadQueue:
                 self._arrival = self._warned = time.monotonic()
             if name in self._in_flight:
                 self._renewed.add(name)
-            self._waiting = [*(one for one in self._waiting if one != name), name]
+            self._waiting = [*(other for other in self._waiting if other != name), name]
             self._give_up()
             self._going = True
             self._tell()
@@ -295,7 +295,7 @@ class UploadQueue:
     @property
     def _due(self) -> str | None:
         """The oldest that waits; with more threads the oldest few go side by side."""
-        return next((one for one in self._waiting[: self._num_workers] if one not in self._in_flight), None)
+        return next((name for name in self._waiting[: self._num_workers] if name not in self._in_flight), None)
 
     @property
     def _is_between_due(self) -> bool:

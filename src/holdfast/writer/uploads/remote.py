@@ -101,7 +101,7 @@ class RemoteRun:
     def highest_attempt(self) -> int:
         """The highest attempt that ever was."""
         index = self.catalog.index
-        seen = [one.attempt for one in index.attempts] + [row[1] for row in index.rows.values()]
+        seen = [attempt.attempt for attempt in index.attempts] + [row[1] for row in index.rows.values()]
         if self.catalog.fence is not None:
             seen.append(self.catalog.fence.below)
         return max([*seen, highest_attempt(self._storage)], default=0)
@@ -127,9 +127,9 @@ class RemoteRun:
                 "give each run a local_dir of its own, or empty this one"
             )
         local.run_id = local.run_id or index.run_id
-        last = [max((one.attempt for one in side.attempts), default=0) for side in (local, index)]
+        last = [max((attempt.attempt for attempt in side.attempts), default=0) for side in (local, index)]
         older, newer = (local, index) if last[1] > last[0] else (index, local)
-        known = {one.attempt: one for one in (*older.attempts, *newer.attempts)}
+        known = {attempt.attempt: attempt for attempt in (*older.attempts, *newer.attempts)}
         local.attempts = [known[number] for number in sorted(known)]
         local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
         # One journal: what happens at the remote comes back to it with the report segments of the local side.
@@ -176,7 +176,7 @@ class RemoteRun:
                 "the one of the local disk"
             )
         before = read_sidecar(self._local, name)
-        previous = next((one for one in self.catalog.names() if one != name), None)
+        previous = next((other for other in self.catalog.names() if other != name), None)
         copied = self._copy(name, previous, stop)
         self.heartbeat.confirm()  # what is there by now counts; and from here on run.json is written and old ones go
         self._sidecars[name] = before
@@ -188,7 +188,7 @@ class RemoteRun:
         for last in (False, True):
             in_the_way = self._is_void(name)
             if in_the_way:
-                self.heartbeat.announce([name])  # one that was committed too late, and does not count
+                self.heartbeat.announce([name])  # its checkpoint was committed too late, and does not count
             try:
                 return copy_checkpoint(
                     self._local, name, self._storage, name, previous=previous, stop=stop, overwrite=in_the_way
@@ -219,10 +219,10 @@ class RemoteRun:
         """Copy what the local run.json says about the run itself; rows and quarantine are each side's own."""
         local, index = RunIndex.load(self._local, head_only=True), self.catalog.index
         fields = ("run_id", "attempts", "notes", "finished")
-        if local.damage is None and any(getattr(local, one) != getattr(index, one) for one in fields):
+        if local.damage is None and any(getattr(local, field) != getattr(index, field) for field in fields):
             self.heartbeat.confirm()
-            for one in fields:
-                setattr(index, one, getattr(local, one))
+            for field in fields:
+                setattr(index, field, getattr(local, field))
         elif index.damage is None:
             return
         if save:
@@ -247,7 +247,7 @@ class RemoteRun:
 
     def bring_sidecars(self) -> bool:
         """Tell the remote of late metrics and pins of checkpoints that lie at both sides; whether there were any."""
-        told = False
+        has_any = False
         for name in sorted(self.both):
             if not self._local.exists(f"{name}/{MANIFEST_NAME}"):
                 self.both.discard(name)
@@ -260,9 +260,9 @@ class RemoteRun:
                 self.heartbeat.confirm()
                 metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
                 self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
-                told = True
+                has_any = True
             self._sidecars[name] = now
-        return told
+        return has_any
 
     def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
         """Take metrics or a pin of a checkpoint that the local side may have no more."""

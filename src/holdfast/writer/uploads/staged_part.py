@@ -118,13 +118,13 @@ class StagedParts:
         twins = {key: path for key, (path, times) in before.items() if stores and times < MAX_REUSES}
         sent, repeated = send_entries(self._local, self._remote, directory, part.files, twins=twins)
         self._brought = {}
-        for one in part.files:
-            if one.size >= REPEATED_FROM:
-                key, path = (one.digest, one.size), join(directory, one.path)
+        for entry in part.files:
+            if entry.size >= REPEATED_FROM:
+                key, path = (entry.digest, entry.size), join(directory, entry.path)
                 known, times = before.get(key, ("", 0))
-                if one.path in repeated:
+                if entry.path in repeated:
                     times += 1
-                elif one.path in sent:
+                elif entry.path in sent:
                     times = 0
                 elif known != path:  # an earlier writer of this save brought it, who knows how
                     times = MAX_REUSES

@@ -114,8 +114,9 @@ class StagedRun:
             self._run.arrived(name, read_manifest(self._storage, name))
             self.queue.look()
             return
-        its = {found: one for found, one_save, one in staged_saves(self._local) if one_save == save}
-        manifest = its.get(name)  # None: asked again, for the writer before this one died when it had just arrived
+        manifests = {(staged, its_save): found for staged, its_save, found in staged_saves(self._local)}
+        # None: the call is repeated, for the earlier writer died when the save had just arrived.
+        manifest = manifests.get((name, save))
         if manifest is not None:
             self._queue(name, save, manifest)
         while name in self._saves:
@@ -136,12 +137,12 @@ class StagedRun:
             self._over = True
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
-        """Keep what is said about a staged save until that arrives; false if it is none. Needs the run's lock."""
+        """Keep ``say`` until the staged save arrives; false if no staged save has this name. Needs the run's lock."""
         if name not in self._known:
             return False
         if name in self._saves:
             self._late.setdefault(name, []).append(say)
-        return True  # one that was given up has nothing any more that anything could be said about
+        return True  # of a save that was given up nothing is left that a late metric or pin could be kept with
 
     def _queue(self, name: str, save: str, manifest: Manifest) -> None:
         with self._lock:  # else the other thread may find it before it is waited for
