@@ -98,7 +98,7 @@ def follow(
     storage = resolve(run, filesystem)
     if poll_s is None:
         poll_s = _LOCAL_S if storage.local_root is not None else _REMOTE_S
-    feed = _Feed(_Watched(storage), interval, start, only_newest=only_newest)
+    feed = _Feed(_FollowedRun(storage), interval, start, only_newest=only_newest)
     return _follow(feed, verify=verify, hold_s=hold_s, poll_s=poll_s, timeout_s=timeout_s)
 
 
@@ -140,7 +140,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
     return verification.ok
 
 
-class _Watched:
+class _FollowedRun:
     """A run seen from outside: reads it again when something has changed, and outlasts a storage that is away."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
@@ -206,7 +206,7 @@ class _Watched:
 class _Feed:
     """Decides which checkpoints of a run come next. `is_over`: the run has finished, and nothing else comes."""
 
-    def __init__(self, watched: _Watched, every: Interval | None, start: Start, *, only_newest: bool) -> None:
+    def __init__(self, watched: _FollowedRun, every: Interval | None, start: Start, *, only_newest: bool) -> None:
         self.watched = watched
         self.is_over = False
         self._every, self._only_newest = every, only_newest

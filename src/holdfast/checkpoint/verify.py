@@ -70,7 +70,7 @@ def verify(storage: Storage, name: str, *, deep: bool, progress: Progress | None
         return Verification(ok=False, problems=(why,), state="foreign")
     except CheckpointError as error:
         return Verification(ok=False, problems=(str(error),), state="corrupt")
-    watched = _Watched(storage, name, progress)
+    watched = _CountingStorage(storage, name, progress)
     try:
         problems = tuple(str(problem) for problem in verify_files(watched, "", manifest, deep=deep))
         state = "corrupt" if problems else "ok"
@@ -84,7 +84,7 @@ def verify(storage: Storage, name: str, *, deep: bool, progress: Progress | None
     )
 
 
-class _Watched(PrefixStorage):
+class _CountingStorage(PrefixStorage):
     """The checkpoint's directory, counting the bytes read from it."""
 
     def __init__(self, storage: Storage, name: str, progress: Progress | None) -> None:

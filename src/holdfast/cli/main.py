@@ -42,7 +42,7 @@ _GROUPS = {
 }
 
 
-class _Group(click.Group):
+class _HoldfastGroup(click.Group):
     """A group whose commands never end in a traceback of ours, and whose help says in a sentence what each is for."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -73,7 +73,7 @@ def _sentence(command: click.Command) -> str:
     return first.partition(". ")[0].rstrip(".") + "."
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_HoldfastGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(holdfast.__version__, prog_name="holdfast")
 def cli() -> None:
     """Look at, check, keep, copy, convert and follow training checkpoints and runs.

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from holdfast.format.digest import chunk_digests
 from holdfast.storage.base import BLOCK, FileReader
 
-__all__ = ["WINDOW", "Window", "Windows"]
+__all__ = ["WINDOW", "ReadWindow", "Windows"]
 
 WINDOW = 8 << 20
 """A multiple of the chunks of `holdfast.format.digest`, so that the digests of windows join to those of the file."""
 
 
-class Window(NamedTuple):
+class ReadWindow(NamedTuple):
     """A part of a file.
 
     Attributes:
@@ -49,7 +49,7 @@ class Windows:
         self._num_made = self._num_files = 0
         self._changed = threading.Condition()
 
-    def read(self, reader: FileReader) -> Generator[Window]:
+    def read(self, reader: FileReader) -> Generator[ReadWindow]:
         """Yield a file window by window. To be closed: others may wait for the buffers.
 
         Raises:
@@ -66,7 +66,7 @@ class Windows:
                     ahead.append((self._load(reader, start, memoryview(buffer)[:nbytes]), buffer, nbytes))
                 future, buffer, nbytes = ahead[0]
                 digests = future.result()
-                yield Window(memoryview(buffer)[: -(-nbytes // BLOCK) * BLOCK], nbytes, digests)
+                yield ReadWindow(memoryview(buffer)[: -(-nbytes // BLOCK) * BLOCK], nbytes, digests)
                 self._give(ahead.popleft()[1])
         finally:
             wait([future for future, _, _ in ahead])  # nothing may touch buffers or reader after this

@@ -23,7 +23,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult
 
-from .lost import Lost
+from .lost import LostCheckpoint
 from .metrics import scalars
 from .places import STAGED, sweep_staged
 from .verified import newest_sound
@@ -84,7 +84,7 @@ class DirectoryCheckpoints:
         check_root(self.storage)
         self._session: RunSession | None = None
         self._of_step: dict[int, str] = {}
-        self._lost: Lost | None = None  # the newest of which the outcome is known, if it was
+        self._lost: LostCheckpoint | None = None  # the newest of which the outcome is known, if it was
         self._downloads = contextlib.ExitStack()
         self._swept: set[str] = set()
 
@@ -246,7 +246,7 @@ class DirectoryCheckpoints:
         if self._session is not None:
             self._session.settle()
 
-    def _let_go(self) -> Lost | None:
+    def _let_go(self) -> LostCheckpoint | None:
         """Give the run back; returns the newest if it was lost."""
         session, self._session = self._session, None  # the writer goes on with what it has; nobody hears of it
         lost, self._lost = self._lost and self._lost.aside(), None
@@ -302,7 +302,7 @@ class DirectoryCheckpoints:
 
     def _lose(self, source: str, staged: str | None, save: RunSave, error: BaseException) -> str:
         self._drop_lost()
-        self._lost = Lost.of(source, staged, name=save.name, step=save.step, error=error)
+        self._lost = LostCheckpoint.of(source, staged, name=save.name, step=save.step, error=error)
         self._of_step = {step: name for step, name in self._of_step.items() if name != save.name}
         return f"{self._lost.what}; training goes on"
 

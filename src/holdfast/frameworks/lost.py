@@ -1,4 +1,4 @@
-"""`Lost`: a checkpoint that was added and could not be kept, and what is left of it."""
+"""`LostCheckpoint`: a checkpoint that was added and could not be kept, and what is left of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast.run.remains import INCOMING
 
 from .places import STAGED, unused
 
-__all__ = ["Lost"]
+__all__ = ["LostCheckpoint"]
 
 _LOG = get_logger("integrations")
 _ASIDE = "_holdfast-lost-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class LostCheckpoint:
     """A checkpoint that is not in the run.
 
     Attributes:
@@ -37,7 +37,7 @@ class Lost:
     ours: bool
 
     @classmethod
-    def of(cls, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> Lost:
+    def of(cls, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> LostCheckpoint:
         """Describe the loss of ``source``, whose files are in ``staged`` too, or alone; a second copy is removed."""
         if staged not in (None, source) and os.path.exists(source):
             shutil.rmtree(staged or "", ignore_errors=True)
@@ -64,7 +64,7 @@ class Lost:
         if self.ours and self.left is not None:
             shutil.rmtree(self.left, ignore_errors=True)
 
-    def aside(self) -> Lost:
+    def aside(self) -> LostCheckpoint:
         """Bring what is left to where neither the end of the run nor its next start removes it."""
         if self.left is None or not self.ours:
             return self

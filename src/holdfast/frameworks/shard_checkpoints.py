@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.trainers.function.worker.handoff import HandoffArea
 
 from .directory_checkpoints import DirectoryCheckpoints
-from .lost import Lost
+from .lost import LostCheckpoint
 from .places import claim
 from .together import TOPICS, written_together
 
@@ -104,7 +104,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
 
     # -- inside
 
-    def _let_go(self) -> Lost | None:
+    def _let_go(self) -> LostCheckpoint | None:
         under_way = self._session is not None and len(self._session.saves) > 0
         lost = super()._let_go()
         claimed, self._claimed, self._home = self._claimed, None, None

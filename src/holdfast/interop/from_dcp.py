@@ -38,7 +38,7 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-    files = _Files(folder, stack)
+    files = _DcpFiles(folder, stack)
     metadata = read_metadata(files.small(METADATA_NAME))
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
@@ -73,7 +73,7 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     return gathered
 
 
-class _Files:
+class _DcpFiles:
     """The data files of a directory."""
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
@@ -149,7 +149,7 @@ def _place(places: dict[Any, Any], fqn: str, start: tuple[int, ...]) -> Any:
     return info
 
 
-def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Files) -> Blob:
+def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _DcpFiles) -> Blob:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpointError(f".metadata gives {name!r} the dtype {str(dtype)[:80]}", file=METADATA_NAME)
@@ -171,7 +171,7 @@ def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Fil
 class _Chunk:
     """A stored box: a file of ``torch.save`` within a file. The first read finds out where its elements are."""
 
-    def __init__(self, name: str, box: Box, dtype: torch.dtype, info: Any, files: _Files) -> None:
+    def __init__(self, name: str, box: Box, dtype: torch.dtype, info: Any, files: _DcpFiles) -> None:
         self._name, self._box, self._dtype = name, box, dtype
         self._part = files.part(info)
         self._start: int | None = None  # first byte of the elements within the part

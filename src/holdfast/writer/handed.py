@@ -13,7 +13,7 @@ from holdfast.storage.resolve import from_description
 from .arena import Arena
 from .frames import Message
 
-__all__ = ["Attachments", "Handed", "Received", "Shared"]
+__all__ = ["Attachments", "Handed", "ReceivedAttachments", "Shared"]
 
 
 class Attachments(Protocol):
@@ -29,7 +29,7 @@ class Attachments(Protocol):
         """Let go of an arena."""
 
 
-class Received:
+class ReceivedAttachments:
     """What a writer process takes from the socket."""
 
     def __init__(self) -> None:

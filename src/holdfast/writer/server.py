@@ -19,7 +19,7 @@ from holdfast.storage.base import Storage
 
 from .arriving import Arriving, Window, WindowSource, watermark
 from .frames import Channel, Message
-from .handed import Attachments, Handed, Received
+from .handed import Attachments, Handed, ReceivedAttachments
 from .messages import Directory, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .parts import commit_parts
@@ -466,7 +466,7 @@ def main(socket_fd: int, trainer_fd: int) -> None:
     for fd in (socket_fd, trainer_fd):
         if fd >= 0:
             os.set_inheritable(fd, False)
-    loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), Received(), trainer_fd=trainer_fd)
+    loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), ReceivedAttachments(), trainer_fd=trainer_fd)
     loop.serve()
     # An upload that hangs in its client must not keep this process; what it did not finish, the next start does.
     with contextlib.suppress(OSError):

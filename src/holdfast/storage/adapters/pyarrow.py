@@ -136,7 +136,7 @@ class PyarrowStorage(AdaptedStorage):
         def drop() -> None:
             self.filesystem.delete_file(full)
 
-        return _Writer(stream, where=where, size=size, drop=drop, check=lambda: self._look(full))
+        return _ArrowWriter(stream, where=where, size=size, drop=drop, check=lambda: self._look(full))
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         from pyarrow.fs import FileSelector, FileType
@@ -187,7 +187,7 @@ class PyarrowStorage(AdaptedStorage):
             return action()
 
 
-class _Writer(FileWriter):
+class _ArrowWriter(FileWriter):
     def __init__(
         self, stream: Any, *, where: str, size: int, drop: Callable[[], None], check: Callable[[], FoundObject | None]
     ) -> None:

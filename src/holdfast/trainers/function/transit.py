@@ -86,7 +86,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any]:
     return function, config
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _TransitPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle sends along what a function may mean by ``torch`` and ``.ops``: ``torch.ops``, no plain module.
 
     A checkpoint in the memory of this process travels with its files.
@@ -111,7 +111,7 @@ def _reduce_checkpoint(checkpoint: Any) -> tuple[Any, ...]:
 
 def _dumps(value: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    _TransitPickler(file).dump(value)
     return file.getvalue()
 
 

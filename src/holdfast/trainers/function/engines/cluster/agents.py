@@ -24,7 +24,7 @@ from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refu
 from .places import NodePlace
 from .probe import StorageProbe
 
-__all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "Lost", "Unfit"]
+__all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "Unfit"]
 
 _LOG = get_logger("runtime")
 _AGENT_S = 120.0  # to start an agent
@@ -40,7 +40,7 @@ class AgentMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostNode:
     """Nothing runs on a node any more, as far as is known."""
 
     node: str
@@ -62,7 +62,7 @@ class Unfit:
     error: BaseException
 
 
-AgentNews: TypeAlias = AgentMessage | Lost | Leaving | Unfit
+AgentNews: TypeAlias = AgentMessage | LostNode | Leaving | Unfit
 
 
 class Agents:
@@ -380,7 +380,7 @@ class Agents:
             self._nodes.end(number)
 
     def _give_up(self, node: str, why: str, reason: Reason) -> None:
-        self._tell(Lost(node, why, "drained" if node in self._drained else reason))
+        self._tell(LostNode(node, why, "drained" if node in self._drained else reason))
 
     # ---- the end
 

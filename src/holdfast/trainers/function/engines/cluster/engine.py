@@ -36,7 +36,7 @@ from holdfast.writer.frames import Message
 
 from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S
-from .agents import AgentMessage, AgentNews, Agents, Leaving, Lost
+from .agents import AgentMessage, AgentNews, Agents, Leaving, LostNode
 from .links import AgentLink
 from .nodes import Nodes
 from .places import NodePlace, arrange, rank_environment
@@ -356,7 +356,7 @@ class ClusterEngine:
     def _on_agents(self, news: AgentNews) -> None:
         if isinstance(news, AgentMessage):
             self._take(news.link, news.message)
-        elif isinstance(news, Lost):
+        elif isinstance(news, LostNode):
             self._lose(news.node, news.why, news.reason)
         elif isinstance(news, Leaving):
             self._leave(news.nodes)
