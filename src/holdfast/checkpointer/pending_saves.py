@@ -169,7 +169,6 @@ class PendingSaves:
                     return
                 self._wait(save)
             del self._pending[0]
-            self.stuck = False
             self._take_in(save)
 
     def _wait(self, save: RunSave) -> None:
@@ -186,6 +185,7 @@ class PendingSaves:
             )
 
     def _take_in(self, save: RunSave) -> None:
+        self.stuck = False
         error = save.future.exception()
         if error is None:
             self.lost.durable()

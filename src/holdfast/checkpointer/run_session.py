@@ -343,7 +343,7 @@ class RunSession:
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
-                future = snapshotter.submit(state(), self.client, request, lazy=True).future
+                future = snapshotter.submit(state(), self.client, request, lazy=follow is None).future
         except TRANSIENT_ERRORS as error:
             future = failed(error)
 
@@ -477,11 +477,12 @@ class RunSession:
         Raises:
             HoldfastError: a save, or something noted on the side, failed.
         """
-        self.saves.ended.clear()
         # Collected before the saves: a note that failed because its checkpoint is missing is processed after that save.
         done = [note for note in self._notes if note.future.done()]
         self.saves.settle(leave=leave)
         self._settle_notes(done)
+        if any(note.future.done() for note in self._notes):  # it ended meanwhile
+            self.saves.ended.set()
 
     def finish(self) -> None:
         """Wait for everything on its way; raises what failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,5 +23,6 @@ def replace_file(target: str, data: bytes) -> None:
         fresh.write_bytes(data)
         fresh.replace(path)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
         raise translate(error, "write", target) from error

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,9 +85,13 @@ def _fix(model: DistributedDataParallel) -> bool:
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-    if model.static_graph or model.mixed_precision is not None or _has_sparse(model.module):
-        return False
-    if _has_hooks(model, _OF_MODULES) or any(_has_hooks(parameter, _OF_PARAMETERS) for parameter in parameters):
+    refused = model.static_graph or model.mixed_precision is not None or _has_sparse(model.module)
+    refused = refused or _has_hooks(model, _OF_MODULES)
+    refused = refused or any(_has_hooks(parameter, _OF_PARAMETERS) for parameter in parameters)
+    # Asked of all ranks: hooks may be on one of them alone (a logger that watches gradients on rank 0).
+    anywhere = torch.tensor(int(refused), device=parameters[0].device if parameters else model.device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=model.process_group)
+    if anywhere.item():
         return False
     with torch.enable_grad(), _set_aside(model, parameters):
         model(torch.zeros(())).backward()

@@ -82,7 +82,7 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
     if _DENIED.search(text):
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if isinstance(error, NotImplementedError):
-        return StorageError(f"{head}; this file system cannot do that: use another link for checkpoints")
+        return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
     is_gone = names & _GONE_NAMES or any(isinstance(link, (ConnectionError, TimeoutError)) for link in chain)
     return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
 

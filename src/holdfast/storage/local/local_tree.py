@@ -134,8 +134,9 @@ def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
         except OSError as error:
             if error.errno != errno.EBADF or os.fstat(fd).st_mtime > time.time() - _OLD_S:
                 raise
+            for_writing = os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
             os.close(fd)
-            fd = os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
+            fd = for_writing
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

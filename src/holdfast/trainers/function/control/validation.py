@@ -147,7 +147,8 @@ def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -
     if name in pending:
         return ReportedCheckpointStatus.PENDING_VALIDATION
     mark = metrics.get(VALIDATED)
-    return _OUTCOMES.get(mark, ReportedCheckpointStatus.COMMITTED)
+    known = isinstance(mark, (bool, str))  # a metric of a user may have this name
+    return _OUTCOMES.get(mark, ReportedCheckpointStatus.COMMITTED) if known else ReportedCheckpointStatus.COMMITTED
 
 
 def pack_validation(

@@ -130,8 +130,8 @@ class ControllerAnswers:
         return True
 
     def undo_all(self) -> None:
-        """Put back the files of reports in the background that are not uploaded."""
-        for index in list(self._undo):
+        """Put back the files of reports in the background that are not uploaded, those of the newest report first."""
+        for index in reversed(list(self._undo)):
             undo = self._undo.pop(index, None)  # the receiving thread may end the report meanwhile
             if undo is not None:
                 undo()
