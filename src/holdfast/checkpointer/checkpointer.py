@@ -161,7 +161,7 @@ class Checkpointer:
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(side.max_file_bytes for side in self._sides), unsupported=options.unsupported,
+            max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
             alike=alike,
         )  # fmt: skip
         session = self._session = RunSession(

@@ -168,7 +168,7 @@ class PartWriter:
         self._clock = _Clock()
         self._gate: Watermark | None = None
         self._closing: list[Future[None]] = []
-        self._side_by_side = storage.num_parallel > 1
+        self._side_by_side = storage.traits.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
         self._digests: FileEntry | None = None
@@ -262,7 +262,7 @@ class PartWriter:
     # ---- steps
 
     def _is_candidate(self, number: int, plan: FilePlan) -> bool:
-        if not self._job.reuse or not self._previous.files or not self._storage.copies_itself:
+        if not self._job.reuse or not self._previous.files or not self._storage.traits.copies_itself:
             return False
         if self._side_by_side and plan.size < _COPIED:
             return False

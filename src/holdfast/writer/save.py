@@ -270,14 +270,14 @@ def probe(storage: Storage, directory: str, saver: SaveRunner) -> dict[str, Any]
         save_id=save_id,
         blobs=(BlobPlan(path=f"state-{save_id}.json", role="state"),),
         manifest={"run_id": "probe", "checkpoint_id": save_id, "step": 0, "attempt": 0},
-        overwrite=storage.num_parallel == 1,  # elsewhere it takes time to look, and nobody else has this name
+        overwrite=storage.traits.num_parallel == 1,  # elsewhere it takes time to look, and nobody else has this name
     )
     task = Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",))
     try:
         data = saver.save(task, None, _no_window).manifest
     except CheckpointExistsError:  # of an earlier writer, which died while it tried
         data = saver.save(replace(task, job=replace(job, overwrite=True)), None, _no_window).manifest
-    if storage.num_parallel > 1:
+    if storage.traits.num_parallel > 1:
         files = [entry.path for entry in Manifest.from_bytes(data).files]
         storage.delete_many([join(directory, path) for path in (MANIFEST_NAME, *files)])
     else:

@@ -243,9 +243,15 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
+            if base.uri.startswith("memory://"):
+                raise ConfigError(
+                    f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
+                    "and can neither read nor write it; give a directory"
+                )
             raise ConfigError(
-                f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
-                "can neither read nor write it; give a directory"
+                f"storage_path: {base.uri}: workers are processes of their own, and {type(base).__qualname__} does not "
+                "say how another process makes it: let its describe() return {'kind': 'module:Class', ...} "
+                "(docs/storage.md)"
             )
         root = storage.local_root
         if root is not None and root.exists() and not root.is_dir():

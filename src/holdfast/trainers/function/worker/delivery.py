@@ -296,7 +296,7 @@ class Delivery:
                 snapshotter = Snapshotter(rank=self._area.rank, world_size=self._begin["world_size"])
             else:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
-            snapshotter.max_file_bytes = self._root().max_file_bytes
+            snapshotter.max_file_bytes = self._root().traits.max_file_bytes
             timeout_s: float = self._begin["report_timeout_s"]
             staging = self._staging() if kind == "state" else None
             found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s, staging=staging)
