@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Any, cast
 
+from holdfast._outgoing import masked
 from holdfast.errors import ConfigError
 
 from .base import Storage
@@ -108,7 +109,7 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     """
     if isinstance(location, Storage):
         if filesystem is not None:
-            raise ConfigError(f"{location!r} is a storage already: leave filesystem={filesystem!r} out")
+            raise ConfigError(f"{location!r} is a storage already: leave filesystem={_kind_of(filesystem)} out")
         return location
     if not isinstance(location, (str, os.PathLike)):
         raise ConfigError(f"location {location!r}: give a path, a URI such as 'memory://name', or a Storage")
@@ -119,7 +120,7 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
         package = next((base.__module__ for base in type(filesystem).__mro__ if _package(base) in _FILESYSTEMS), "")
         if not package:
             raise ConfigError(
-                f"filesystem={filesystem!r}: give a holdfast.storage.Storage; file systems of "
+                f"filesystem={_kind_of(filesystem)}: give a holdfast.storage.Storage; file systems of "
                 f"{', '.join(sorted(_FILESYSTEMS)) or 'other packages'} are the only others known here"
             )
         adapt = find(_FILESYSTEMS[package.partition(".")[0]])
@@ -159,15 +160,20 @@ def _check_scheme(path: str, filesystem: Any) -> None:
     Raises:
         ConfigError: it is of another scheme than those of an fsspec file system.
     """
-    scheme, rest = split_uri(path)
+    scheme, _ = split_uri(path)
     below = getattr(getattr(filesystem, "handler", None), "fs", filesystem)  # pyarrow wraps fsspec's
     known = getattr(below, "protocol", ())
     if scheme == "file" or scheme in ((known,) if isinstance(known, str) else known):
         return
     raise ConfigError(
-        f"location {path!r} with filesystem={filesystem!r}: with a file system give the path in it, without a scheme "
-        f"({rest!r}), or leave the file system out"
+        f"location {path!r} with filesystem={_kind_of(filesystem)}: with a file system give the path in it, without a "
+        f"scheme ({split_uri(masked(path))[1]!r}), or leave the file system out"
     )
+
+
+def _kind_of(filesystem: Any) -> str:
+    """Name a file system by its class: what its repr shows is not ours to know, and may be a password."""
+    return f"<{type(filesystem).__module__}.{type(filesystem).__qualname__}>"
 
 
 def _package(kind: type) -> str:
