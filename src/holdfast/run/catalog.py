@@ -43,6 +43,7 @@ from .index import RunIndex
 from .record import (
     METRICS_FILE,
     Record,
+    Sidecar,
     change_sidecar,
     flat_metrics,
     metric_value,
@@ -307,13 +308,13 @@ class Catalog:
         """
         try:
             if is_new and self.storage.num_parallel > 1:  # a read that waits
-                record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+                record = record_from_manifest(name, manifest, Sidecar())
             else:
                 record = self._record(name, manifest)
         except StorageError as error:
             # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
             _log.warning("%s was entered by its manifest alone: %s", name, error)
-            record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+            record = record_from_manifest(name, manifest, Sidecar())
         self.index.rows[name] = pack(record)
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
@@ -753,8 +754,7 @@ class Catalog:
             return False
 
     def _record(self, name: str, manifest: Manifest) -> Record:
-        sidecar = read_sidecar(self.storage, name)
-        return record_from_manifest(name, manifest, metrics=sidecar.metrics, pinned=sidecar.pinned)
+        return record_from_manifest(name, manifest, read_sidecar(self.storage, name))
 
     def _settle_quarantine(self) -> None:
         """Quarantine checkpoints with a damaged manifest too, and drop those that were removed."""
