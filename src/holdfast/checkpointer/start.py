@@ -415,6 +415,6 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
     found = Catalog(storage)
     if found.incomplete:
         notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
-    if found.others:
-        notes.append(f"not of this run, so not picked (name one with resume=): {listed(found.others)}")
+    if strangers := sorted(found.others.keys() - found.guests.keys()):
+        notes.append(f"not of this run, so not picked (name one with resume=): {listed(strangers)}")
     return f"fresh start: no checkpoint under {storage.uri}"
