@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
@@ -35,7 +35,7 @@ from ..local.launch import threads_for
 from ..local.supervisor import Supervisor
 from .nodes import AgentCall
 
-__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent", "version"]
+__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
 
 _LOG = get_logger("runtime")
 BEAT_S = 2.0
@@ -276,15 +276,10 @@ class _Sink:
         self._tell({"on": "closed", "child": self._child, "stream": self._stream})
 
 
-def version() -> str:
-    """Return the version of Holdfast that is installed here."""
-    return importlib.metadata.version("holdfast")
-
-
 def _facts() -> dict[str, Any]:
     return {
         "on": "here",
-        "holdfast": version(),
+        "holdfast": __version__,
         "python": platform.python_version(),
         "torch": importlib.util.find_spec("torch") is not None,
         "pid": os.getpid(),
