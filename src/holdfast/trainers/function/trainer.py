@@ -161,7 +161,9 @@ class TorchTrainer:
         inline = InlineEngine() if self._scaling.num_workers == 0 else None
         failure = self._run.failure_config or FailureConfig()
         # It loads torch while we go on.
-        engine = inline or make_engine(self._scaling, storage, max_failures=failure.max_failures)
+        engine = inline or make_engine(
+            self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s
+        )
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)

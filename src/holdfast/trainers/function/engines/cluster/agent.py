@@ -40,7 +40,6 @@ __all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run
 _LOG = get_logger("runtime")
 BEAT_S = 2.0
 _CONNECT_S = 30.0
-_SILENCE_S = 120.0
 _KEEP = 8  # both sides count in the same way
 _HOLD_S = 1.0
 _SEEN_S = 10.0  # for a file that the driver has just written, on a network file system
@@ -50,7 +49,7 @@ _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLE
 
 def run_agent(call: AgentCall) -> str:
     """Run the agent of this node until the driver leaves; return why it ended."""
-    return Agent(join_cluster(call)).serve()
+    return Agent(join_cluster(call), silence_s=call.silence_s).serve()
 
 
 def join_cluster(call: AgentCall) -> socket.socket:
@@ -91,7 +90,7 @@ class Agent:
         silence_s: a driver that says nothing for so long is gone.
     """
 
-    def __init__(self, sock: socket.socket, *, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
         self._sock, self._silence_s = sock, silence_s
         self._channel, self._inbox = Channel(sock), Inbox(sock)
         self._supervisor = Supervisor(

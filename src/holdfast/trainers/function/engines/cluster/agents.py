@@ -30,6 +30,7 @@ __all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "Unfit"
 _LOG = get_logger("runtime")
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
+_AGENT_SILENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +341,13 @@ class Agents:
         self._calls[self._number] = node
         self._starting[node] = (self._number, time.monotonic() + _AGENT_S)
         self._again.pop(node, None)
-        call = AgentCall(host=self._nodes.host, port=self._listener.port, token=self._token, number=self._number)
+        call = AgentCall(
+            host=self._nodes.host,
+            port=self._listener.port,
+            token=self._token,
+            number=self._number,
+            silence_s=max(_AGENT_SILENCE_S, 2 * self._silence_s),  # the agent is the last to give up
+        )
         self._nodes.launch(node, call)
 
     def _join(self, number: int, sock: socket.socket) -> None:

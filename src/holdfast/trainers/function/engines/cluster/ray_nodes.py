@@ -88,9 +88,11 @@ class RayNodes:
     Args:
         api: of the cluster.
         wanted: what the run needs.
+        silence_s: a cluster that does not answer for so long is given up, and not before half a minute has passed.
     """
 
-    def __init__(self, api: RayApi, wanted: Wanted) -> None:
+    def __init__(self, api: RayApi, wanted: Wanted, *, silence_s: float = 0.0) -> None:
+        self._patience_s = max(_PATIENCE_S, silence_s)
         self._api, self._wanted = api, wanted
         self.host = api.host
         self._post: Callable[[NodeEvent], Any] = lambda _: None
@@ -189,8 +191,8 @@ class RayNodes:
         seen, silent_s = self._rounds, 0.0
         while not self._stop.wait(_IDLE_S):
             seen, silent_s = self._rounds, silent_s + _IDLE_S if seen == self._rounds else 0.0
-            if silent_s >= _PATIENCE_S:
-                self._post(Refused(error=self._silence(f"has not answered for {_PATIENCE_S:.0f} s")))
+            if silent_s >= self._patience_s:
+                self._post(Refused(error=self._silence(f"has not answered for {self._patience_s:.0f} s")))
                 return
 
     def _silence(self, what: str) -> HoldfastError:
