@@ -66,6 +66,7 @@ class Checkpointer:
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
+        silence_s: a rank that says nothing for so long, or cannot be reached, is given up; see docs/parallel.md.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
             nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
@@ -111,6 +112,7 @@ class Checkpointer:
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
+        silence_s: float = 30.0,
         seed_samples: bool = True,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -128,7 +130,7 @@ class Checkpointer:
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
             alike=alike,
         )  # fmt: skip
@@ -165,8 +167,9 @@ class Checkpointer:
             alike=alike,
         )  # fmt: skip
         session = self._session = RunSession(
-            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s
-        )
+            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
+            silence_s=options.silence_s,
+        )  # fmt: skip
         try:
             started = start_run(
                 session, snapshotter, self._full_state, self._progress, options=options, home=self.state

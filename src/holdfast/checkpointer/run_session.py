@@ -29,7 +29,7 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveRes
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
 from .pending_saves import PendingSaves, RunSave, failed
-from .rank_group import RankGroup
+from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
@@ -92,6 +92,7 @@ class RunSession:
             `wants_retry`) or "raise".
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
+        silence_s: a rank that says nothing for so long is given up.
 
     Attributes:
         root: of the run.
@@ -119,6 +120,7 @@ class RunSession:
         on_full: str = "skip",
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -139,13 +141,13 @@ class RunSession:
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
-            self.team = self._join()
+            self.team = self._join(silence_s)
             self.start_id = self.team.start_id
         self.saves = self.pending(on_full=on_full)
 
-    def _join(self) -> RankGroup:
+    def _join(self, silence_s: float) -> RankGroup:
         try:
-            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s)
+            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
             self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
             raise
