@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
@@ -133,6 +133,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
@@ -286,10 +287,15 @@ class RunSession:
         """
         announcer = self.announcer = Announcer(listeners)
         far, staged = self.remote, self.staged
+
+        def arrived(name: str) -> None:
+            if far is not None and staged:
+                known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
+                announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
+
         if mirror is not None and far is not None and self.leads:
             self.remote_watch = RemoteWatch(
-                self.client, mirror, far.uri, staged=staged,
-                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if staged else None,
+                self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
 
     # -- saves
@@ -339,6 +345,8 @@ class RunSession:
                 fields = self._manifest(
                     checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
                 )
+                if self.staged:
+                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
                 if named.extra is not None:
                     fields["extra"] = dict(named.extra)
                 request = SaveRequest(
@@ -353,7 +361,10 @@ class RunSession:
             self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
-                self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+                told = CommittedCheckpoint.told(
+                    self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
+                )
+                self.announcer.tell(told)
 
         self._begin(
             RunSave(
