@@ -219,7 +219,7 @@ class Checkpointer:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
                     course.boundary()
                 if not course.pace.stop_asked:
-                    self._progress.remind_at_end()
+                    self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
                 self._progress.finish()
                 course.watch()
                 course.end()
