@@ -60,6 +60,7 @@ __all__ = [
     "StorageNotFoundError",
     "StoragePermissionError",
     "StorageUnavailableError",
+    "TornSaveError",
     "TrainingError",
     "TrainingFailedError",
     "UnknownMetricError",
@@ -96,6 +97,13 @@ class MissingExtraError(HoldfastError, ImportError):
 
 class UnsupportedStateError(HoldfastError, TypeError):
     """A value in the state cannot be saved; the message names its path and type."""
+
+
+class TornSaveError(HoldfastError):
+    """A tensor changed while a save copied it; the save was dropped, and training goes on.
+
+    It is logged; only the future of a save raises it.
+    """
 
 
 class StorageError(HoldfastError, OSError):
