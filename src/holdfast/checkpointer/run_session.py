@@ -19,7 +19,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import rank_list
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
@@ -516,7 +516,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, TRANSIENT_ERRORS):
+        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -661,6 +661,8 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
+    if isinstance(error, TornSaveError):
+        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 

@@ -28,7 +28,7 @@ from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
-from . import cuda
+from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
 
@@ -123,7 +123,7 @@ class Snapshotter:
         self.layout: Layout | None = None
         self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
-        self.copies: cuda.DeviceCopies | None = None
+        self.copies: device_copies.DeviceCopies | None = None
         self._planned_for = alike
         self._observed = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
@@ -142,9 +142,11 @@ class Snapshotter:
         flat = self._flatten(state)
         layout = self._layout(flat)
         if not self._windowed(layout):
-            if cuda.needed(flat.tensors):
-                self.copies = self.copies or cuda.DeviceCopies()  # its hook has to see a step before it may copy late
             arena = self._arena(layout)
+            if device_copies.needed(flat.tensors):
+                # Its hook has to see a step before it may copy late.
+                self.copies = self.copies or device_copies.DeviceCopies()
+                self.copies.prepare(flat, arena)
             arena.prefault()
             client.attach(arena)
 
@@ -169,7 +171,8 @@ class Snapshotter:
             client: the writer.
             request: where the save goes, and what its commit means.
             unsupported: "raise" or "drop"; None: the value given to this object.
-            lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
+            lazy: tensors of an accelerator that an optimizer owns may still be copied when this returns
+                (`device_copies`).
             aside: if the arena does not exist yet, copy a big state into private memory, whose fresh pages cost a
                 fraction of shared pages, and send it in the background. The writer then has all of it a moment after
                 this returns.
@@ -184,7 +187,7 @@ class Snapshotter:
         flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
-        on_device = cuda.needed(flat.tensors)
+        on_device = device_copies.needed(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
@@ -217,9 +220,14 @@ class Snapshotter:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
             arena, blobs = self._arena(layout), list(map(dumps, trees))
-            self.copies = self.copies or cuda.DeviceCopies()
+            self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
-                flat, layout, arena, lambda: client.submit(request.storage, job, blobs, arena), lazy=lazy
+                flat,
+                layout,
+                arena,
+                client,
+                lambda filled: client.submit(request.storage, job, blobs, arena, filled=filled),
+                lazy=lazy,
             )
         else:
             arena = self._arena(layout)
