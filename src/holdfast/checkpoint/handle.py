@@ -24,6 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
     NotLocalError,
+    StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.digest import close_by_blanks

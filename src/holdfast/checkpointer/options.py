@@ -14,6 +14,7 @@ from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike
@@ -70,6 +71,7 @@ class CheckpointerOptions:
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
+        model_files: what is committed beside the tensors.
     """
 
     intervals: tuple[Interval, ...]
@@ -88,6 +90,7 @@ class CheckpointerOptions:
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    model_files: ModelFiles | None = None
 
     @classmethod
     def check(
@@ -112,6 +115,7 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -161,6 +165,7 @@ class CheckpointerOptions:
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            model_files=model_files_of(model_files),
         )
 
 

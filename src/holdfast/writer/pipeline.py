@@ -21,7 +21,7 @@ from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digest
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
-from holdfast.format.parts import part_name
+from holdfast.format.parts import clear_planned, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
 
@@ -244,8 +244,12 @@ class PartWriter:
                 writer.abort()
             self._settle([])
 
-    def discard(self) -> None:
-        """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start."""
+    def discard(self, *, plan: bool = False) -> None:
+        """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start.
+
+        Args:
+            plan: there is a plan file of this save, which goes last.
+        """
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.
         part = [part_name(self._job.writer, self._job.save_id)] if self._job.part else []
         ways = [part, self._created] if self._side_by_side else [[path] for path in [*part, *self._created]]
@@ -255,8 +259,11 @@ class PartWriter:
             except StorageUnavailableError:
                 return  # each try would take minutes, and the next save waits
             except HoldfastError:
+                plan = False
                 continue
         with contextlib.suppress(HoldfastError):
+            if plan:
+                clear_planned(self._storage, self._job.directory, plan_name(self._job.save_id), self._created)
             self._storage.tidy(self._job.directory)
 
     # ---- steps
