@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import pytest
 from docs_kit import ROOT, blocks
@@ -64,23 +63,18 @@ class TestBoxStorage(StorageTests):
         return BoxStorage(tmp_path / "root")
 
 
-@pytest.fixture(scope="module")
-def documented():
-    (block,) = (block for block in blocks(ROOT / "docs" / "storage.md", "python") if "class SqliteStorage" in block)
-    names: dict[str, Any] = {"__name__": "documented"}
-    exec(compile(block, "docs/storage.md", "exec"), names)
-    return names["SqliteStorage"]
-
-
 class TestDocumentedStorage(StorageTests):
-    """The example of docs/storage.md, word for word."""
+    """The example of docs/storage.md, word for word, as a module beside the script."""
 
     @pytest.fixture
-    def storage(self, documented, tmp_path) -> Storage:
-        return documented(tmp_path / "objects.db")
+    def storage(self, tmp_path, monkeypatch) -> Storage:
+        (block,) = (block for block in blocks(ROOT / "docs" / "storage.md", "python") if "class SqliteStorage" in block)
+        (tmp_path / "documented.py").write_text(block)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "documented", raising=False)
+        import documented
 
-    def test_description(self, storage: Storage) -> None:
-        assert storage.describe() == {"kind": "documented:SqliteStorage", "file": storage.file}
+        return documented.SqliteStorage(str(tmp_path / "objects.db"))
 
 
 class TestWrappedStorage(StorageTests):
