@@ -9,6 +9,7 @@ import pytest
 from docs_kit import ROOT, blocks
 
 import holdfast as hf
+from holdfast._outgoing import masked
 from holdfast.errors import ConfigError
 from holdfast.storage import (
     LocalStorage,
@@ -249,4 +250,6 @@ def test_credentials_travel_apart(box, tmp_path, monkeypatch):
     assert from_description(storage.describe()).given is None
     assert from_description(storage.describe(), storage.secrets()).given == {"key": "hunter2"}
     assert from_description(storage.describe()).given == {"key": "hunter2"}
-    hf.save(hf.Checkpoint.at(resolve(f"box://{tmp_path}"), "one"), {"step": 1})
+    named = Locked(str(tmp_path), {"key": "correct-horse-battery"})
+    assert resolve(named) is named
+    assert masked("refused: correct-horse-battery") == "refused: ***"
