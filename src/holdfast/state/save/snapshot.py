@@ -40,6 +40,7 @@ _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
+_ANSWER_S = 1.0  # between the answer to a window and the end of its save
 _ELEMENTS = 16  # elements of a tensor in its fingerprint
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
@@ -498,6 +499,14 @@ class Snapshotter:
                     waiting.append((sent, slot))
             for done, _ in waiting:
                 self._taken(done)
+        except HoldfastError as error:
+            # A window may be refused because its save has failed, which is heard of a moment later.
+            wait([save], timeout=_ANSWER_S)
+            cause = save.exception() if save.done() else None
+            client.abandon(save.job_no)
+            if cause is not None:
+                raise cause from error
+            raise
         except BaseException:
             client.abandon(save.job_no)
             raise
