@@ -17,7 +17,7 @@ from .engines.local.engine import LocalEngine
 
 __all__ = ["make_engine", "runs_on_ray", "threads"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _SPARES = "HOLDFAST_SPARE_NODES"
 _MOST_SPARES = "2"
 

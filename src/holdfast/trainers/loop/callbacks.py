@@ -23,7 +23,7 @@ from .training.metrics import computed
 
 __all__ = ["Callback", "EarlyStopper", "EarlyStopping", "Logger", "LoggerDestination", "ThresholdStopper"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class Callback(Stateful):

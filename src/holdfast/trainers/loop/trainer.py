@@ -52,7 +52,7 @@ from .training.steps import Evaluation, TrainStep
 
 __all__ = ["Trainer"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 EXIT_CODE_FOR_REQUEUE = 85
 
 

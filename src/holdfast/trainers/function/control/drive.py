@@ -28,7 +28,7 @@ from .plan import RunSpec
 
 __all__ = ["Driver", "ExecutorOptions", "Stops"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _OP_S = 120.0  # most time of the writer for an operation
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENOUGH = 3

@@ -20,7 +20,7 @@ from ._session import current_session
 
 __all__ = ["ALONE_S", "Group", "barrier", "broadcast_from_rank_zero", "process_group"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _JOIN_S = 600.0  # as long as the controller waits for a group to begin
 _POLL_S = 0.05
 ALONE_S = 60.0

@@ -42,7 +42,7 @@ __all__ = [
     "names_in",
 ]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",

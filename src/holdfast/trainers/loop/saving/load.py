@@ -54,7 +54,7 @@ from .schema import IgnoreKeys, emptied, from_torch_file
 
 __all__ = ["LoadOptions", "LoadReport", "Locator", "load_from", "load_path", "place_of"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 # What has to fit for training to go on; anything else that does not fit is said.
 _WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
 _INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"

@@ -31,7 +31,7 @@ from .uploads import as_object_store
 
 __all__ = ["StartingPoint"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _NO_FIT = (
     "autoresume goes on with all of it: make the trainer as it was; or begin another training, with this as load_path, "
     "another save_folder, and load_weights_only=True or load_ignore_keys=['state/optimizers', ...]"

@@ -40,7 +40,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 

@@ -18,7 +18,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["SaverContext"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class SaverContext:

@@ -22,7 +22,7 @@ from .saver_context import SaverContext
 
 __all__ = ["SaverGroup"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
 
 

@@ -20,7 +20,7 @@ from holdfast.state.tree.values import PerRank
 
 __all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "emptied", "expand", "ignored", "plain_leaf"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
 
 

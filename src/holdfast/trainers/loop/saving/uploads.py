@@ -36,7 +36,7 @@ from .load import Locator
 
 __all__ = ["RemoteUploaderDownloader"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
