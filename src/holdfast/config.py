@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast._suggest import suggests_fields
+
 from ._not_here import removed
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
@@ -34,6 +36,7 @@ VERIFY_VARIABLE = "HOLDFAST_VERIFY"
 _T = TypeVar("_T")
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints of a run stay: the union of all rules given.
@@ -93,6 +96,7 @@ class Keep:
         return cls(**data)
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A local directory in front of a remote run: saves go there first and are uploaded in the background.
