@@ -24,6 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
     NotLocalError,
+    StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.digest import close_by_blanks
@@ -43,7 +44,7 @@ from ._location import DictStore, file_system, locate
 from .summary import state_tree, top_names
 from .verify import Verification, read_metadata, verify
 
-__all__ = ["Checkpoint", "Verification", "newest_of_run", "without_prefix"]
+__all__ = ["Checkpoint", "CommittedCheckpoint", "Verification", "newest_of_run", "without_prefix"]
 
 _LOG = get_logger("checkpoint")
 
@@ -425,6 +426,55 @@ class Checkpoint:
             return f"{self._name}/{METADATA_FILE}"
         head, slash, last = self._name.rpartition("/")
         return f"{head}{slash}.{last}{METADATA_FILE}"
+
+
+class CommittedCheckpoint(Checkpoint):
+    """A checkpoint as it was committed: it knows its step, metrics and digest, and reads nothing to say them.
+
+    Listeners get it: by the time that one hears of a checkpoint, retention may have deleted it.
+    """
+
+    __slots__ = ("_digest", "_metrics", "_step")
+    _digest: str | None
+    _metrics: dict[str, Any]
+    _step: int
+
+    @classmethod
+    def told(
+        cls, storage: Storage, name: str, *, step: int, metrics: Mapping[str, Any], manifest: bytes = b""
+    ) -> CommittedCheckpoint:
+        """Refer to the directory or file ``name`` of ``storage``.
+
+        Args:
+            storage: what holds it.
+            name: path in ``storage``.
+            step: of the training.
+            metrics: those that it was committed with.
+            manifest: its bytes; b"" of a single file, and where they are known elsewhere only.
+        """
+        self = cls.__new__(cls)
+        self._storage, self._name = storage, check_path(name)
+        self._owned = DictStore.of(storage)
+        self._step, self._metrics, self._digest = step, dict(metrics), body_digest(manifest) or None
+        return self
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self._step
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Its metrics when it was committed."""
+        return dict(self._metrics)
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the manifest; None of a single file."""
+        if self._digest is None:
+            with contextlib.suppress(CheckpointError, StorageNotFoundError):
+                self._digest = super().digest
+        return self._digest
 
 
 def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpoint:

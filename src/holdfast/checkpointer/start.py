@@ -167,7 +167,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
 
 def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
     """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {storage for storage in (*session.sides, session.storage) if storage.num_parallel > 1}
+    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
     return {storage: _probe(session, storage) for storage in stores}
 
 

@@ -306,7 +306,7 @@ class Catalog:
         A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
         """
         try:
-            if is_new and self.storage.num_parallel > 1:  # a read that waits
+            if is_new and self.storage.traits.num_parallel > 1:  # a read that waits
                 record = record_from_manifest(name, manifest, Sidecar())
             else:
                 record = self._record(name, manifest)
@@ -372,14 +372,14 @@ class Catalog:
 
     @property
     def _bite(self) -> int:
-        return _BITE if self.storage.deletes_at_once == 1 else _BITE_AT_ONCE
+        return _BITE if self.storage.traits.deletes_at_once == 1 else _BITE_AT_ONCE
 
     def _look_around(
         self, names: Sequence[str], *, and_at_names: bool
     ) -> tuple[list[str], Mapping[str, Collection[str]]]:
         """Return the rows whose checkpoints are gone and, at a store, the files of the checkpoints ``names``."""
         looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
-        if self.storage.num_parallel > 1:
+        if self.storage.traits.num_parallel > 1:
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
         present, *files = together(self.storage, looks)
         return [] if present is None else sorted(self.index.rows.keys() - present), files[0] if files else {}
@@ -420,7 +420,7 @@ class Catalog:
         A listing takes longer as the run grows, so with very many checkpoints on a disk most deletions do not make one.
         """
         self._unlisted += 1
-        if self.storage.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
+        if self.storage.traits.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
             return False
         self._unlisted = 0
         return True
@@ -489,7 +489,7 @@ class Catalog:
 
     def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
         """Delete checkpoints by few requests, if the storage can; after False some of them may be gone."""
-        if not bite or self.storage.num_parallel == 1:
+        if not bite or self.storage.traits.num_parallel == 1:
             return False
         names = [verdict.name for verdict in bite]
         others = [name for name in names if name not in files]
@@ -597,7 +597,7 @@ class Catalog:
         if self.announce is not None and (remains or self.incomplete):
             self.announce([*remains, *self.incomplete])
         swept = []
-        if remains and self.storage.num_parallel > 1:
+        if remains and self.storage.traits.num_parallel > 1:
             remove_listed(self.storage, names_under(self.storage, remains, of=len(self.index.rows) + len(remains)))
             swept += remains
         for name in remains if not swept else ():
@@ -613,7 +613,9 @@ class Catalog:
             )  # fmt: skip
         before = self.index.attempts[:-1]
         num = _TIDIED
-        if self.storage.num_parallel > 1:  # saves are committed one after another, so remains lie beside the newest
+        if (
+            self.storage.traits.num_parallel > 1
+        ):  # saves are committed one after another, so remains lie beside the newest
             num = _TIDIED_FAR if before and before[-1].ended is None else 0
         swept += sweep_names(
             self.storage,
@@ -719,7 +721,7 @@ class Catalog:
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
-        if self.storage.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
+        if self.storage.traits.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
             # Perhaps a deletion of many was killed: a single listing instead of several requests for each name.
             files = listed_at_once(self.storage, names) or {}
             for name in [name for name in files if MANIFEST_NAME not in files[name]]:

@@ -67,7 +67,7 @@ def sweep_names(
         storage.tidy(name)  # unfinished puts
     passing = together(storage, [partial(sweep_passing, storage, name, past) for name in (committed if past else ())])
     swept += [f"{name}/{path}" for name, paths in zip(committed, passing, strict=False) for path in paths]
-    if storage.num_parallel == 1:
+    if storage.traits.num_parallel == 1:
         for name in incomplete:
             swept += _sweep_incomplete(storage, name, past, [info.path for info in storage.list(name, recursive=False)])
         return swept

@@ -259,7 +259,7 @@ class Run:
 
     def begin_save(self) -> None:
         """Let the metrics up to this save become durable while its data do, where a write takes a while."""
-        if self._catalog.storage.num_parallel > 1:
+        if self._catalog.storage.traits.num_parallel > 1:
             self._reports.hurry()
 
     def before_commit(self) -> None:

@@ -162,7 +162,9 @@ class TorchTrainer:
         inline = InlineEngine() if self._scaling.num_workers == 0 else None
         failure = self._run.failure_config or FailureConfig()
         # It loads torch while we go on.
-        engine = inline or make_engine(self._scaling, storage, max_failures=failure.max_failures)
+        engine = inline or make_engine(
+            self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s
+        )
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)
@@ -244,9 +246,15 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
+            if base.uri.startswith("memory://"):
+                raise ConfigError(
+                    f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
+                    "and can neither read nor write it; give a directory"
+                )
             raise ConfigError(
-                f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
-                "can neither read nor write it; give a directory"
+                f"storage_path: {base.uri}: workers are processes of their own, and {type(base).__qualname__} does not "
+                "say how another process makes it: let its describe() return {'kind': 'module:Class', ...} "
+                "(docs/storage.md)"
             )
         root = storage.local_root
         if root is not None and root.exists() and not root.is_dir():
@@ -299,7 +307,7 @@ class TorchTrainer:
         limits = WaitLimits(
             report_s=_seconds(_REPORT_TIMEOUT),
             place_s=_seconds(_PLACEMENT_TIMEOUT),
-            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            grow_after_s=_seconds(_GROW_AFTER) if os.environ.get(_GROW_AFTER) else None,
             hang_s=failure.hang_timeout_s,
         )
         task = None if self._validation is None else self._validation.task_config
@@ -390,8 +398,8 @@ def _default_name(function: Any) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
 
 
-def _seconds(name: str, default: str = "600") -> float:
-    text = os.environ.get(name, default)
+def _seconds(name: str) -> float:
+    text = os.environ.get(name, "600")
     try:
         seconds = float(text)
     except ValueError:
