@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast._suggest import suggests_fields
+
 from ._not_here import removed
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
@@ -35,6 +37,7 @@ _T = TypeVar("_T")
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 1.0, 86_400.0
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints of a run stay: the union of all rules given.
@@ -94,6 +97,7 @@ class Keep:
         return cls(**data)
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A local directory in front of a remote run: saves go there first and are uploaded in the background.

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast._ranks import current_ranks
+from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
@@ -101,6 +102,7 @@ class Checkpointer:
         3
     """
 
+    @suggests(also={"directory": "path", "interval": "every", "save_interval": "every", "autoresume": "resume"})
     def __init__(
         self,
         path: str | os.PathLike[str],

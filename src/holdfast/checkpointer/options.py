@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast._ranks import current_ranks, job_end
+from holdfast._suggest import closest
 from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror, check_silence
@@ -28,6 +29,11 @@ from .save_policy import Deadline, Schedule
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
+_WORDS = ("auto", "must", "never")
+_MEANT: dict[object, str] = {
+    None: "never", False: "never", True: "auto", "latest": "auto", "last": "auto", "newest": "auto", "always": "auto",
+    "required": "must", "none": "never", "no": "never", "false": "never", "yes": "auto", "true": "auto",
+}  # fmt: skip
 _CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
 
 
@@ -141,12 +147,14 @@ class CheckpointerOptions:
         now = time.monotonic()
         Schedule(intervals, now=now)
         Snapshotter(max_staging_bytes=max_staging_bytes).close()
-        if isinstance(resume, bool):
+        if isinstance(resume, bool) or resume is None or (isinstance(resume, str) and (_meant(resume))):
+            meant = _MEANT[resume] if resume is None or isinstance(resume, bool) else _meant(str(resume))
             raise ConfigError(
-                f"resume={resume!r}: use resume='auto' (the newest good checkpoint, else a fresh start; the default), "
-                "'must' (no checkpoint is an error), 'never' (a fresh start), or name a checkpoint"
+                f"resume={resume!r}: did you mean {meant!r}? Use resume='auto' (the newest good checkpoint, else a "
+                "fresh start; the default), 'must' (no checkpoint is an error), 'never' (a fresh start), or the path "
+                "of a checkpoint"
             )
-        if not isinstance(resume, Checkpoint) and resume not in ("auto", "must", "never"):
+        if not isinstance(resume, Checkpoint) and resume not in _WORDS:
             resume = Checkpoint(resume)  # made absolute now, so that a later chdir does not move it
         return cls(
             intervals=intervals,
@@ -167,6 +175,13 @@ class CheckpointerOptions:
             alike=alike,
             model_files=model_files_of(model_files),
         )
+
+
+def _meant(resume: str) -> str | None:
+    """Return the word that was probably meant by one that is neither a known word nor the path of anything."""
+    if resume in _WORDS or not resume.isalpha() or os.path.exists(resume):
+        return None
+    return _MEANT.get(resume.lower()) or closest(resume.lower(), _WORDS)
 
 
 def _fit(
