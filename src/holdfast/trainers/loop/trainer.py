@@ -306,6 +306,11 @@ class Trainer:
             self._complete()
             return
         state.show_own_metrics()
+        if next(state.model.parameters(), None) is None:
+            raise ConfigError(
+                f"fit() of a {type(state.model).__name__} without parameters: there is nothing to train; assign layers "
+                "to attributes of the module (those in a plain list are not seen), or call eval()"
+            )
         if not state.timestamp.count("batch"):
             refresh(state.schedulers)
         for every in self._evals:
