@@ -254,10 +254,10 @@ class Trainer:
         """Connect everybody who hears of events: callbacks, loggers (on rank 0), savers, in this order."""
         state = self.state
         self._bar = ProgressBar()
-        shown = [*destinations, *([self._bar] if progress_bar else [])]
+        self._group = SaverGroup(state, self._savers, destinations)
+        shown = [*destinations, *([self._bar] if progress_bar else []), self._group.history]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
-        self._group = SaverGroup(state, self._savers, destinations)
         self._engine = EventEngine(state, self.logger)
         self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
 

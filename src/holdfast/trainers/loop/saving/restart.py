@@ -84,6 +84,7 @@ class StartingPoint:
         if report is None:
             return None
         self._context.parent = report.checkpoint_id if report.full else None
+        self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._context.resumed = report.full and (self._resumed or self._own is not None)
         if self._context.state.is_finished:
