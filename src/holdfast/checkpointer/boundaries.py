@@ -160,13 +160,18 @@ class StepBoundary:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()
-        elif call == "save":
+        elif call == "save" or self._wants_another:
             self.save()
 
     @property
     def wants_attention(self) -> bool:
-        """True before the first step was attended to, and while a save waits for space."""
-        return not self._warm or self._session.saves.wants_retry
+        """True before the first step was attended to, while a save waits for space, and after one that was dropped."""
+        return not self._warm or self._session.saves.wants_retry or self._wants_another
+
+    @property
+    def _wants_another(self) -> bool:
+        # Ranks take in failures at a save alone, all at the same step.
+        return self._session.saves.wants_another and self._session.team is None
 
     @property
     def save_s(self) -> float:

@@ -14,6 +14,7 @@ from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike
@@ -71,6 +72,7 @@ class CheckpointerOptions:
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
+        model_files: what is committed beside the tensors.
     """
 
     intervals: tuple[Interval, ...]
@@ -90,6 +92,7 @@ class CheckpointerOptions:
     unsupported: str = "raise"
     alike: Alike = None
     auto: bool = False
+    model_files: ModelFiles | None = None
 
     @classmethod
     def check(
@@ -114,6 +117,7 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -165,6 +169,7 @@ class CheckpointerOptions:
             unsupported=unsupported,
             alike=alike,
             auto=auto,
+            model_files=model_files_of(model_files),
         )
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
@@ -137,6 +137,7 @@ class RunSession:
         self.announcer = Announcer(())
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
+        self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
@@ -290,10 +291,15 @@ class RunSession:
         """
         announcer = self.announcer = Announcer(listeners)
         far, staged = self.remote, self.staged
+
+        def arrived(name: str) -> None:
+            if far is not None and staged:
+                known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
+                announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
+
         if mirror is not None and far is not None and self.leads:
             self.remote_watch = RemoteWatch(
-                self.client, mirror, far.uri, staged=staged,
-                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if staged else None,
+                self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
 
     # -- saves
@@ -343,6 +349,8 @@ class RunSession:
                 fields = self._manifest(
                     checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
                 )
+                if self.staged:
+                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
                 request = SaveRequest(
@@ -357,7 +365,10 @@ class RunSession:
             self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
-                self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+                told = CommittedCheckpoint.told(
+                    self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
+                )
+                self.announcer.tell(told)
 
         self._begin(
             RunSave(
@@ -509,7 +520,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, TRANSIENT_ERRORS):
+        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -655,6 +666,8 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
+    if isinstance(error, TornSaveError):
+        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 

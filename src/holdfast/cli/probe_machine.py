@@ -150,7 +150,7 @@ def _limit(value: int) -> str:
 def _gpus() -> Generator[Finding]:
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
         return
-    from holdfast.state.save.cuda import try_pinning
+    from holdfast.state.save.device_copies import try_pinning
 
     try:
         devices, seconds = try_pinning(_PROBED_PIN)
