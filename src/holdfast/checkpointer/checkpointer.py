@@ -10,16 +10,18 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -29,8 +31,9 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
+from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
-from .console import show_stop
+from .console import show_interval, show_stop
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -44,6 +47,8 @@ from .verification import watcher
 
 __all__ = ["Checkpointer"]
 
+_LOG = get_logger("checkpointer")
+
 
 class Checkpointer:
     """Saves a run, keeps what matters of it, and goes on from where it was.
@@ -55,6 +60,7 @@ class Checkpointer:
         path: root of the run: a path (made absolute now) or a URI.
         state: what to save, see docs/state.md. Step, epoch, data position and random generators are always added.
         every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
+            "auto": as often as loses least, by what saves cost and how often the run fails; see docs/checkpointer.md.
         keep: which checkpoints stay.
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
@@ -463,6 +469,8 @@ class Checkpointer:
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
+        if options.auto and session.leads:
+            _follow_costs(session, schedule)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             session.team.board.calls(progress.step)
@@ -492,3 +500,30 @@ class Checkpointer:
             f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
             "which alone saves it: call ck there, or holdfast.save(path, state) here"
         )
+
+
+def _follow_costs(session: RunSession, schedule: Schedule) -> None:
+    """Save as often as loses least, from what earlier lives have paid for saves and what this one does; on rank 0."""
+    begun = time.monotonic()
+    try:
+        history = RunIndex.load(session.root).read_history()
+    except HoldfastError as error:
+        _LOG.warning("what earlier saves of the run have cost cannot be read, every='auto' begins anew: %s", error)
+        auto = AutoInterval(now=begun)
+    else:
+        auto = AutoInterval.of(history, attempt=session.opened.attempt, now=begun)
+
+    def adjust() -> None:
+        now = time.monotonic()
+        schedule.adjust(auto.seconds(now))
+        session.extra["every_s"] = round(auto.seconds(now), 3)
+        if (news := auto.news(now)) is not None:
+            show_interval(news)
+
+    def paid(cost_s: float, durable_s: float) -> None:
+        far = session.remote_watch
+        auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
+        adjust()
+
+    adjust()
+    session.paid = paid

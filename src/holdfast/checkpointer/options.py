@@ -62,6 +62,7 @@ class CheckpointerOptions:
 
     Attributes:
         intervals: the parsed ``every``.
+        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.auto_interval`.
         keep: rules of retention.
         resume: "auto", "must", "never" or the checkpoint.
         when_busy: "wait" or "skip".
@@ -96,6 +97,7 @@ class CheckpointerOptions:
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    auto: bool = False
     model_files: ModelFiles | None = None
 
     @classmethod
@@ -143,7 +145,8 @@ class CheckpointerOptions:
             )
         if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
-        intervals = parse_intervals(every)
+        auto, given = _divide(every)
+        intervals = parse_intervals(given)
         now = time.monotonic()
         Schedule(intervals, now=now)
         Snapshotter(max_staging_bytes=max_staging_bytes).close()
@@ -173,6 +176,7 @@ class CheckpointerOptions:
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            auto=auto,
             model_files=model_files_of(model_files),
         )
 
@@ -182,6 +186,16 @@ def _meant(resume: str) -> str | None:
     if resume in _WORDS or not resume.isalpha() or os.path.exists(resume):
         return None
     return _MEANT.get(resume.lower()) or closest(resume.lower(), _WORDS)
+
+
+def _divide(
+    every: IntervalLike | Sequence[IntervalLike] | None,
+) -> tuple[bool, IntervalLike | Sequence[IntervalLike] | None]:
+    """Take "auto" out of what ``every`` names."""
+    if isinstance(every, (list, tuple)):
+        rest = [interval for interval in every if interval != "auto"]
+        return len(rest) < len(every), rest
+    return (True, None) if every == "auto" else (False, every)
 
 
 def _fit(

@@ -109,6 +109,8 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        paid: called with the seconds that a save has cost training, and those until it was durable.
+        extra: entries of the manifest's ``extra`` for the next saves.
     """
 
     def __init__(
@@ -133,6 +135,8 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
+        self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
@@ -347,8 +351,8 @@ class RunSession:
                 )
                 if self.staged:
                     self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
-                if named.extra is not None:
-                    fields["extra"] = dict(named.extra)
+                if extra := {**self.extra, **(named.extra or {})}:
+                    fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
@@ -551,6 +555,7 @@ class RunSession:
         cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
         if steps_measured:
             cost["lost_s"] = lost - self._counted[1]
+            self.paid(cost["lost_s"], cost["durable_s"])
         self.journal("cost", step=save.step, name=save.name, **cost)
         self._counted = (held, lost)
 

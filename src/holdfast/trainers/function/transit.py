@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 
 __all__ = ["pack_call", "pack_result", "pack_value", "takes_config", "unpack_call", "unpack_result"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 
 
 def takes_config(function: Callable[..., Any]) -> bool:
