@@ -70,7 +70,7 @@ def test_the_facts_of_a_run(run):
     assert facts["ranking"] == {"metric": "val", "mode": "min"}
     about = good[0]["details"]
     assert about["parent"] in {row["name"] for row in facts["checkpoints"]} or "no longer there" in about["parent"]
-    assert [(item["name"], item["tensors"], item["bytes"]) for item in about["items"]] == [("w", 1, 32)]
+    assert ("w", 1, 32) in [(item["name"], item["tensors"], item["bytes"]) for item in about["items"]]
     assert about["checked"].startswith("manifest and sizes of all files are right")
 
 
