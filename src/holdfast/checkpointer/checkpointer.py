@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import DataRing
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -78,6 +79,9 @@ class Checkpointer:
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
+            what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
+            batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -119,6 +123,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        on_data_mismatch: str = "raise",
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -130,7 +135,7 @@ class Checkpointer:
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike,
+            alike=alike, on_data_mismatch=on_data_mismatch,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -156,7 +161,10 @@ class Checkpointer:
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
         alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
-        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        self._progress = Progress(
+            seed_samples=options.seed_samples, rank=rank, world_size=world_size,
+            on_data_mismatch=options.on_data_mismatch,
+        )  # fmt: skip
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
@@ -225,6 +233,7 @@ class Checkpointer:
         finally:
             self._signals.remove()
             course.close()
+            self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
             why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
@@ -449,6 +458,11 @@ class Checkpointer:
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
+        if self._watcher is not None:
+            progress.ledger.tell = self._watcher.mismatched
+        place = self.storage.local_root
+        ring = None if place is None else DataRing(place, session.meeting.rank)
+        progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())

@@ -26,7 +26,12 @@ from .save_policy import Deadline, Schedule
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
-_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
+_CHOICES = {
+    "when_busy": ("wait", "skip"),
+    "on_full": ("skip", "wait", "raise"),
+    "unsupported": ("raise", "drop"),
+    "on_data_mismatch": ("raise", "warn", "ignore"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class CheckpointerOptions:
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
+        on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
     """
 
     intervals: tuple[Interval, ...]
@@ -85,6 +91,7 @@ class CheckpointerOptions:
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    on_data_mismatch: str = "raise"
 
     @classmethod
     def check(
@@ -108,13 +115,18 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        on_data_mismatch: str = "raise",
     ) -> CheckpointerOptions:
         """Check every argument.
 
         Raises:
             ConfigError: an argument is wrong.
         """
-        for name, value in (("when_busy", when_busy), ("on_full", on_full), ("unsupported", unsupported)):
+        chosen = {
+            "when_busy": when_busy, "on_full": on_full, "unsupported": unsupported,
+            "on_data_mismatch": on_data_mismatch,
+        }  # fmt: skip
+        for name, value in chosen.items():
             if value not in _CHOICES[name]:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
         if keep is not None and not isinstance(keep, Keep):
@@ -150,6 +162,7 @@ class CheckpointerOptions:
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            on_data_mismatch=on_data_mismatch,
         )
 
 
