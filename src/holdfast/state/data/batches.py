@@ -124,11 +124,10 @@ class ResumableBatches:
         self._order: MapOrder | None = None
         if self.kind == "map":
             inner = current["inner"] if current is not None and current["inner"] is not None else {}
-            source = (position["inner"] or {}) if position is not None else {}
-            memory = source.get("memory")
+            memory = _own_of(position).get("memory")
             self._order = MapOrder(
                 loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
-                memory=memory.value if isinstance(memory, PerRank) else memory, is_mid_epoch=current is not None,
+                memory=memory, is_mid_epoch=current is not None,
                 split=split_of(split, rank=rank, world_size=world_size),
             )  # fmt: skip
         if current is not None:
@@ -321,12 +320,11 @@ class ResumableBatches:
     def _memory(self, samples: int, *, is_over: bool) -> dict[str, Any]:
         """Return what a sampler of the user's own needs to give this order again; {} for torch's own."""
         order = self._order
-        if order is None or order.memory is None:
+        # A position is the same on all ranks, which the memory of a sampler that knows its rank need not be.
+        if order is None or order.memory is None or (self._world_size > 1 and not order.divides):
             return {}
-        memory: Any = order.memory.state_dict(is_over=is_over)
-        if self._world_size > 1:
-            memory = PerRank(memory)
-        return {"memory": memory, "prefix": self._prefixes.get(samples, 0)}
+        own = {"memory": order.memory.state_dict(is_over=is_over), "prefix": self._prefixes.get(samples, 0)}
+        return {"own": own} if any(own.values()) else {}
 
     def _check_prefix(self) -> None:
         """Compare the indices that were left out at the begin with those that were trained."""
@@ -371,7 +369,7 @@ class ResumableBatches:
         before = int(position.get("world_size", self._world_size))
         inner = self._inner or {}
         if self._order is not None and before == self._world_size and not self._differs(inner):
-            self._begun_prefix = int(inner.get("prefix", 0))
+            self._begun_prefix = int(_own_of(position).get("prefix", 0))
             self._prefixes[self._samples] = self._begun_prefix
         if self._order is not None:
             self._compare_order(self._order, self._inner or {}, position)
@@ -452,6 +450,13 @@ def _kind(loader: Any) -> str:
     ):
         return "map"
     return "count"
+
+
+def _own_of(position: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what a position holds of a sampler of the user's own; {} if it holds nothing."""
+    inner = None if position is None else position["inner"]
+    own = inner.get("own") if isinstance(inner, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
 
 
 def _length(dataset: Any) -> int | None:

@@ -182,6 +182,8 @@ class MapOrder:
         yield from drawn
 
     def _extend(self, indices: list[Any]) -> None:
+        if self._split is not None:
+            return  # the part of a rank: positions are the same on all of them
         self.prefix = mix(self.prefix, indices_digest(indices))
 
     def _have_skipped(self, skip: int) -> None:
