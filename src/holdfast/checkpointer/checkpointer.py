@@ -21,6 +21,7 @@ from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
@@ -90,6 +91,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
             docs/model-directory.md.
+        on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
+            what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
+            batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -134,6 +138,7 @@ class Checkpointer:
         unsupported: str = "raise",
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        on_data_mismatch: str = "raise",
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -145,7 +150,7 @@ class Checkpointer:
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files,
+            alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -171,7 +176,10 @@ class Checkpointer:
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
         alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
-        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        self._progress = Progress(
+            seed_samples=options.seed_samples, rank=rank, world_size=world_size,
+            on_data_mismatch=options.on_data_mismatch,
+        )  # fmt: skip
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
@@ -241,6 +249,7 @@ class Checkpointer:
         finally:
             self._signals.remove()
             course.close()
+            self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
             why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
@@ -465,6 +474,11 @@ class Checkpointer:
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
+        if self._watcher is not None:
+            progress.ledger.tell = self._watcher.mismatched
+        place = self.storage.local_root
+        ring = None if place is None else DataRing(place, session.meeting.rank)
+        progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())

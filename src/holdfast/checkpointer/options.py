@@ -34,7 +34,12 @@ _MEANT: dict[object, str] = {
     None: "never", False: "never", True: "auto", "latest": "auto", "last": "auto", "newest": "auto", "always": "auto",
     "required": "must", "none": "never", "no": "never", "false": "never", "yes": "auto", "true": "auto",
 }  # fmt: skip
-_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
+_CHOICES = {
+    "when_busy": ("wait", "skip"),
+    "on_full": ("skip", "wait", "raise"),
+    "unsupported": ("raise", "drop"),
+    "on_data_mismatch": ("raise", "warn", "ignore"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,7 @@ class CheckpointerOptions:
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
         model_files: what is committed beside the tensors.
+        on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
     """
 
     intervals: tuple[Interval, ...]
@@ -99,6 +105,7 @@ class CheckpointerOptions:
     alike: Alike = None
     auto: bool = False
     model_files: ModelFiles | None = None
+    on_data_mismatch: str = "raise"
 
     @classmethod
     def check(
@@ -124,13 +131,18 @@ class CheckpointerOptions:
         unsupported: str = "raise",
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        on_data_mismatch: str = "raise",
     ) -> CheckpointerOptions:
         """Check every argument.
 
         Raises:
             ConfigError: an argument is wrong.
         """
-        for name, value in (("when_busy", when_busy), ("on_full", on_full), ("unsupported", unsupported)):
+        chosen = {
+            "when_busy": when_busy, "on_full": on_full, "unsupported": unsupported,
+            "on_data_mismatch": on_data_mismatch,
+        }  # fmt: skip
+        for name, value in chosen.items():
             if value not in _CHOICES[name]:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
         if keep is not None and not isinstance(keep, Keep):
@@ -178,6 +190,7 @@ class CheckpointerOptions:
             alike=alike,
             auto=auto,
             model_files=model_files_of(model_files),
+            on_data_mismatch=on_data_mismatch,
         )
 
 

@@ -62,11 +62,13 @@ class StartedRun:
         checkpoint: what was resumed, None for a fresh start.
         has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
+        is_own: the checkpoint is one of this run.
     """
 
     checkpoint: Checkpoint | None
     has_generators: bool
     finished_epochs: int | None
+    is_own: bool
 
 
 _DEEP = 6  # levels of a state in which parameters are looked for
@@ -131,7 +133,7 @@ def start_run(
         block.notes.extend([] if short is None else [short])
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(outcome.checkpoint, has_generators, finished)
+    return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
 
 
 def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:
