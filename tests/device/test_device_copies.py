@@ -130,7 +130,7 @@ def test_a_lost_device_fails_the_save_alone(tmp_path):
 def test_a_device_without_streams_is_copied_while_we_wait(tmp_path):
     """An accelerator whose module has no streams (MPS, XLA) is copied as a CPU is."""
     with training(tmp_path, 7) as one:
-        with mock.patch.object(torch, "get_device_module", return_value=object()):
+        with mock.patch("holdfast.state.save.device_copies.has_streams", return_value=False):
             wanted, future, path = one.save()
         for param in one.model.parameters():
             param.data.zero_()

@@ -34,6 +34,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.serial_executor import SerialExecutor
 
+from ..accelerator import has_streams
 from ..tree.flatten import Flat
 from .checksums import Checksums, is_checked
 from .plan import Layout
@@ -86,7 +87,7 @@ class DeviceCopies:
         """Do ahead of the first save what makes training wait for the devices: pin the arena, bring what is needed."""
         self._pin(arena)
         for device, tensors in _by_device(flat, range(len(flat.tensors))).items():
-            if _has_streams(device):
+            if has_streams(device):
                 self._checksums.prepare(device)
                 self._pinned_sums(device, len(tensors))
 
@@ -116,7 +117,7 @@ class DeviceCopies:
         self._pin(arena)
         copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
         # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
-        on_cpu = [n for n in copied if not _has_streams(flat.tensors[n].device)]
+        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
         events: list[Any] = []
         late_copies: list[_LateCopies] = []
         for device, numbers in _by_device(flat, sorted(set(copied).difference(on_cpu))).items():
@@ -284,10 +285,6 @@ class _Subset:
 def _copy(flat: Flat, layout: Layout, arena: Arena, number: int) -> None:
     tensor = flat.tensors[number].detach()
     arena_tensor(arena.view, layout.offsets[number], layout.sizes[number], tensor).copy_(tensor, non_blocking=True)
-
-
-def _has_streams(device: torch.device) -> bool:
-    return device.type != "cpu" and hasattr(torch.get_device_module(device), "current_stream")
 
 
 def _by_device(flat: Flat, numbers: Iterable[int]) -> dict[torch.device, list[int]]:
