@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .interop.export import export as export
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
+    from .model_files import ModelFiles as ModelFiles
     from .trainers.function.callbacks import UserCallback as UserCallback
     from .trainers.function.control.result import Result as Result
     from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
@@ -85,6 +86,7 @@ _HOME = {
     "ScalingConfig": "config",
     "ValidationConfig": "config",
     "ValidationTaskConfig": "config",
+    "ModelFiles": "model_files",
     "Exported": "interop.export",
     "export": "interop.export",
     "Imported": "interop.import_",

@@ -48,13 +48,19 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
 
 
 def _without_settings(scheme: str, rest: str) -> tuple[str, str]:
-    """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path."""
+    """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path.
+
+    Whatever stands there is a matter of the storage: no part of the name of a checkpoint, which is shown.
+    """
     if scheme not in ("s3", "s3a") or "?" not in rest:
-        return rest, ""
+        rest, mark, settings = rest.partition("?") if scheme != "memory" else (rest, "", "")
+        return rest, mark + settings
     from holdfast.storage.object.bucket import split_settings
 
     whole = f"{scheme}://{rest}"
     place, _ = split_settings(whole)
+    if place == whole:  # nothing that is known: the storage refuses it
+        place = whole.partition("?")[0]
     return place[len(scheme) + 3 :], whole[len(place) :]
 
 

@@ -15,6 +15,7 @@ from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import ConfigError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
@@ -66,6 +67,7 @@ class Checkpointer:
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
+        silence_s: a rank that says nothing for so long, or cannot be reached, is given up; see docs/parallel.md.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
             nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
@@ -78,6 +80,9 @@ class Checkpointer:
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        model_files: small files that are committed with each checkpoint, so that its directory is what another library
+            loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
+            docs/model-directory.md.
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -111,6 +116,7 @@ class Checkpointer:
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
+        silence_s: float = 30.0,
         seed_samples: bool = True,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -119,6 +125,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -128,9 +135,9 @@ class Checkpointer:
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike,
+            alike=alike, model_files=model_files,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -161,12 +168,13 @@ class Checkpointer:
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(side.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike,
+            max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
+            alike=alike, model_files=options.model_files,
         )  # fmt: skip
         session = self._session = RunSession(
-            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s
-        )
+            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
+            silence_s=options.silence_s,
+        )  # fmt: skip
         try:
             started = start_run(
                 session, snapshotter, self._full_state, self._progress, options=options, home=self.state
@@ -216,7 +224,7 @@ class Checkpointer:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
                     course.boundary()
                 if not course.pace.stop_asked:
-                    self._progress.remind_at_end()
+                    self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
                 self._progress.finish()
                 course.watch()
                 course.end()

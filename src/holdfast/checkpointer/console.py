@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from holdfast._outgoing import masked, on_one_line
 from holdfast._progress import progress_bar
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
@@ -55,7 +56,8 @@ class ResumeBlock:
 
     def show(self) -> None:
         """Print the block."""
-        print("\n".join(self.lines()), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+        lines = (on_one_line(masked(line)) for line in self.lines())  # names in it come from files
+        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
 
 
 def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -> None:

@@ -12,6 +12,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.save.snapshot import Snapshotter, Submitted
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
@@ -78,6 +79,7 @@ def save(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | None = None,
 ) -> Checkpoint:
     """Save ``state`` as one checkpoint; durable when this returns.
 
@@ -95,6 +97,8 @@ def save(
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        model_files: small files committed with the checkpoint, for other libraries: ``{name: bytes, text or a
+            function}``, or `holdfast.transformers.model_files`. Not with ``overwrite``. See docs/model-directory.md.
 
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
@@ -108,6 +112,7 @@ def save(
         >>> save(f"{folder}/first", {"weights": torch.ones(3)}).keys()
         ['weights']
     """
+    beside = _beside(model_files, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with place.broadcast_errors():
         group = place.group(alike)
@@ -115,7 +120,7 @@ def save(
     try:
         # Taken out while in use: another thread, or a signal handler, that saves meanwhile makes its own snapshotter.
         snapshotter = _idle.pop(place.layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
-        snapshotter.alike = group
+        snapshotter.alike, snapshotter.model_files = group, beside
         with place.broadcast_errors():
             submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
         place.wait(submitted)
@@ -141,6 +146,7 @@ def save_async(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | None = None,
 ) -> SaveHandle:
     """Copy ``state`` aside and return; the writer makes it durable. The caller may change the state at once.
 
@@ -152,6 +158,7 @@ def save_async(
             made. Let the handler set a flag, or call `save`.
     """
     global _copying
+    beside = _beside(model_files, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with _lock, place.broadcast_errors():
         if _copying:
@@ -164,7 +171,7 @@ def save_async(
         try:
             arena = place.layout  # the layout of an arena is that of the files
             snapshotter = _async.setdefault(arena, place.snapshotter())
-            snapshotter.alike = group
+            snapshotter.alike, snapshotter.model_files = group, beside
             before = _pending.get(arena)
             if before is not None:
                 place.wait_for_arena(before)
@@ -279,6 +286,17 @@ def load(
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
     return loaded.state
+
+
+def _beside(given: ModelFiles | Mapping[str, Content] | None, *, overwrite: bool) -> ModelFiles | None:
+    model_files = model_files_of(given)
+    if model_files is not None and overwrite:
+        raise ConfigError(
+            "overwrite=True with model_files: these files keep their names, so the old checkpoint could not stay "
+            "readable until the new one is committed. Save under a new name each time (step_1000), or use a "
+            "Checkpointer, whose run has a link `latest`"
+        )
+    return model_files
 
 
 def _source(path: str | os.PathLike[str] | Checkpoint, *, together: bool) -> Checkpoint:

@@ -12,8 +12,9 @@ from typing import Any
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep, Mirror
+from holdfast.config import Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike
@@ -22,6 +23,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
 from .progress import RESERVED
+from .rank_group import SILENCE_S
 from .save_policy import Deadline, Schedule
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
@@ -62,12 +64,14 @@ class CheckpointerOptions:
         deadline: counted from the construction, not from entering.
         exit_code: exit status after a signal or the deadline.
         timeout_s: bound of every wait.
+        silence_s: silence of a rank after which it is given up.
         seed_samples: whether ``__getitem__`` gets seeds.
         mirror: the local side of a mirrored run.
         on_commit: called with each committed checkpoint.
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
+        model_files: what is committed beside the tensors.
     """
 
     intervals: tuple[Interval, ...]
@@ -79,12 +83,14 @@ class CheckpointerOptions:
     deadline: Deadline
     exit_code: int
     timeout_s: float
+    silence_s: float
     seed_samples: bool
     mirror: Mirror | None = None
     on_commit: tuple[Listener, ...] = ()
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    model_files: ModelFiles | None = None
 
     @classmethod
     def check(
@@ -100,6 +106,7 @@ class CheckpointerOptions:
         deadline: float | IntervalLike | datetime | None,
         exit_code_for_requeue: int,
         timeout_s: float,
+        silence_s: float,
         seed_samples: bool,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -108,6 +115,7 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -121,6 +129,12 @@ class CheckpointerOptions:
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        check_silence(silence_s)
+        if silence_s > max(SILENCE_S, timeout_s):
+            raise ConfigError(
+                f"silence_s={silence_s!r} is longer than timeout_s={timeout_s!r}, after which a save fails: "
+                "raise timeout_s too"
+            )
         if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         intervals = parse_intervals(every)
@@ -144,12 +158,14 @@ class CheckpointerOptions:
             deadline=Deadline(_end_of_job() if deadline == "slurm" else deadline, now=now),
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,
+            silence_s=float(silence_s),
             seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
             on_commit=listeners(on_commit),
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            model_files=model_files_of(model_files),
         )
 
 

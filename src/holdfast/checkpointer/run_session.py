@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
 from holdfast.format.names import MANIFEST_NAME
@@ -29,7 +29,7 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveRes
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
 from .pending_saves import PendingSaves, RunSave, failed
-from .rank_group import RankGroup
+from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
@@ -92,6 +92,7 @@ class RunSession:
             `wants_retry`) or "raise".
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
+        silence_s: a rank that says nothing for so long is given up.
 
     Attributes:
         root: of the run.
@@ -119,6 +120,7 @@ class RunSession:
         on_full: str = "skip",
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -131,6 +133,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
@@ -139,13 +142,13 @@ class RunSession:
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
-            self.team = self._join()
+            self.team = self._join(silence_s)
             self.start_id = self.team.start_id
         self.saves = self.pending(on_full=on_full)
 
-    def _join(self) -> RankGroup:
+    def _join(self, silence_s: float) -> RankGroup:
         try:
-            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s)
+            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
             self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
             raise
@@ -284,10 +287,15 @@ class RunSession:
         """
         announcer = self.announcer = Announcer(listeners)
         far, staged = self.remote, self.staged
+
+        def arrived(name: str) -> None:
+            if far is not None and staged:
+                known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
+                announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
+
         if mirror is not None and far is not None and self.leads:
             self.remote_watch = RemoteWatch(
-                self.client, mirror, far.uri, staged=staged,
-                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if staged else None,
+                self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
 
     # -- saves
@@ -337,6 +345,8 @@ class RunSession:
                 fields = self._manifest(
                     checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
                 )
+                if self.staged:
+                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
                 if named.extra is not None:
                     fields["extra"] = dict(named.extra)
                 request = SaveRequest(
@@ -351,7 +361,10 @@ class RunSession:
             self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
-                self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+                told = CommittedCheckpoint.told(
+                    self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
+                )
+                self.announcer.tell(told)
 
         self._begin(
             RunSave(

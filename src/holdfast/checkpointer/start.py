@@ -160,7 +160,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
 
 def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
     """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {storage for storage in (*session.sides, session.storage) if storage.num_parallel > 1}
+    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
     return {storage: _probe(session, storage) for storage in stores}
 
 
@@ -415,6 +415,6 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
     found = Catalog(storage)
     if found.incomplete:
         notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
-    if found.others:
-        notes.append(f"not of this run, so not picked (name one with resume=): {listed(found.others)}")
+    if strangers := sorted(found.others.keys() - found.guests.keys()):
+        notes.append(f"not of this run, so not picked (name one with resume=): {listed(strangers)}")
     return f"fresh start: no checkpoint under {storage.uri}"

@@ -14,7 +14,7 @@ from holdfast.page.facts import collect
 from holdfast.storage.resolve import resolve
 
 from .output import replace_file
-from .terminal import print_json
+from .terminal import message, print_json, printable
 
 __all__ = ["page"]
 
@@ -41,13 +41,13 @@ def page(run: str, output: str, watch: bool, every: float, as_json: bool) -> Non
         raise ConfigError(f"--every {every:g}: give at least one second")
     facts = collect(storage)
     size = _write(output, facts, every if watch else None)
-    click.echo(f"{output}: {format_bytes(size)}")
+    click.echo(f"{printable(output)}: {format_bytes(size)}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
             fresh = collect(storage)
         except StorageError as error:  # the next look may succeed
-            click.echo(f"holdfast: {error}", err=True)
+            click.echo(message(f"holdfast: {error}"), err=True)
             continue
         if _essence(fresh) != _essence(facts):
             _write(output, fresh, every)

@@ -20,7 +20,7 @@ from holdfast.storage.resolve import resolve
 from .output import replace_file
 from .runs import runs_of
 from .targets import run_at
-from .terminal import console, print_json, printable, table
+from .terminal import console, message, print_json, printable, table
 
 __all__ = ["stats"]
 
@@ -70,7 +70,7 @@ def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
         try:
             summaries.append(_describe(Catalog(storage.child(name)), name))
         except HoldfastError as error:
-            click.echo(printable(f"holdfast: {name} cannot be read: {error}"), err=True)
+            click.echo(message(f"holdfast: {name} cannot be read: {error}"), err=True)
     return summaries
 
 
@@ -165,7 +165,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
         except StorageError as error:
             if every is None:
                 raise
-            click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
+            click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
             replace_file(target, openmetrics([(_labels(summary), _figures(summary)) for summary in summaries]).encode())
             if every is None or not any(summary["live"] for summary in summaries):

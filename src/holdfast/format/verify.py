@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -40,14 +40,16 @@ class Problem:
         return self.message
 
 
-def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: bool = True) -> list[Problem]:
+def verify_files(
+    storage: Storage, directory: str, manifest: Manifest, *, deep: bool | Collection[str] = True
+) -> list[Problem]:
     """Compare the files of a checkpoint with its manifest.
 
     Args:
         storage: holds the directory.
         directory: the checkpoint.
         manifest: its manifest.
-        deep: read every byte and compare digests; otherwise sizes only.
+        deep: read every byte and compare digests, of the files of these roles if it names roles; otherwise sizes only.
 
     Returns:
         The problems, in the order of the manifest; each damaged chunk by itself.
@@ -57,11 +59,13 @@ def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: 
     """
     problems: list[Problem] = []
     names = _TensorNames(storage, directory, manifest)
+    roles: Collection[str] | None = None if deep is True else deep or ()
     for entry in manifest.files:
+        is_deep = roles is None or entry.role in roles
         try:
             check_links(storage, directory, (entry.path,))
             with storage.open(join(directory, entry.path)) as reader:
-                problems.extend(_verify(storage, directory, entry, reader, names, deep=deep))
+                problems.extend(_verify(storage, directory, entry, reader, names, deep=is_deep))
         except StorageNotFoundError:
             problems.append(Problem(file=entry.path, message=f"{entry.path} is missing"))
         except CorruptCheckpointError as error:

@@ -59,7 +59,7 @@ class WriterClient:
         """Start a writer: a process where possible, else a thread.
 
         Args:
-            storage: where the jobs will go; a storage that cannot describe itself (memory, plug-ins) needs a thread.
+            storage: where the jobs will go; one that cannot describe itself (memory, live objects) needs a thread.
             thread: force the choice.
             remote: where checkpoints are mirrored to.
         """

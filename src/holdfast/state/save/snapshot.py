@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from holdfast._paused_gc import paused_gc
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, chunk_digests
+from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
@@ -112,6 +114,7 @@ class Snapshotter:
         timeout_s: float | None = None,
         unsupported: str = "raise",
         alike: tuple[int, ...] | None = None,
+        model_files: ModelFiles | None = None,
     ) -> None:
         if max_staging_bytes is not None and max_staging_bytes < 2 * MIN_WINDOW:
             raise ConfigError(f"max_staging_bytes={max_staging_bytes}: give at least {2 * MIN_WINDOW} bytes")
@@ -120,11 +123,12 @@ class Snapshotter:
         self.rank, self.world_size = rank, world_size
         self.max_file_bytes, self.max_staging_bytes = max_file_bytes, max_staging_bytes
         self.timeout_s, self.unsupported, self.alike = timeout_s, unsupported, alike
+        self.model_files = model_files
         self.layout: Layout | None = None
         self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
         self.copies: device_copies.DeviceCopies | None = None
-        self._planned_for = alike
+        self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
@@ -191,7 +195,7 @@ class Snapshotter:
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
-        plans, trees = self._blobs(flat, layout, request.save_id)
+        plans, contents = self._blobs(flat, layout, request.save_id)
         job = SaveJob(
             directory=request.directory,
             save_id=request.save_id,
@@ -211,7 +215,7 @@ class Snapshotter:
 
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
-            return client.submit(request.storage, job, list(map(dumps, trees)), arena, filled=filled)
+            return client.submit(request.storage, job, [content() for content in contents], arena, filled=filled)
 
         future: Future[Any]
         if aside:
@@ -219,7 +223,7 @@ class Snapshotter:
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
-            arena, blobs = self._arena(layout), list(map(dumps, trees))
+            arena, blobs = self._arena(layout), [content() for content in contents]
             self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
                 flat,
@@ -235,17 +239,23 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
 
-    def _blobs(self, flat: Flat, layout: Layout, save_id: str) -> tuple[tuple[BlobPlan, ...], list[Any]]:
-        """Return the small files that this rank writes, and the trees that they hold."""
-        plans, trees = [], []
+    def _blobs(
+        self, flat: Flat, layout: Layout, save_id: str
+    ) -> tuple[tuple[BlobPlan, ...], list[Callable[[], bytes]]]:
+        """Return the small files that this rank writes, and functions that make their contents."""
+        plans: list[BlobPlan] = []
+        contents: list[Callable[[], bytes]] = []
         if self.rank == layout.leader:
             name = f"state-{save_id}.json" if self.rank == 0 else f"state-{self.rank:05d}-{save_id}.json"
             plans.append(BlobPlan(path=name, role="state"))
-            trees.append(flat.tree)
+            contents.append(partial(dumps, flat.tree))
         if flat.per_rank:
             plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
-            trees.append(flat.per_rank)
-        return tuple(plans), trees
+            contents.append(partial(dumps, flat.per_rank))
+        for path, text in layout.indexes.items():  # file names are those of this save
+            plans.append(BlobPlan(path=path, role="user"))
+            contents.append(text.replace("{save_id}", save_id).encode)
+        return tuple(plans), contents
 
     def _send_windows(
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
@@ -355,6 +365,8 @@ class Snapshotter:
         layout = self.layout
         if layout is None or self._observed or not unchanged:
             return
+        if self.model_files is not None and self.world_size > 1:
+            return  # rank 0 has to know in which files the tensors of the others are
         self._observed = True
         names = set()
         total = 0
@@ -414,9 +426,10 @@ class Snapshotter:
         alike = self.alike
         if alike is None and flat.groups:
             alike = common_group(flat.groups, rank=self.rank, world_size=self.world_size)
-        if self.layout is None or alike != self._planned_for or not fits(self.layout.signature, flat):
+        model_files = None if self.model_files is None else self.model_files.resolve()
+        if self.layout is None or (alike, model_files) != self._planned_for or not fits(self.layout.signature, flat):
             self._drop_layout()
-            self._planned_for = alike
+            self._planned_for = alike, model_files
             self.layout = plan(
                 signature(flat),
                 rank=self.rank,
@@ -424,6 +437,7 @@ class Snapshotter:
                 max_file_bytes=self.max_file_bytes,
                 stable=self.stable,
                 alike=alike,
+                model_files=model_files,
             )
         return self.layout
 

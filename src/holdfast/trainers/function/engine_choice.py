@@ -40,13 +40,16 @@ def runs_on_ray(scaling: ScalingConfig) -> bool:
     return False
 
 
-def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) -> LocalEngine | ClusterEngine:
+def make_engine(
+    scaling: ScalingConfig, storage: Storage, *, max_failures: int, silence_s: float | None = None
+) -> LocalEngine | ClusterEngine:
     """Make the engine; it begins to load what workers need while its caller goes on.
 
     Args:
         scaling: what was asked for.
         storage: root of the run.
         max_failures: failures after which the run ends; with 0 nothing is kept ready on spare nodes.
+        silence_s: a node that says nothing for so long is given up; None: the engine's own limit.
 
     Raises:
         ConfigError: there is no cluster, or it cannot do this.
@@ -72,7 +75,8 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
         labels=scaling.label_selector,
         spares=_spares() if max_failures else 0,
     )
-    return ClusterEngine(RayNodes(ray_api.connect(), wanted), storage=storage)
+    nodes = RayNodes(ray_api.connect(), wanted, silence_s=silence_s or 0.0)
+    return ClusterEngine(nodes, storage=storage, silence_s=silence_s)
 
 
 def threads(scaling: ScalingConfig) -> dict[str, str]:

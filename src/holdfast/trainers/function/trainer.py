@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from holdfast._version import __version__
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import verify
 from holdfast.config import (
     CheckpointConfig,
     CheckpointStrategy,
@@ -25,7 +26,7 @@ from holdfast.config import (
     ScalingConfig,
     ValidationConfig,
 )
-from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
@@ -161,7 +162,9 @@ class TorchTrainer:
         inline = InlineEngine() if self._scaling.num_workers == 0 else None
         failure = self._run.failure_config or FailureConfig()
         # It loads torch while we go on.
-        engine = inline or make_engine(self._scaling, storage, max_failures=failure.max_failures)
+        engine = inline or make_engine(
+            self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s
+        )
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)
@@ -243,9 +246,15 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
+            if base.uri.startswith("memory://"):
+                raise ConfigError(
+                    f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
+                    "and can neither read nor write it; give a directory"
+                )
             raise ConfigError(
-                f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
-                "can neither read nor write it; give a directory"
+                f"storage_path: {base.uri}: workers are processes of their own, and {type(base).__qualname__} does not "
+                "say how another process makes it: let its describe() return {'kind': 'module:Class', ...} "
+                "(docs/storage.md)"
             )
         root = storage.local_root
         if root is not None and root.exists() and not root.is_dir():
@@ -298,7 +307,7 @@ class TorchTrainer:
         limits = WaitLimits(
             report_s=_seconds(_REPORT_TIMEOUT),
             place_s=_seconds(_PLACEMENT_TIMEOUT),
-            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            grow_after_s=_seconds(_GROW_AFTER) if os.environ.get(_GROW_AFTER) else None,
             hang_s=failure.hang_timeout_s,
         )
         task = None if self._validation is None else self._validation.task_config
@@ -372,7 +381,11 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
     root = given.storage.local_root
     if root is not None and not (root / given.directory).exists():
         raise CheckpointNotFoundError(f"resume_from_checkpoint: there is nothing at {given.uri}; check the path")
-    _ = given.manifest  # a damaged or uncommitted checkpoint is refused here
+    manifest = given.manifest  # a damaged or uncommitted checkpoint is refused here
+    if root is not None and manifest is not None and manifest.with_role("user"):  # nobody compares them later
+        found = verify(given.storage, given.directory, deep=("user",), beside=False)
+        if not found.ok:
+            raise CorruptCheckpointError(f"resume_from_checkpoint: {given.uri} is damaged: {'; '.join(found.problems)}")
     if given.storage.describe() is None:
         return None, pack_checkpoint(given), ()
     return describe_location(given.storage, given.directory), None, (given.storage,)
@@ -385,8 +398,8 @@ def _default_name(function: Any) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
 
 
-def _seconds(name: str, default: str = "600") -> float:
-    text = os.environ.get(name, default)
+def _seconds(name: str) -> float:
+    text = os.environ.get(name, "600")
     try:
         seconds = float(text)
     except ValueError:

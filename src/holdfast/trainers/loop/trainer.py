@@ -305,6 +305,7 @@ class Trainer:
                 )  # fmt: skip
             self._complete()
             return
+        state.show_own_metrics()
         if not state.timestamp.count("batch"):
             refresh(state.schedulers)
         for every in self._evals:
@@ -388,6 +389,7 @@ class Trainer:
         subset = check_subset(subset_num_batches, "subset_num_batches")
         if not other and not state.eval_dataloaders:
             raise ConfigError("eval() needs eval_dataloader")
+        state.show_own_metrics()
         with self._evaluating(other) if other else contextlib.nullcontext():
             labels = list(state.eval_dataloaders)
             self._engine.run(Event.EVAL_STANDALONE_START)
@@ -397,9 +399,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _evaluating(self, other: Mapping[str, Evaluator]) -> Iterator[None]:
-        """Have other data for one evaluation, with metrics like those that the trainer has."""
+        """Have other data for one evaluation, with metrics like those that the trainer has; they stay to be read."""
         state = self.state
-        kept = (state.evaluators, state.eval_dataloaders, state.eval_metrics, dict(state.evaluated_at))
+        kept = (state.evaluators, state.eval_dataloaders, dict(state.evaluated_at))
         metrics = {
             label: copy.deepcopy(metric_set) for label, metric_set in state.eval_metrics.items() if label in other
         }
@@ -408,12 +410,13 @@ class Trainer:
         metrics.update(eval_metric_sets(copy.deepcopy(given), state.model, new, with_loss=self._loss_fn is not None))
         for metric_set in metrics.values():
             move_metrics(metric_set, state.device)
-        state.evaluators, state.eval_metrics = dict(other), metrics
+        state.own_eval_metrics, state.eval_metrics = state.eval_metrics, {**state.eval_metrics, **metrics}
+        state.evaluators = dict(other)
         state.eval_dataloaders = {label: evaluator.dataloader for label, evaluator in other.items()}
         try:
             yield
         finally:
-            state.evaluators, state.eval_dataloaders, state.eval_metrics, state.evaluated_at = kept
+            state.evaluators, state.eval_dataloaders, state.evaluated_at = kept
             for label in other:  # a checkpoint of this moment must not record what came of other data
                 state.evaluated_at.pop(label, None)
 

@@ -96,6 +96,7 @@ class Controller:
         self._room = Room(plan)
         self._not_before = 0.0
         self._handover: Handover | None = None
+        self._growing_since: float | None = None
         self._last_sign = 0.0
         self._ending: Ending | None = None
         self._rows_lost = False
@@ -273,6 +274,8 @@ class Controller:
                 self._clock.end("start", self._now)
                 self._room.satisfied()
                 group.running_since = self._now
+                if self._growing_since is not None:
+                    group.growth_s, self._growing_since = self._now - self._growing_since, None
                 self._become(RunState.RUNNING)
         elif on == "finished":
             group.finished.add(rank)
@@ -319,7 +322,7 @@ class Controller:
         """Return when the group should be ended in order to grow; None: it should not."""
         if group.running_since is None or self._handover is not None or self._teardown is not None or group.finished:
             return None
-        return self._room.growth(group.size, group.running_since)
+        return self._room.growth(group.size, group.running_since, group.growth_s)
 
     def _advance_moves(self, group: WorkerGroup) -> None:
         due = self._growth(group)
@@ -336,6 +339,7 @@ class Controller:
                 self._hand_over(group, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
         elif handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
             group.moved = (handover.cause, handover.why)
+            self._growing_since = self._now if handover.cause is Cause.RESIZE else None
             self._clock.begin(self._now)
             self._tear_down()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
 from holdfast.config import Keep
 from holdfast.writer.messages import RunOpened
@@ -21,7 +22,7 @@ _SHOWN = 8
 
 def say(*lines: str) -> None:
     """Print lines for people."""
-    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
+    print("\n".join(visible(masked(line)) for line in lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
 
 
 def listed(names: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.writer.frames import Channel
 
 from ..location import checkpoint_at, open_root
@@ -92,6 +93,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
         *,
         state: Mapping[Any, Any] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
         checkpoint_dir_name: str | None = None,
         checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
         delete_local_checkpoint_after_upload: bool | None = None,
@@ -99,13 +101,14 @@ class Session:
         validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
         """See `holdfast.report`."""
-        if checkpoint is None and state is None and not (validation and self.rank == 0):
+        if checkpoint is None and state is None and model_files is None and not (validation and self.rank == 0):
             self._report_metrics(metrics)
             return
         request = check_request(
             metrics,
             checkpoint,
             state=state,
+            model_files=model_files,
             name=checkpoint_dir_name,
             mode=checkpoint_upload_mode,
             delete=delete_local_checkpoint_after_upload,

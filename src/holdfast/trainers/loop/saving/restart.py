@@ -145,7 +145,8 @@ class StartingPoint:
             loaded[0].notes += [
                 f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
             ]
-            self._resumed, self._context.begun, self._context.training = True, True, entry.training
+            # A file of Composer does not say which training it is of: the next save gives it its identity.
+            self._resumed, self._context.begun, self._context.training = True, bool(entry.training), entry.training
             self._own = folder if storage is local else None
             return loaded[0]
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""

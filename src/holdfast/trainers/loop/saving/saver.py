@@ -355,9 +355,9 @@ class CheckpointSaver(Callback):
         context.flush_logs()
         there = self.names.destinations(state.timestamp)
 
-        def committed() -> None:
+        def committed(manifest: bytes) -> None:
             context.begun |= is_source
-            after.add(saved, there)
+            after.add(saved, there, manifest)
 
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
