@@ -159,6 +159,22 @@ def test_the_arena_is_given_back_only_after_the_copies(tmp_path):
 
 
 @on_device
+def test_a_default_device_of_the_script_changes_nothing(tmp_path):
+    """Under ``torch.set_default_device`` what a save makes for itself lies where it has to."""
+    torch.set_default_device("late")
+    try:
+        with training(tmp_path, 10) as one:
+            wanted, future, path = one.save()
+            one.step(0)
+            future.result(60)
+            assert one.snapshotter.copies.late_bytes
+            torch.set_default_device(None)
+            assert_state_equal(wanted, read(path))
+    finally:
+        torch.set_default_device(None)
+
+
+@on_device
 def test_two_devices_in_one_state(tmp_path):
     """Tensors of two devices are copied late, each on a stream of its own device."""
     with training(tmp_path, 9) as one:

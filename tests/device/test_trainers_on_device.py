@@ -65,6 +65,7 @@ def train_on_device(config):
             os._exit(3)
 
 
+@pytest.mark.slow
 def test_the_function_trainer_goes_on_as_if_it_had_never_ended(tmp_path):
     """Workers whose state lies on a device: killed after step 3, the run ends with the numbers of an unbroken one."""
     if (why := late_device.missing()) is not None:

@@ -177,7 +177,12 @@ class Scaled(Plain):
 CASES = {case.__name__: case for case in (Plain, *Plain.__subclasses__())}
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {"Plain", "Averages"}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in CASES]
+)
 @on_device
 def test_a_training_that_goes_on_is_the_one_that_never_ended(case, tmp_path):
     """Model, optimizers, scheduler, scaler, averages, generators of host and devices, and the data, on a device."""

@@ -83,9 +83,8 @@ class DeviceCopies:
         self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._before_step())
 
-    def prepare(self, flat: Flat, arena: Arena) -> None:
-        """Do ahead of the first save what makes training wait for the devices: pin the arena, bring what is needed."""
-        self._pin(arena)
+    def prepare(self, flat: Flat) -> None:
+        """Do ahead of the first save what makes training wait for the devices."""
         for device, tensors in _by_device(flat, range(len(flat.tensors))).items():
             if has_streams(device):
                 self._checksums.prepare(device)
@@ -174,7 +173,7 @@ class DeviceCopies:
         memory = self._sums.get(device)
         if memory is None or len(memory) < num:
             # Pinned, or the copy would make training wait for the device.
-            memory = self._sums[device] = torch.empty(num, dtype=torch.int64, pin_memory=True)
+            memory = self._sums[device] = torch.empty(num, dtype=torch.int64, device="cpu", pin_memory=True)
         return memory[:num]
 
     def _copy_late(self, flat: Flat, layout: Layout, arena: Arena, device: torch.device, numbers: Sequence[int]) -> Any:
