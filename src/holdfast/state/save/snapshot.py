@@ -172,7 +172,7 @@ class Snapshotter:
             if device_copies.needed(flat.tensors):
                 # Its hook has to see a step before it may copy late.
                 self.copies = self.copies or device_copies.DeviceCopies()
-                self.copies.prepare(flat, arena)
+                self.copies.prepare(flat)
             arena.prefault()
             client.attach(arena)
 

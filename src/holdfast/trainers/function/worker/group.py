@@ -182,10 +182,13 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
     import torch
     import torch.distributed as dist
 
+    from holdfast.state.accelerator import accelerator, group_backend
+
+    kind = accelerator() or "cuda"
     if use_gpu:
-        _choose_device(torch.cuda.device_count())
+        _choose_device(kind, torch.get_device_module(kind).device_count())
     # For Accelerate, which otherwise takes any GPU that it sees.
-    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"{kind}:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
     if not dist.is_available():
         yield Group(None, world_size)
         return
@@ -197,7 +200,7 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
         wait_for_workers=False,
         master_listen_fd=listen_fd if rank == 0 and listen_fd >= 0 else None,
     )
-    dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(group_backend(kind) if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     global _current
     _current = group = Group(store, world_size, rank)
     group.joined()
@@ -257,15 +260,17 @@ def _key(what: str, part: str) -> str:
     return f"holdfast/{what}/{part}"
 
 
-def _choose_device(count: int) -> None:
+def _choose_device(kind: str, count: int) -> None:
     """Make LOCAL_RANK's device the current one. All workers see all devices, as under torchrun: NCCL needs them."""
     import torch
+
+    from holdfast.state.accelerator import make_current
 
     workers, place = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if count < workers:
         raise ConfigError(
-            f"use_gpu=True with {workers} workers on this machine, but torch sees {count} CUDA devices "
+            f"use_gpu=True with {workers} workers on this machine, but torch sees {count} {kind.upper()} devices "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}): one for each worker is needed; "
             f"lower num_workers or leave use_gpu out"
         )
-    torch.cuda.set_device(place)
+    make_current(torch.device(kind, place))
