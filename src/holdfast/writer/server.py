@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
@@ -273,7 +274,7 @@ class WriterLoop:
             work()
         try:
             if self._run is not None:
-                self._run.close(self._end)
+                self._run.close(self._end, self._run.steps_done() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
         if self._names is not None:
@@ -370,6 +371,8 @@ class WriterLoop:
             remote=remote,
             later=self._work_later,
         )
+        if (number := header.get("steps")) is not None:
+            run.steps = partial(self._handed.view, number)
         self._run = run
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()
