@@ -235,6 +235,7 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
+        reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
@@ -245,20 +246,28 @@ class Checkpointer:
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
-                course.end_after(f"{kind.__name__}: {error}")
+                course.end_after(reason)
         finally:
             self._signals.remove()
             course.close()
             self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
-            why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
+            why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
                 safe = session.stats.last_durable_step
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
+
+    def _reason(self, session: RunSession, error: BaseException) -> str:
+        """Say why the body was left: a rank that is gone before the error that this is to the others."""
+        gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
+        if gone is None:
+            return f"{type(error).__name__}: {error}"
+        _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
+        return str(gone)
 
     # -- the loop
 
@@ -284,6 +293,7 @@ class Checkpointer:
         self._step_s = step_s = entered - self._left - course.held_s
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
+        session.note_step(progress.step)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -84,6 +85,7 @@ class Run:
         self._segments = threading.Lock()
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
+        self.steps: Callable[[], memoryview] | None = None  # memory of the trainer that outlives it
 
     @classmethod
     def open(
@@ -556,6 +558,10 @@ class Run:
         self._retain()
         while self._catalog.is_behind and time.monotonic() < until:
             self._retain()
+
+    def steps_done(self) -> dict[str, Any] | None:
+        """Return how many steps a trainer that has died had done, as details of its end; None if it did not say."""
+        return None if self.steps is None else {"last_step": struct.unpack_from("=q", self.steps())[0]}
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""

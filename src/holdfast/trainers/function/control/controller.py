@@ -395,7 +395,10 @@ class Controller:
         reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
         ended_how = "moves" if group.moved is not None else "told to go" if group.preempted else "failed"
         self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
-        details = {"failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds)}
+        details = {
+            "failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds),
+            "last_step": max(self.reports.ledger.entered),
+        }  # fmt: skip
         if self._plan.has_callbacks:
             self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(group.causes)}))
         self._idle_starts += not self.reports.ledger.any_report

@@ -81,6 +81,11 @@ class SaveFolder:
         return self._session
 
     @property
+    def is_run(self) -> bool:
+        """True while the folder is open for directories."""
+        return self._session is not None
+
+    @property
     def team(self) -> RankGroup | None:
         """The writers of all ranks, if there are several."""
         return None if self._session is None else self._session.team

@@ -5,7 +5,7 @@ Only folders of directories are runs. The rest of the package knows them by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,13 +31,27 @@ class HistoryLogger(LoggerDestination):
     def __init__(self, state: State) -> None:
         self._state = state
         self._log: MetricLog | None = None
+        self._sessions: tuple[RunSession, ...] = ()
 
-    def begin(self, session: RunSession | None) -> None:
-        """Write to this run from now on; None: to none."""
+    def begin(self, session: RunSession | None, others: Iterable[RunSession] = ()) -> None:
+        """Write to a run from now on; None: to none.
+
+        Args:
+            session: of the run.
+            others: of all runs that training saves to: each knows how far it has come.
+        """
         self._log = None if session is None or not session.leads else MetricLog(session)
+        self._sessions = tuple(others)
+        self.stepped()
+
+    def stepped(self) -> None:
+        """Tell the runs how many batches are trained."""
+        for session in self._sessions:
+            session.note_step(self._state.timestamp.count("batch"))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep a row."""
+        self.stepped()  # the loop logs its losses right after each batch
         if self._log is None:
             return
         stamp = self._state.timestamp

@@ -143,7 +143,8 @@ class SaverGroup:
 
             self.ranks.lead("source", note)
         saver = self.source
-        self.history.begin(None if saver is None or saver.container != "directory" else saver.place.session)
+        sessions = [folder.session for folder in self._folders.values() if folder.is_run]
+        self.history.begin(None if saver is None or saver.container != "directory" else saver.place.session, sessions)
 
     @property
     def source(self) -> CheckpointSaver | None:
