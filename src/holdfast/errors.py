@@ -62,6 +62,7 @@ __all__ = [
     "StorageNotFoundError",
     "StoragePermissionError",
     "StorageUnavailableError",
+    "TornSaveError",
     "TrainingError",
     "TrainingFailedError",
     "UnknownMetricError",
@@ -100,6 +101,13 @@ class MissingExtraError(HoldfastError, ImportError):
 
 class UnsupportedStateError(HoldfastError, TypeError):
     """A value in the state cannot be saved; the message names its path and type."""
+
+
+class TornSaveError(HoldfastError):
+    """A tensor changed while a save copied it; the save was dropped, and training goes on.
+
+    It is logged; only the future of a save raises it.
+    """
 
 
 class StorageError(HoldfastError, OSError):

@@ -89,7 +89,7 @@ class _ReadsOnly(fsspec.AbstractFileSystem):
 )
 def test_who_copies(filesystem: fsspec.AbstractFileSystem, copies: bool) -> None:
     """A file system with a copy of its own is asked for it; another would bring the bytes here and send them back."""
-    assert FsspecStorage(filesystem, "/root").copies_itself is copies
+    assert FsspecStorage(filesystem, "/root").traits.copies_itself is copies
 
 
 @pytest.mark.parametrize("kind", ["memory", "sftp"])

@@ -25,7 +25,7 @@ from holdfast._version import code_id
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "meet", "same_for_all", "store_of_this_life"]
+__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "find_store", "meet", "same_for_all", "store_of_this_life"]
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come
@@ -227,7 +227,7 @@ def meet(info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Meet
     """
     if info.world_size == 1:
         return Alone()
-    return _meet_in(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+    return _meet_in(find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
 
 
 def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
@@ -273,7 +273,12 @@ def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any
     return {**first, "message": f"{rank_list(same)}: {first['message']}"}
 
 
-def _find_store(info: RankInfo, otherwise: str) -> Any:
+def find_store(info: RankInfo, otherwise: str) -> Any:
+    """Return the store of the process group, else that of torchrun.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -114,6 +114,8 @@ class Manifest:
 
     Attributes:
         run_id: run it belongs to; None for a checkpoint saved on its own.
+        name: directory in the run that it was committed as, by which copies under other names are known. "" for a
+            checkpoint saved on its own, and of early versions.
         checkpoint_id: unique id of this very checkpoint.
         parent: checkpoint id of this training's newest checkpoint when this one was begun: saved before it, or resumed
             from.
@@ -132,6 +134,7 @@ class Manifest:
     """
 
     run_id: str | None = None
+    name: str = ""
     checkpoint_id: str = ""
     parent: str | None = None
     attempt: int = 0
@@ -156,6 +159,8 @@ class Manifest:
         lines = [f'"format": "{FORMAT}"'.encode(), f'"format_version": "{FORMAT_VERSION}"'.encode()]
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name == "name" and not value:
+                continue
             if item.name == "files":
                 # One call for all rows; the replaced bytes cannot occur inside a string, whose quotes are escaped.
                 rows = dumps([entry.to_json() for entry in self.files])[1:-1].replace(_ROWS, _LINES)
@@ -299,6 +304,7 @@ def _is_mapping(value: object) -> bool:
 
 _CHECKS = {
     "run_id": _is_text_or_none,
+    "name": _is_text,
     "checkpoint_id": _is_text,
     "parent": _is_text_or_none,
     "attempt": _is_count,

@@ -17,6 +17,7 @@ from holdfast.storage.base import Storage
 
 __all__ = [
     "MANIFEST_NAME",
+    "METADATA_FILE",
     "REMOVING_NAME",
     "SIDECARS",
     "UNLISTED",
@@ -30,7 +31,8 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 REMOVING_NAME = ".removing.json"
 """Copy of the manifest of a checkpoint that is being removed; lists what is still to go after a crash."""
-SIDECARS = (".metrics.json", ".metadata.json")
+METADATA_FILE = ".metadata.json"
+SIDECARS = (".metrics.json", METADATA_FILE)
 """Files about a checkpoint that may change after its commit; not listed in the manifest."""
 UNLISTED = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 """Names in the directory of a checkpoint that its manifest never lists."""

@@ -6,7 +6,7 @@ tensor, each element once, for digests alone do not say that a signed checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,17 @@ class Problem:
         return self.message
 
 
-def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: bool = True) -> list[Problem]:
+def verify_files(
+    storage: Storage, directory: str, manifest: Manifest, *, deep: bool | Collection[str] = True
+) -> list[Problem]:
     """Compare the files of a checkpoint with its manifest.
 
     Args:
         storage: holds the directory.
         directory: the checkpoint.
         manifest: its manifest.
-        deep: read every byte, compare digests, and look whether each tensor is there whole; otherwise sizes only.
+        deep: read every byte, compare digests, and look whether each tensor is there whole; roles: digests of the
+            files of these roles alone; otherwise sizes only.
 
     Returns:
         The problems, in the order of the manifest; each damaged chunk by itself.
@@ -66,18 +69,20 @@ def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: 
     """
     problems: list[Problem] = []
     names = _TensorNames(storage, directory, manifest)
+    roles: Collection[str] | None = None if deep is True else deep or ()
     small: dict[str, bytearray] = {}
     for entry in manifest.files:
+        is_deep = roles is None or entry.role in roles
         try:
             check_links(storage, directory, (entry.path,))
             with storage.open(join(directory, entry.path)) as reader:
-                kept = small.setdefault(entry.path, bytearray()) if deep and entry.role in _SMALL else None
-                problems.extend(_verify(storage, directory, entry, reader, names, deep=deep, kept=kept))
+                kept = small.setdefault(entry.path, bytearray()) if is_deep and entry.role in _SMALL else None
+                problems.extend(_verify(storage, directory, entry, reader, names, deep=is_deep, kept=kept))
         except StorageNotFoundError:
             problems.append(Problem(file=entry.path, message=f"{entry.path} is missing"))
         except CorruptCheckpointError as error:
             problems.append(Problem(file=entry.path, message=str(error)))
-    if deep and not problems:
+    if deep is True and not problems:
         problems.extend(_incomplete(manifest, small))
     return problems
 

@@ -10,7 +10,6 @@ otherwise.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import posixpath
 import re
 import socket
@@ -25,6 +24,7 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
 from ..base import FileReader, FileWriter, Storage
 from ..local.local_storage import LocalStorage
+from ..plugins import importable, load
 from ..resolve import resolve
 from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .fsspec_io import HandleReader, HandleWriter
@@ -73,9 +73,9 @@ class FsspecStorage(AdaptedStorage):
         return self._client
 
     def describe(self) -> dict[str, Any] | None:
-        """Return class, arguments and root; None for memory and for arguments that JSON cannot hold."""
+        """Return class, arguments and root; None for memory, arguments JSON cannot hold, and classes of a script."""
         described = Described(self._recipe.arguments)
-        if "memory" in self._recipe.protocols or described.plain is None:
+        if "memory" in self._recipe.protocols or described.plain is None or not importable(self._recipe.kind):
             return None
         return {
             "kind": "fsspec",
@@ -187,9 +187,8 @@ class FsspecStorage(AdaptedStorage):
             fs.rm_file(full)
             self._prune(fs, posixpath.dirname(full))
 
-    @property
-    def copies_itself(self) -> bool:
-        """Whether the file system has a copy of its own."""
+    def _can_copy(self) -> bool:
+        """Tell whether the file system has a copy of its own."""
         from fsspec.asyn import AsyncFileSystem
         from fsspec.spec import AbstractFileSystem
 
@@ -308,14 +307,12 @@ def from_description(
     """Rebuild what `FsspecStorage.describe` described.
 
     Raises:
-        ConfigError: the class named is no file system of fsspec, or its credentials are not known here.
+        ConfigError: the class named cannot be imported or is no file system of fsspec, or its credentials are not known
+            here.
     """
     from fsspec.spec import AbstractFileSystem
 
-    module, _, name = client.partition(":")
-    kind: Any = importlib.import_module(module)
-    for part in name.split("."):
-        kind = getattr(kind, part)
+    kind = load(client)
     if not (isinstance(kind, type) and issubclass(kind, AbstractFileSystem)):
         raise ConfigError(f"storage description: {client!r} is no file system of fsspec")
     known = rebuild_options(arguments, secrets, uri)

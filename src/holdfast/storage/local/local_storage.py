@@ -39,7 +39,7 @@ from .small_files import LocalBatch, flush_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LocalStorage", "as_given", "door_of"]
+__all__ = ["LocalStorage", "absolute", "as_given", "door_of"]
 
 _T = TypeVar("_T")
 _COPY_BYTES = 8 << 20
@@ -72,7 +72,7 @@ class LocalStorage(Storage):
         if not os.fspath(root) or "\0" in os.fspath(root):
             raise ConfigError(f"LocalStorage({root!r}): give a directory")
         # Made absolute now: a later chdir of the training script must not move its checkpoints.
-        self._root = os.path.abspath(os.fspath(root))
+        self._root = absolute(os.fspath(root))
         self._door, self._prefix = Beneath(self._root), ""
         self._ops = ops
         # Directories below the top that exist durably; shared with children. A cache only: ENOENT drops the entry.
@@ -573,6 +573,12 @@ class LocalStorage(Storage):
     @staticmethod
     def _exists(target: str) -> StorageExistsError:
         return StorageExistsError(f"cannot create {target}: it exists; use another name or remove it")
+
+
+def absolute(path: str) -> str:
+    """Return a path as an absolute one, with one slash at its head: `os.path.abspath` leaves two, as POSIX allows."""
+    full = os.path.abspath(path)
+    return full[1:] if full.startswith("//") else full
 
 
 def as_given(storage: Storage) -> Storage:
