@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -79,27 +80,35 @@ def patches() -> list[Patch]:
     return found
 
 
-def is_noticed(patch: Patch) -> bool:
-    """Run its tests on a copy with the mistake; True if one fails, or does not end."""
+def fails(tests: tuple[str, ...], patch: Patch | None) -> bool:
+    """Run tests on a copy of the package, with a mistake; True if one fails, or does not end.
+
+    Raises:
+        SystemExit: the tests cannot be run.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         package = Path(folder) / "holdfast"
         shutil.copytree(ROOT / "src/holdfast", package, ignore=shutil.ignore_patterns("__pycache__"))
-        patch.apply(package)
+        if patch is not None:
+            patch.apply(package)
         child = os.fork()
         if child == 0:
-            os._exit(_test(patch, folder))
+            os._exit(_test(tests, folder))
         until = time.monotonic() + _BOUND_S
         while time.monotonic() < until:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status) == 1
+                code = os.waitstatus_to_exitcode(status)
+                if code not in (0, 1):
+                    sys.exit(f"{' '.join(tests)}: cannot be run (exit status {code})")
+                return code == 1
             time.sleep(0.05)
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         return True
 
 
-def _test(patch: Patch, folder: str) -> int:
+def _test(tests: tuple[str, ...], folder: str) -> int:
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -115,7 +124,7 @@ def _test(patch: Patch, folder: str) -> int:
     if not holdfast.__file__.startswith(folder):
         return 70  # nothing would be proved
     arguments = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not long"]
-    return int(pytest.main(["-o", "addopts=", *arguments, *patch.tests]))
+    return int(pytest.main(["-o", "addopts=", *arguments, *tests]))
 
 
 def main(words: list[str]) -> int:
@@ -127,9 +136,12 @@ def main(words: list[str]) -> int:
     chosen = [patch for patch in chosen if all(word in f"{patch.name} {patch.tests}" for word in words)]
     import torch  # once, for all forks
 
+    for tests in sorted({patch.tests for patch in chosen}):
+        if fails(tests, None):
+            sys.exit(f"{' '.join(tests)}: fails as it is, so that it proves nothing")
     survivors = []
     for number, patch in enumerate(chosen, 1):
-        noticed = is_noticed(patch)
+        noticed = fails(patch.tests, patch)
         state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
         print(f"{number}/{len(chosen)} {state}: {patch.name}", flush=True)
         if not noticed and not patch.reason:

@@ -17,6 +17,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.storage.base import StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.ops import Ops
 from holdfast.storage.memory import MemoryStorage
@@ -71,7 +72,7 @@ def test_a_lock_on_a_removed_file_is_no_lock(tmp_path: Path) -> None:
 class Plain(MemoryStorage):
     """A store without conditional writes, which tells what was asked of it."""
 
-    conditional = False
+    traits = StorageTraits(conditional=False)
 
     def __init__(self) -> None:
         super().__init__(f"plain-{next(_numbers)}")

@@ -10,7 +10,7 @@ import writer_kit as kit
 
 from holdfast.errors import StorageError
 from holdfast.format.commit import IncompleteCheckpointError, read_manifest
-from holdfast.storage.base import FileWriter
+from holdfast.storage.base import FileWriter, StorageTraits
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.ranks.saves import CommitSave, JointSaves
@@ -20,18 +20,16 @@ _numbers = count()
 
 
 class _Breaking(FileWriter):
-    def __init__(self, inner: FileWriter, call: str) -> None:
-        self._inner, self._call = inner, call
+    def __init__(self, inner: FileWriter, storage: Breaking) -> None:
+        self._inner, self._storage = inner, storage
 
     def write(self, view: memoryview) -> None:
-        if self._call == "write":
-            raise StorageError("lost by the disk")
+        self._storage.may("write")
         self._inner.write(view)
 
     def close(self) -> None:
         self._inner.close()
-        if self._call == "close":
-            raise StorageError("lost by the disk")
+        self._storage.may("close")
 
     def abort(self) -> None:
         self._inner.abort()
@@ -48,18 +46,24 @@ class Breaking(MemoryStorage):
 
     def __init__(self, number: int, call: str, parallel: int) -> None:
         super().__init__(f"breaking-{next(_numbers)}")
-        self.left, self.call, self._parallel = number, call, parallel
+        self.left, self.call, self.has_failed = number, call, False
+        self._traits = StorageTraits(num_parallel=parallel)
 
     @property
-    def num_parallel(self) -> int:
-        return self._parallel
+    def traits(self) -> StorageTraits:
+        return self._traits
+
+    def may(self, call: str) -> None:
+        if call == self.call:
+            self.has_failed = True
+            raise StorageError("lost by the disk")
 
     def create(self, path: str, size: int) -> FileWriter:
         self.left, mine = self.left - 1, self.left == 0
-        if mine and self.call == "create":
-            raise StorageError("lost by the disk")
+        if mine:
+            self.may("create")
         inner = super().create(path, size)
-        return _Breaking(inner, self.call) if mine else inner
+        return _Breaking(inner, self) if mine else inner
 
 
 @pytest.mark.parametrize("parallel", [1, 16])
@@ -71,14 +75,12 @@ def test_each_file_of_a_save_may_fail(call: str, parallel: int) -> None:
         storage = Breaking(number, call, parallel)
         with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
             job = kit.make_job(CONTENTS)
-            future = client.submit(storage, job, [b"{}"], arena)
-            if storage.left < 0 and future.exception(60) is None:
-                read_manifest(storage, job.directory)
-                continue
-            error = future.exception(60)
-            if error is None:  # there are no more files, or nothing is written to this one
+            error = client.submit(storage, job, [b"{}"], arena).exception(60)
+            if not storage.has_failed:  # there are no more files, or nothing is written to this one
+                assert error is None
                 continue
             failed += 1
+            assert error is not None
             assert "lost by the disk" in str(error)
             with pytest.raises((IncompleteCheckpointError, FileNotFoundError)):
                 read_manifest(storage, job.directory)
