@@ -83,9 +83,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
         is_red = len(_failed) >= _SUSPICIOUS
         for name, text in _failed.items():
             print(f"\nfailed beside others, passed alone: {name}\n\n{text}", flush=True)
+        end = f"; {_SUSPICIOUS} or more are red, as this run" if is_red else ""
         print(
-            f"\n{len(_failed)} failed beside others and passed alone (above, with their first failures): look into "
-            f"each before an issue is called resolved; {_SUSPICIOUS} or more are red{': this run is' if is_red else ''}\n",
+            f"\n{len(_failed)} passed alone, failed beside others (above, with their first failures): look into each "
+            f"before an issue is called resolved{end}\n",
             flush=True,
         )
         if not is_red:

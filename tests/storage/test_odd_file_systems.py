@@ -54,6 +54,14 @@ class LateLink(Ops):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+class Rival(Ops):
+    """No hard links, and another process that takes the name just before this one would."""
+
+    def link(self, source: str, target: str) -> None:
+        Path(str(target)).write_bytes(b"theirs")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.rglob("*") if path.is_file())
 
@@ -80,6 +88,15 @@ def test_a_link_whose_answer_is_lost(tmp_path):
     with pytest.raises(StorageExistsError):
         storage.put("ck/manifest.json", b"two", if_absent=True)
     assert storage.read("ck/manifest.json") == b"one"
+    assert names(tmp_path) == ["manifest.json"]
+
+
+def test_a_name_that_another_process_takes_first(tmp_path):
+    """Without hard links, too, one of two processes has the name, and the other hears of it."""
+    storage = LocalStorage(tmp_path, ops=Rival())
+    with pytest.raises(StorageExistsError):
+        storage.put("ck/manifest.json", b"ours", if_absent=True)
+    assert storage.read("ck/manifest.json") == b"theirs"
     assert names(tmp_path) == ["manifest.json"]
 
 

@@ -233,7 +233,7 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
-            if base.uri.startswith("memory://"):
+            if base.uri.startswith(("memory://", "fsspec+memory://")):
                 raise ConfigError(
                     f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
                     "and can neither read nor write it; give a directory"
