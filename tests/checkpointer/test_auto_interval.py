@@ -65,12 +65,19 @@ def test_few_failures_say_nothing_yet():
     """Four hours are assumed until there were three; then the time that the run has lived counts, this life too."""
     for failures in (0, 2):
         auto = AutoInterval(Lives(50.0, failures), now=1000.0)
-        assert auto.seconds(1000.0) == FIRST_S
+        assert auto.seconds(1000.0) == FIRST_S / 2**failures
         auto.paid(0.5, 1.0)
         assert auto.seconds(2000.0) == best_interval_s(0.5, PRIOR_S, durable_s=1.0)
     auto = AutoInterval(Lives(500.0, 4), now=1000.0)
     auto.paid(0.5, 1.0)
     assert auto.seconds(2500.0) == best_interval_s(0.5, 500.0, durable_s=1.0)
+
+
+def test_lives_that_end_before_their_first_save():
+    """Each of them halves the time until it, or the run would never save at all."""
+    assert [AutoInterval(Lives(0.0, failures), now=0.0).seconds(0.0) for failures in (0, 1, 3, 5, 99)] == [
+        FIRST_S, FIRST_S / 2, FIRST_S / 8, FIRST_S / 32, 1.0,
+    ]  # fmt: skip
 
 
 def test_earlier_lives_know_what_a_save_costs():
@@ -162,6 +169,7 @@ def test_as_good_as_the_best_fixed_interval(storage, between_s):
 
 def test_a_run_that_finds_its_interval(tmp_path, monkeypatch, capsys):
     """It saves after a minute (here: at once), says the interval that follows, and writes it into the manifests."""
+    monkeypatch.setattr(auto_interval, "_SOONEST_S", 0.01)
     monkeypatch.setattr(auto_interval, "FIRST_S", 0.01)
     monkeypatch.setattr(auto_interval, "PRIOR_S", 0.5)
     model = torch.nn.Linear(8, 8)
@@ -189,7 +197,7 @@ def test_auto_beside_other_intervals(tmp_path):
 SCRIPT = """
 import os, signal, sys, holdfast
 from holdfast.checkpointer import auto_interval
-auto_interval.FIRST_S = 0.01
+auto_interval.FIRST_S = auto_interval._SOONEST_S = 0.01
 with holdfast.Checkpointer(sys.argv[1], {"x": 1}, every="auto") as ck:
     while True:
         ck.step()

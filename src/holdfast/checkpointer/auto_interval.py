@@ -28,6 +28,7 @@ PRIOR_S = 4 * 3600.0
 FIRST_S = 60.0
 """After which a run saves first, to learn what that costs."""
 MOST_S = 1800.0
+_SOONEST_S = 1.0
 _LEAST_COSTS = 20.0  # saves take a twentieth of the time at most
 _BREATH = 1.2  # a save begins when the one before has long been written
 _KNOWN = 3
@@ -106,7 +107,8 @@ class AutoInterval:
     def seconds(self, now: float) -> float:
         """Return the seconds between saves."""
         if not self._costs:
-            return FIRST_S
+            # Lives that end before their first save would never learn: each failure halves the time until then.
+            return max(_SOONEST_S, FIRST_S / 2 ** min(self._lives.failures, 30))
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
         return best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
 

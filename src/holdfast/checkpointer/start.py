@@ -452,7 +452,8 @@ def _start_block(
     notes.append(room)
     if options.auto:
         notes.append(
-            f"every='auto': the first save comes after {format_duration(FIRST_S)}, unless the run knows what saves cost"
+            f"every='auto': the first save comes after {format_duration(FIRST_S)} at most, unless the run knows what "
+            "saves cost"
         )
     return block
 
