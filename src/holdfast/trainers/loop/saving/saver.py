@@ -258,6 +258,11 @@ class CheckpointSaver(Callback):
             )  # fmt: skip
         return [name for name in later if name not in own]
 
+    def find_saved(self, step: int) -> str | None:
+        """Return the URI of the checkpoint of this moment, if there is one."""
+        found = [entry.name for entry in self._after.all if entry.step == step] if self._after is not None else []
+        return f"{self.place.storage.uri.rstrip('/')}/{found[-1]}" if found else None
+
     def check_interval(self) -> None:
         """Refuse an interval that cannot be decided with this data."""
         if isinstance(self.every, Every):

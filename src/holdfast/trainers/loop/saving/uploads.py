@@ -135,7 +135,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         text = f"{storage_prefix(self.storage)}{path}"
         return UploadPointer(path=f"{self.path_of(latest)}.symlink", text=text, order=saved.order)
 
-    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
+    def upload_file(
+        self, state: State, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> None:
         """Send a copy of a file; returns when the copy is made.
 
         Raises:
