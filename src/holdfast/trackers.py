@@ -142,8 +142,12 @@ class TensorBoardTracker(Tracker):
 def _refer(artifact: Any, uri: str, name: str) -> None:
     """Let an artifact refer to a checkpoint, wherever it is."""
     if "://" not in uri:
-        artifact.add_reference(f"file://{uri}", name=name, checksum=False)
-        return
+        try:
+            artifact.add_reference(f"file://{uri}", name=name, checksum=False)
+        except (OSError, ValueError):  # retention was faster: the reference still says where it was, and what
+            uri = f"file://{uri}"
+        else:
+            return
     # What `add_reference` comes to for s3://, gs:// and https:// too, which wants boto3 and the like to be installed.
     entries = require("wandb.sdk.artifacts.artifact_manifest_entry", extra="wandb", purpose="a reference of wandb")
     artifact.manifest.add_entry(entries.ArtifactManifestEntry(path=name, ref=uri, digest=uri))

@@ -41,11 +41,31 @@ def test_a_listener_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_removed_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint that retention removed before its turn came is no error."""
+    """A file that retention removed before a listener read it is said in a sentence, without a traceback."""
     announcer = Announcer([lambda checkpoint: checkpoint.step])
     announcer.tell(hf.Checkpoint(tmp_path / "gone"))
     announcer.close(timeout_s=10)
-    assert not caplog.records
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "was removed before test_removed_meanwhile" in record.getMessage()
+
+
+def test_known_without_reading(tmp_path: Path) -> None:
+    """Under Keep(last=1) all checkpoints are told with step, metrics and digest, though two are gone by then."""
+    go, told, digests = threading.Event(), [], []
+
+    def listener(checkpoint: hf.Checkpoint) -> None:
+        assert go.wait(60)
+        told.append((checkpoint.step, checkpoint.metrics, checkpoint.digest, Path(checkpoint.uri).exists()))
+
+    with hf.Checkpointer(tmp_path, {"w": torch.ones(1)}, every=1, keep=hf.Keep(last=1), on_commit=listener) as ck:
+        for step in range(1, 4):
+            ck.step(loss=torch.tensor(1 / step))
+            ck.wait()
+            digests.append(ck.checkpoints()[0].digest)
+        go.set()
+    expected = [(s, {"loss": pytest.approx(1 / s)}, digests[s - 1], s == 3) for s in (1, 2, 3)]
+    assert told == expected
 
 
 def test_what_cannot_be_called(tmp_path: Path) -> None:

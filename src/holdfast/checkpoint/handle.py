@@ -21,14 +21,15 @@ from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
     HoldfastError,
     IncompleteCheckpointError,
     NotLocalError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
+from holdfast.format.digest import close_by_blanks
 from holdfast.format.manifest import Manifest, body_digest
+from holdfast.format.names import METADATA_FILE
 from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
@@ -41,11 +42,10 @@ from holdfast.storage.stream import InputStream
 
 from ._location import DictStore, file_system, locate
 from .summary import state_tree, top_names
-from .verify import Verification, verify
+from .verify import Verification, read_metadata, verify
 
-__all__ = ["Checkpoint", "Verification", "newest_of_run", "without_prefix"]
+__all__ = ["Checkpoint", "CommittedCheckpoint", "Verification", "newest_of_run", "without_prefix"]
 
-METADATA_FILE = ".metadata.json"
 _LOG = get_logger("checkpoint")
 
 
@@ -391,24 +391,20 @@ class Checkpoint:
     # -- metadata of the user ------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
-        """Read the user's metadata; {} if there is none."""
-        try:
-            return dict(json.loads(self._storage.read(self._metadata_path())))
-        except StorageNotFoundError:
-            return {}
-        except (RecursionError, ValueError, TypeError) as error:
-            raise CorruptCheckpointError(
-                f"{self.uri}: {METADATA_FILE} is not a JSON object ({error}); set_metadata() replaces it",
-                file=METADATA_FILE,
-            ) from error
+        """Read the user's metadata; {} if there is none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or no JSON object.
+        """
+        return read_metadata(self._storage, self._metadata_path())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the user's metadata (JSON) atomically."""
+        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest."""
         try:
             data = json.dumps(dict(metadata)).encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata of {self.uri} must be JSON: {error}") from error
-        self._storage.put(self._metadata_path(), data)
+        self._storage.put(self._metadata_path(), close_by_blanks(data))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge into the user's metadata. Two processes at once: the later write wins."""
@@ -430,6 +426,55 @@ class Checkpoint:
             return f"{self._name}/{METADATA_FILE}"
         head, slash, last = self._name.rpartition("/")
         return f"{head}{slash}.{last}{METADATA_FILE}"
+
+
+class CommittedCheckpoint(Checkpoint):
+    """A checkpoint as it was committed: it knows its step, metrics and digest, and reads nothing to say them.
+
+    Listeners get it: by the time that one hears of a checkpoint, retention may have deleted it.
+    """
+
+    __slots__ = ("_digest", "_metrics", "_step")
+    _digest: str | None
+    _metrics: dict[str, Any]
+    _step: int
+
+    @classmethod
+    def told(
+        cls, storage: Storage, name: str, *, step: int, metrics: Mapping[str, Any], manifest: bytes = b""
+    ) -> CommittedCheckpoint:
+        """Refer to the directory or file ``name`` of ``storage``.
+
+        Args:
+            storage: what holds it.
+            name: path in ``storage``.
+            step: of the training.
+            metrics: those that it was committed with.
+            manifest: its bytes; b"" of a single file, and where they are known elsewhere only.
+        """
+        self = cls.__new__(cls)
+        self._storage, self._name = storage, check_path(name)
+        self._owned = DictStore.of(storage)
+        self._step, self._metrics, self._digest = step, dict(metrics), body_digest(manifest) or None
+        return self
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self._step
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Its metrics when it was committed."""
+        return dict(self._metrics)
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the manifest; None of a single file."""
+        if self._digest is None:
+            with contextlib.suppress(CheckpointError, StorageNotFoundError):
+                self._digest = super().digest
+        return self._digest
 
 
 def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpoint:

@@ -53,7 +53,8 @@ class Announcer:
     def wait(self, timeout_s: float) -> None:
         """Wait until all calls have ended; logs a warning if that takes longer."""
         if wait(self._pending, timeout=timeout_s).not_done:
-            _LOG.warning("%s did not take note of all checkpoints within %.0f s", self._listeners, timeout_s)
+            names = ", ".join(map(_name, self._listeners))
+            _LOG.warning("%s did not take note of all checkpoints within %.0f s", names, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Wait like `wait`, and end the thread; idempotent."""
@@ -67,6 +68,12 @@ class Announcer:
             try:
                 listener(checkpoint)
             except CheckpointNotFoundError:
-                _LOG.info("%s was removed before %r took note of it", checkpoint.uri, listener)
+                _LOG.warning("%s was removed before %s could read it", checkpoint.uri, _name(listener))
             except Exception:  # noqa: BLE001 - the user's code must not end a training
-                _LOG.exception("%r did not take note of %s; training goes on", listener, checkpoint.uri)
+                _LOG.exception("%s did not take note of %s; training goes on", _name(listener), checkpoint.uri)
+
+
+def _name(listener: Listener) -> str:
+    """Name a listener in a log: the class of a tracker, the name of a function."""
+    owner = getattr(listener, "__self__", None)
+    return getattr(listener, "__qualname__", type(listener).__name__) if owner is None else type(owner).__name__

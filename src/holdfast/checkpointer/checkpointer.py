@@ -10,15 +10,19 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
+from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import DataRing
+from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -28,8 +32,9 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
+from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
-from .console import show_stop
+from .console import show_interval, show_stop
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -43,6 +48,8 @@ from .verification import watcher
 
 __all__ = ["Checkpointer"]
 
+_LOG = get_logger("checkpointer")
+
 
 class Checkpointer:
     """Saves a run, keeps what matters of it, and goes on from where it was.
@@ -54,6 +61,7 @@ class Checkpointer:
         path: root of the run: a path (made absolute now) or a URI.
         state: what to save, see docs/state.md. Step, epoch, data position and random generators are always added.
         every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
+            "auto": as often as loses least, by what saves cost and how often the run fails; see docs/checkpointer.md.
         keep: which checkpoints stay.
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
@@ -67,6 +75,7 @@ class Checkpointer:
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
+        silence_s: a rank that says nothing for so long, or cannot be reached, is given up; see docs/parallel.md.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
             nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
@@ -79,6 +88,9 @@ class Checkpointer:
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        model_files: small files that are committed with each checkpoint, so that its directory is what another library
+            loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
+            docs/model-directory.md.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
             what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
             batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
@@ -100,6 +112,7 @@ class Checkpointer:
         3
     """
 
+    @suggests(also={"directory": "path", "interval": "every", "save_interval": "every", "autoresume": "resume"})
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -115,6 +128,7 @@ class Checkpointer:
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
+        silence_s: float = 30.0,
         seed_samples: bool = True,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -123,6 +137,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
         on_data_mismatch: str = "raise",
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
@@ -133,9 +148,9 @@ class Checkpointer:
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, on_data_mismatch=on_data_mismatch,
+            alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -169,12 +184,13 @@ class Checkpointer:
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(side.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike,
+            max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
+            alike=alike, model_files=options.model_files,
         )  # fmt: skip
         session = self._session = RunSession(
-            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s
-        )
+            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
+            silence_s=options.silence_s,
+        )  # fmt: skip
         try:
             started = start_run(
                 session, snapshotter, self._full_state, self._progress, options=options, home=self.state
@@ -219,6 +235,7 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
+        reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
@@ -229,20 +246,28 @@ class Checkpointer:
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
-                course.end_after(f"{kind.__name__}: {error}")
+                course.end_after(reason)
         finally:
             self._signals.remove()
             course.close()
             self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
-            why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
+            why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
                 safe = session.stats.last_durable_step
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
+
+    def _reason(self, session: RunSession, error: BaseException) -> str:
+        """Say why the body was left: a rank that is gone before the error that this is to the others."""
+        gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
+        if gone is None:
+            return f"{type(error).__name__}: {error}"
+        _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
+        return str(gone)
 
     # -- the loop
 
@@ -268,6 +293,7 @@ class Checkpointer:
         self._step_s = step_s = entered - self._left - course.held_s
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
+        session.note_step(progress.step)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
@@ -467,6 +493,8 @@ class Checkpointer:
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
+        if options.auto and session.leads:
+            _follow_costs(session, schedule)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             session.team.board.calls(progress.step)
@@ -496,3 +524,30 @@ class Checkpointer:
             f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
             "which alone saves it: call ck there, or holdfast.save(path, state) here"
         )
+
+
+def _follow_costs(session: RunSession, schedule: Schedule) -> None:
+    """Save as often as loses least, from what earlier lives have paid for saves and what this one does; on rank 0."""
+    begun = time.monotonic()
+    try:
+        history = RunIndex.load(session.root).read_history()
+    except HoldfastError as error:
+        _LOG.warning("what earlier saves of the run have cost cannot be read, every='auto' begins anew: %s", error)
+        auto = AutoInterval(now=begun)
+    else:
+        auto = AutoInterval.of(history, attempt=session.opened.attempt, now=begun)
+
+    def adjust() -> None:
+        now = time.monotonic()
+        schedule.adjust(auto.seconds(now))
+        session.extra["every_s"] = round(auto.seconds(now), 3)
+        if (news := auto.news(now)) is not None:
+            show_interval(news)
+
+    def paid(cost_s: float, durable_s: float) -> None:
+        far = session.remote_watch
+        auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
+        adjust()
+
+    adjust()
+    session.paid = paid

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -25,9 +26,11 @@ from .rendezvous import Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 
+_WORD_S = 10.0
+_OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 ANSWER_MARGIN_S = 15.0
 """Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
-BEAT_S, STALE_S = 5.0, 30.0
+BEAT_S, SILENCE_S = 5.0, 30.0
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
 
 
@@ -38,6 +41,7 @@ class RankGroup:
         meeting: where the ranks meet now.
         client: our writer.
         timeout_s: bound of one save, from the first rank to the last.
+        silence_s: a rank that says nothing for so long is given up; never longer than a save may take.
 
     Attributes:
         rank: ours.
@@ -46,7 +50,9 @@ class RankGroup:
         board: words shared with our writer.
     """
 
-    def __init__(self, meeting: Meeting, client: WriterClient, *, timeout_s: float) -> None:
+    def __init__(
+        self, meeting: Meeting, client: WriterClient, *, timeout_s: float, silence_s: float = SILENCE_S
+    ) -> None:
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.client, self.timeout_s = client, timeout_s
         self._listener: socket.socket | None = None
@@ -64,8 +70,8 @@ class RankGroup:
                 token=agreed["token"],
                 timeout_s=timeout_s,
                 listener=None if self._listener is None else self._listener.fileno(),
-                beat_s=BEAT_S,
-                stale_s=min(STALE_S, max(2 * BEAT_S, timeout_s)),
+                beat_s=min(BEAT_S, silence_s / 6),
+                stale_s=min(silence_s, max(2 * BEAT_S, timeout_s)),
             )
         except BaseException:
             self.close()
@@ -98,6 +104,18 @@ class RankGroup:
         wait([asked], timeout=ANSWER_MARGIN_S)
         error = asked.exception() if asked.done() else None
         return error if isinstance(error, HoldfastError) else HoldfastError("a rank is gone, nobody knows why")
+
+    def explain(self, error: BaseException) -> HoldfastError | None:
+        """Return the reason behind an error of a collective: which rank is gone first, and why; None for other errors.
+
+        Waits for that word for up to ten seconds: the writer of the rank that is gone sends it.
+        """
+        if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_GROUP):
+            return None
+        until = time.monotonic() + _WORD_S
+        while (trouble := self.trouble()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return trouble
 
     def _ask(self, about: str, what: str) -> bool:
         asked = self.client.ask_ranks(about)

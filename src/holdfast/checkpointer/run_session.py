@@ -7,6 +7,8 @@ save is named and numbered, what its parent is, how it is followed, and what a l
 from __future__ import annotations
 
 import contextlib
+import os
+import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +19,20 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
+from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
 from .pending_saves import PendingSaves, RunSave, failed
-from .rank_group import RankGroup
+from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
@@ -38,6 +41,7 @@ from .transient import TRANSIENT_ERRORS, state_of
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
+_STEPS = struct.Struct("=q")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
@@ -92,6 +96,7 @@ class RunSession:
             `wants_retry`) or "raise".
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
+        silence_s: a rank that says nothing for so long is given up.
 
     Attributes:
         root: of the run.
@@ -108,6 +113,8 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        paid: called with the seconds that a save has cost training, and those until it was durable.
+        extra: entries of the manifest's ``extra`` for the next saves.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class RunSession:
         on_full: str = "skip",
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -131,21 +139,26 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
+        self.extra: dict[str, Any] = {}
+        self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
+        self._steps = Arena.create(_STEPS.size)  # outlives this process in its writer
+        self._owner = os.getpid()
         self.client = WriterClient.start(storage, remote=remote)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
-            self.team = self._join()
+            self.team = self._join(silence_s)
             self.start_id = self.team.start_id
         self.saves = self.pending(on_full=on_full)
 
-    def _join(self) -> RankGroup:
+    def _join(self, silence_s: float) -> RankGroup:
         try:
-            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s)
+            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
             self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
             raise
@@ -208,7 +221,13 @@ class RunSession:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
+            steps=None if self._steps.fd is None else self._steps,
         )  # fmt: skip
+
+    def note_step(self, step: int) -> None:
+        """Let the writer know how many steps are done, so that the end of a killed trainer says it; costs no call."""
+        if self._owner == os.getpid():  # a forked child has not got that memory
+            _STEPS.pack_into(self._steps.view, 0, step)
 
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
@@ -273,6 +292,7 @@ class RunSession:
             checkpoint_id: parent of the next checkpoint.
         """
         self.saves.resume_at(step, name=name, checkpoint_id=checkpoint_id)
+        self.note_step(step)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
@@ -284,10 +304,15 @@ class RunSession:
         """
         announcer = self.announcer = Announcer(listeners)
         far, staged = self.remote, self.staged
+
+        def arrived(name: str) -> None:
+            if far is not None and staged:
+                known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
+                announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
+
         if mirror is not None and far is not None and self.leads:
             self.remote_watch = RemoteWatch(
-                self.client, mirror, far.uri, staged=staged,
-                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if staged else None,
+                self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
 
     # -- saves
@@ -337,8 +362,10 @@ class RunSession:
                 fields = self._manifest(
                     checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
                 )
-                if named.extra is not None:
-                    fields["extra"] = dict(named.extra)
+                if self.staged:
+                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
+                if extra := {**self.extra, **(named.extra or {})}:
+                    fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
@@ -351,7 +378,10 @@ class RunSession:
             self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
-                self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+                told = CommittedCheckpoint.told(
+                    self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
+                )
+                self.announcer.tell(told)
 
         self._begin(
             RunSave(
@@ -503,7 +533,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, TRANSIENT_ERRORS):
+        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -538,6 +568,7 @@ class RunSession:
         cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
         if steps_measured:
             cost["lost_s"] = lost - self._counted[1]
+            self.paid(cost["lost_s"], cost["durable_s"])
         self.journal("cost", step=save.step, name=save.name, **cost)
         self._counted = (held, lost)
 
@@ -627,6 +658,8 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
+        self._owner = 0
+        self._steps.close()
 
 
 def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
@@ -648,6 +681,8 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
+    if isinstance(error, TornSaveError):
+        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
 from holdfast.format.names import MANIFEST_NAME
@@ -20,7 +21,17 @@ from holdfast.storage.resolve import resolve
 
 from .terminal import printable
 
-__all__ = ["Choice", "choose", "find", "pick_options", "ranking", "reach", "run_at", "warn_of_quarantine"]
+__all__ = [
+    "Choice",
+    "choose",
+    "find",
+    "pick_options",
+    "ranking",
+    "reach",
+    "run_at",
+    "span_option",
+    "warn_of_quarantine",
+]
 
 _Command = Callable[..., None]
 _SHOWN = 8
@@ -89,11 +100,8 @@ def reach(path: str) -> Storage:
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
-        click.echo(
-            f"holdfast: no credentials for {storage.uri} in {', '.join(places)}; going on with the role of this "
-            "machine, if it has one",
-            err=True,
-        )
+        text = f"holdfast: no credentials for {storage.uri} in {', '.join(places)}"
+        click.echo(printable(f"{text}; going on with the role of this machine, if it has one"), err=True)
     return storage
 
 
@@ -140,7 +148,8 @@ def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
         return checkpoint
     record = _pick(run_at(storage, path), pick)
     if not pick.is_given:
-        click.echo(f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken", err=True)
+        text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
+        click.echo(printable(text), err=True)
     return Checkpoint.at(storage, record.name)
 
 
@@ -207,3 +216,15 @@ def _at_step(catalog: Catalog, step: int) -> Record:
     near = sorted({record.step for record in records}, key=lambda other: (abs(other - step), other))[:_SHOWN]
     has = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "it has none at all"
     raise CheckpointError(f"the run {catalog.storage.uri} has no checkpoint of step {step}: {has}")
+
+
+def span_option(option: str, text: str) -> float:
+    """Return the seconds that an option asks for.
+
+    Raises:
+        ConfigError: it is no time.
+    """
+    seconds = parse_span(text.strip().lower().replace(" ", ""))
+    if seconds is None:
+        raise ConfigError(f"{option} {text}: give a time such as 30s, 15min, 12h or 1d")
+    return seconds

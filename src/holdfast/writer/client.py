@@ -59,7 +59,7 @@ class WriterClient:
         """Start a writer: a process where possible, else a thread.
 
         Args:
-            storage: where the jobs will go; a storage that cannot describe itself (memory, plug-ins) needs a thread.
+            storage: where the jobs will go; one that cannot describe itself (memory, live objects) needs a thread.
             thread: force the choice.
             remote: where checkpoints are mirrored to.
         """
@@ -215,11 +215,19 @@ class WriterClient:
             self._talk.check()
             self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
 
-    def abandon(self, job_no: int) -> None:
-        """Drop a job that is not sealed; its files are removed and its future fails."""
+    def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
+        """Drop a job that is not sealed; its files are removed and its future fails.
+
+        Args:
+            job_no: from the future of `submit`.
+            error: why, for the future, and for the futures of the other ranks.
+        """
+        header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
             self._talk.check()
-            self._talk.send({"do": "abandon", "job_no": job_no})
+            if (call := self._talk.find(job_no)) is not None:
+                call.repeatable = False  # a writer that is started again must not wait for the rest of it
+            self._talk.send(header)
 
     def join(
         self,
@@ -302,6 +310,7 @@ class WriterClient:
         wait_s: float = 60.0,
         mirror: Mirror | None = None,
         remote: Storage | None = None,
+        steps: Arena | None = None,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -312,6 +321,8 @@ class WriterClient:
             wait_s: how long to wait for the writer of a dead trainer to finish.
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
+            steps: memory whose first 8 bytes are the number of steps done: the writer records what it says when the
+                trainer has died.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -321,6 +332,10 @@ class WriterClient:
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header["wait_s"] = wait_s
+            if steps is not None:
+                self._talk.steps = steps
+                self._talk.tell_arena(steps)
+                header["steps"] = steps.number
             if mirror is not None and remote is not None:
                 far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +16,7 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusyError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
+from holdfast.run.candidates import GUESTS, copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt, RunIndex
@@ -23,6 +25,7 @@ from holdfast.run.record import Record
 from holdfast.run.remains import INCOMING, sweep_hidden
 from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
 from holdfast.run.retention import Verdict
+from holdfast.run.trash import WEEK_S, Trash
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -82,6 +85,7 @@ class Run:
         self._segments = threading.Lock()
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
+        self.steps: Callable[[], memoryview] | None = None  # memory of the trainer that outlives it
 
     @classmethod
     def open(
@@ -157,6 +161,16 @@ class Run:
         if again is None:
             hidden = catalog.hidden if storage.local_root is None else None
             swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
+            Trash(storage).empty(before=time.time() - WEEK_S)
+            if catalog.guests:
+                _LOG.warning(
+                    "%s: left alone, as copies of its checkpoints or renamed ones: %s. They are never deleted, and no "
+                    "start takes one that resume= does not name",
+                    storage.uri, copies_shown(catalog.guests),
+                )  # fmt: skip
+            early = {name: of for name, of in catalog.guests.items() if not catalog.others[name].name}
+            if early != index.notes.get(GUESTS, {}):  # once their original is deleted nothing else tells what they are
+                index.note(GUESTS, early or None)
         self._start_id = attempt.start_id
         waited_s = self._heartbeat.lease.waited_s + (0.0 if far is None else far.heartbeat.lease.waited_s)
         return RunOpened(
@@ -164,7 +178,7 @@ class Run:
             attempt=attempt.attempt,
             start_id=attempt.start_id,
             records=tuple(catalog.rows()),
-            quarantined=dict(index.quarantined),
+            quarantined=catalog.bad(),
             finished=index.finished,
             waited_s=waited_s,
             swept=tuple(swept),
@@ -249,7 +263,7 @@ class Run:
 
     def begin_save(self) -> None:
         """Let the metrics up to this save become durable while its data do, where a write takes a while."""
-        if self._catalog.storage.num_parallel > 1:
+        if self._catalog.storage.traits.num_parallel > 1:
             self._reports.hurry()
 
     def before_commit(self) -> None:
@@ -544,6 +558,10 @@ class Run:
         self._retain()
         while self._catalog.is_behind and time.monotonic() < until:
             self._retain()
+
+    def steps_done(self) -> dict[str, Any] | None:
+        """Return how many steps a trainer that has died had done, as details of its end; None if it did not say."""
+        return None if self.steps is None else {"last_step": struct.unpack_from("=q", self.steps())[0]}
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""

@@ -241,3 +241,77 @@ def test_plain_functions(tmp_path: Path) -> None:
     with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(1)}, every=1, on_commit=[told.append]) as ck:
         ck.step()
     assert [one.uri for one in told] == [f"{tmp_path}/run/step_00000001"]
+
+
+class _Late(Tracker):
+    """Gives what it hears to other trackers once the training has ended, when retention has done its work."""
+
+    def __init__(self, *trackers: Tracker) -> None:
+        super().__init__()
+        self.trackers, self.go, self.heard = trackers, threading.Event(), 0
+
+    def record(self, checkpoint: hf.Checkpoint) -> None:
+        assert self.go.wait(60)
+        for tracker in self.trackers:
+            tracker.record(checkpoint)
+        self.heard += 1
+
+
+def report_three(config):
+    for step in range(3):
+        hf.report({"loss": 1 / (step + 1)}, state={"step": step})
+
+
+@pytest.mark.parametrize("door", ["checkpointer", "function", "loop", "loop files"])
+def test_what_retention_deleted_is_recorded(
+    door: str, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With Keep(last=1) two of three checkpoints are gone before a tracker looks: it has all three, with metrics."""
+    logged: list[Any] = []
+    root = tmp_path / "run"
+    with wandb.init(project="holdfast", dir=tmp_path) as active:
+        monkeypatch.setattr(active, "log_artifact", lambda artifact, **_: logged.append(artifact))
+        late = _Late(MLflowTracker(store), TensorBoardTracker(tmp_path / "board"), WandbTracker(active))
+        if door == "checkpointer":
+            with hf.Checkpointer(root, {"w": torch.ones(3)}, every=1, keep=hf.Keep(last=1), on_commit=late) as ck:
+                for step in range(1, 4):
+                    ck.step(loss=1 / step)
+                    ck.wait()
+                late.go.set()
+        elif door == "function":
+            config = hf.RunConfig(
+                name="run",
+                storage_path=tmp_path,
+                callbacks=[late],
+                checkpoint_config=hf.CheckpointConfig(num_to_keep=1),
+            )
+            TorchTrainer(report_three, run_config=config).fit()
+        else:
+            model = torch.nn.Linear(4, 2)
+            data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.zeros(12).long())
+            name = {"save_filename": "ba{batch}.pt"} if door == "loop files" else {}
+            trainer = hf.Trainer(
+                model=model, loss_fn=torch.nn.functional.cross_entropy, max_duration="3ba", save_folder=str(root),
+                optimizers=torch.optim.SGD(model.parameters(), lr=0.1), save_interval="1ba", callbacks=[late],
+                train_dataloader=torch.utils.data.DataLoader(data, batch_size=4), save_num_checkpoints_to_keep=1,
+                **name,
+            )  # fmt: skip
+            trainer.fit()
+            late.go.set()
+            trainer.close()
+        late.go.set()
+        late.wait()
+    assert late.heard == 3
+    assert "did not take note" not in caplog.text
+    tags = mlflow.get_run(store).data.tags
+    texts = [tags[f"holdfast.checkpoint.{step}"] for step in (1, 2, 3)]
+    assert [Path(text.split(" ")[0]).exists() for text in texts] == [False, False, True]
+    digests = [text.split(" ")[1] for text in texts]
+    assert all(digests) or door == "loop files"
+    assert [one.metadata["digest"] for one in logged] == digests
+    assert all(len(one.manifest.entries) >= 1 for one in logged)
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert len(board.Tensors("holdfast/checkpoint/text_summary")) == 3
+    if "loop" not in door:
+        history = mlflow.MlflowClient().get_metric_history(store, "checkpoint/loss")
+        assert [one.value for one in history] == [1, 1 / 2, 1 / 3]

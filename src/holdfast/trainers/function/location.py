@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
@@ -26,6 +26,9 @@ def checkpoint_at(location: Mapping[str, Any]) -> Checkpoint:
     Raises:
         ConfigError: it lives in the memory of another process.
     """
+    if "manifest" in location:  # in the driver, right after the commit
+        known = {key: location[key] for key in ("step", "metrics", "manifest")}
+        return CommittedCheckpoint.told(_storage(location), location["name"], **known)
     return Checkpoint.at(_storage(location), location["name"])
 
 

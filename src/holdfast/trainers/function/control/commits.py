@@ -219,7 +219,8 @@ class Commits:
         if name in self._wanted:
             self._wanted.discard(name)
             self.validations.add(name, report.validation)
-        self._out += self.callbacks.committed(report, location, current=ledger is self.ledger)
+        told = {**location, "step": fields["step"], "metrics": fields["metrics"], "manifest": result.manifest}
+        self._out += self.callbacks.committed(report, told, current=ledger is self.ledger)
 
     def fail(
         self,

@@ -26,7 +26,7 @@ from .schema import as_torch_file, expand
 
 __all__ = ["AsyncSaver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class AsyncSaver:
@@ -54,7 +54,7 @@ class AsyncSaver:
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
-            max_file_bytes=folder.storage.max_file_bytes,
+            max_file_bytes=folder.storage.traits.max_file_bytes,
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
@@ -85,7 +85,7 @@ class AsyncSaver:
 
     def save(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
-        after: Callable[[], object],
+        after: Callable[[bytes], object],
     ) -> None:  # fmt: skip
         """Start a save; waits for the one before. The caller may change the state when this returns.
 
@@ -94,7 +94,7 @@ class AsyncSaver:
             live: the state in the anatomy of a checkpoint.
             about: step, epoch and metrics.
             extra: its content, "full" or "weights", and the training it belongs to.
-            after: called on another thread once it is durable.
+            after: called on another thread once it is durable, with its manifest; b"" of a single file.
 
         Raises:
             HoldfastError: the save before, or this one, failed.
@@ -112,7 +112,7 @@ class AsyncSaver:
 
     def _save_file(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
-        after: Callable[[], object],
+        after: Callable[[bytes], object],
     ) -> None:  # fmt: skip
         """Copy the state into a file in memory, and let the writer of rank 0 store it."""
         self._saves.settle()
@@ -123,7 +123,7 @@ class AsyncSaver:
         }  # fmt: skip
         found = gathered(expand(live), self._ranks)
         if found is None:  # rank 0 stores it
-            after()
+            after(b"")
             return
         if self._container == "torch":
             self._image.take_torch(as_torch_file(found), note)
@@ -147,7 +147,7 @@ class AsyncSaver:
         assert self._claim is not None
         return self._folder.claims.submit(self._claim, name, self._image)
 
-    def _finish(self, name: str, step: int, after: Callable[[], object], durable: Future[Any]) -> Any:
+    def _finish(self, name: str, step: int, after: Callable[[bytes], object], durable: Future[Any]) -> Any:
         """Wait for the commit, and do what comes after it. Runs on our thread."""
         try:
             result = durable.result()
@@ -159,7 +159,7 @@ class AsyncSaver:
         if self._claim is None and "/" in name:  # not of the run's index: nobody else asks whether it still is ours
             self._folder.confirm()
         try:
-            after()
+            after(result.manifest if self._container == "directory" else b"")
         except TRANSIENT_ERRORS as error:  # the save itself is not lost
             _LOG.warning(
                 "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, state_of
 from holdfast.config import Keep
 from holdfast.errors import StorageError
@@ -22,7 +22,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["PostCommit"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class PostCommit:
@@ -130,7 +130,7 @@ class PostCommit:
 
     # -- after a commit, on another thread
 
-    def add(self, saved: FolderEntry, there: Destinations) -> None:
+    def add(self, saved: FolderEntry, there: Destinations, manifest: bytes) -> None:
         """Link, upload and announce a checkpoint that is committed, and delete what the rules do not keep.
 
         Raises:
@@ -152,7 +152,10 @@ class PostCommit:
             self._send(saved, uploaders, there)
             self._retain()
             if any(entry.name == saved.name for entry in self._found):
-                self._announce(Checkpoint.at(storage, saved.name))
+                known = CommittedCheckpoint.told(
+                    storage, saved.name, step=saved.step, metrics=saved.metrics, manifest=manifest
+                )
+                self._announce(known)
         if unlinked is not None:
             raise unlinked
 

@@ -40,7 +40,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
@@ -258,6 +258,11 @@ class CheckpointSaver(Callback):
             )  # fmt: skip
         return [name for name in later if name not in own]
 
+    def find_saved(self, step: int) -> str | None:
+        """Return the URI of the checkpoint of this moment, if there is one."""
+        found = [entry.name for entry in self._after.all if entry.step == step] if self._after is not None else []
+        return f"{self.place.storage.uri.rstrip('/')}/{found[-1]}" if found else None
+
     def check_interval(self) -> None:
         """Refuse an interval that cannot be decided with this data."""
         if isinstance(self.every, Every):
@@ -355,9 +360,9 @@ class CheckpointSaver(Callback):
         context.flush_logs()
         there = self.names.destinations(state.timestamp)
 
-        def committed() -> None:
+        def committed(manifest: bytes) -> None:
             context.begun |= is_source
-            after.add(saved, there)
+            after.add(saved, there, manifest)
 
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
