@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test test-frameworks lint reference bench sweep clean
+.PHONY: demo test test-frameworks lint reference bench house sweep clean
 
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,11 +29,13 @@ test-frameworks: $(STAMP)  ## object stores from npm (370 MB, if npm is there), 
 	$(BIN)/python -m pytest -n 2 -m frameworks -rs
 	$(BIN)/python tests/frameworks/run.py
 
-lint: $(STAMP)  ## style, types, layers
+lint: $(STAMP)  ## style, types, layers, no large files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@large=$$(git ls-files -z -- . ':!tests/data' ':!docs' | xargs -0 ls -dl 2> /dev/null | awk '$$5 > 300 * 1024 {print $$5, $$NF}'); \
+	  if [ -n "$$large" ]; then echo "files over 300 KiB outside tests/data and docs (bytes, name):"; echo "$$large"; exit 1; fi
 
 reference: $(STAMP)  ## write docs/reference.md from the docstrings
 	$(BIN)/python docs/make_reference.py
@@ -44,6 +46,10 @@ sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
 bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-bench.txt
 	$(BIN)/python benchmarks/run.py
+
+TREE ?= .
+house: $(STAMP)  ## how large the house is, and how much of it a save passes; TREE=OTHER/CHECKOUT for another one
+	$(BIN)/python -m benchmarks.house --tree $(TREE)
 
 clean:
 	rm -rf $(VENV) demo-runs tests/stores/node_modules

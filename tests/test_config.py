@@ -178,3 +178,19 @@ def test_a_range_is_not_strict() -> None:
     with pytest.raises(hf.ConfigError, match=r"num_workers=\(1, 3\).*placed one by one"):
         hf.ScalingConfig(num_workers=(1, 3), engine="ray", placement_strategy="STRICT_SPREAD")
     assert hf.ScalingConfig(num_workers=(2, 2), engine="ray", placement_strategy="STRICT_PACK").most_workers == 2
+
+
+@pytest.mark.parametrize("silence_s", [0, -1, 0.5, True, "30", float("nan"), float("inf")])
+def test_silence_is_a_number_of_seconds(silence_s, tmp_path):
+    """Both places refuse what is none, and name the argument."""
+    with pytest.raises(hf.ConfigError, match=r"RunConfig\(silence_s=.*seconds from 1"):
+        hf.RunConfig(silence_s=silence_s)
+    with pytest.raises(hf.ConfigError, match=r"silence_s=.*seconds from 1"):
+        hf.Checkpointer(tmp_path, {}, silence_s=silence_s)
+
+
+def test_silence_longer_than_a_save_may_take(tmp_path):
+    """It could never be waited for: said at once, with what to do."""
+    with pytest.raises(hf.ConfigError, match=r"silence_s=90.*longer than timeout_s=60.*raise timeout_s"):
+        hf.Checkpointer(tmp_path, {}, silence_s=90, timeout_s=60)
+    hf.Checkpointer(tmp_path, {}, timeout_s=5)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
-from ._not_here import missing
+from ._not_here import answer_imports, missing
 from ._paused_gc import paused_gc
 from ._version import __version__ as __version__
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .interop.export import export as export
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
+    from .model_files import ModelFiles as ModelFiles
     from .trainers.function.callbacks import UserCallback as UserCallback
     from .trainers.function.control.result import Result as Result
     from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
@@ -85,6 +86,7 @@ _HOME = {
     "ScalingConfig": "config",
     "ValidationConfig": "config",
     "ValidationTaskConfig": "config",
+    "ModelFiles": "model_files",
     "Exported": "interop.export",
     "export": "interop.export",
     "Imported": "interop.import_",
@@ -113,6 +115,7 @@ _HOME = {
 }
 _MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
 __all__ = sorted(_HOME)  # noqa: PLE0605
+answer_imports()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast._suggest import suggests_fields
+
 from ._not_here import removed
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
@@ -32,8 +34,10 @@ VERIFY_VARIABLE = "HOLDFAST_VERIFY"
 """Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.verification`."""
 
 _T = TypeVar("_T")
+_LEAST_SILENCE_S, _MOST_SILENCE_S = 1.0, 86_400.0
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints of a run stay: the union of all rules given.
@@ -93,6 +97,7 @@ class Keep:
         return cls(**data)
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A local directory in front of a remote run: saves go there first and are uploaded in the background.
@@ -182,6 +187,17 @@ class ScalingConfig:
     def most_workers(self) -> int:
         """The most workers that a group may have."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def reserved_per_worker(self) -> dict[str, float]:
+        """What an engine that schedules reserves for each worker: a CPU unless configured otherwise, and its GPU."""
+        given = {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpu else {}), **(self.resources_per_worker or {})}
+        return {name: amount for name, amount in given.items() if amount}
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """What all workers together reserve; of an elastic range, the most of them."""
+        return {name: amount * self.most_workers for name, amount in self.reserved_per_worker.items()}
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, (tuple, list)):
@@ -376,6 +392,7 @@ class RunConfig:
         local_dir: with a remote ``storage_path``, a directory on a disk of each node: what a rank stores of
             ``report(state=...)`` goes there first and is uploaded behind, two saves at most, so that training does not
             wait for a slow store. It counts when all of it is uploaded.
+        silence_s: on a Ray cluster, seconds after which a node that says nothing is given up; None: 20.
     """
 
     name: str | None = None
@@ -385,8 +402,11 @@ class RunConfig:
     checkpoint_config: CheckpointConfig | CheckpointStrategy | None = None
     callbacks: Sequence[Any] | None = ()
     local_dir: str | os.PathLike[str] | None = None
+    silence_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.silence_s is not None:
+            check_silence(self.silence_s, "RunConfig(silence_s={!r})")
         if self.callbacks is None:
             object.__setattr__(self, "callbacks", ())
         name, path = self.name, self.storage_path
@@ -475,6 +495,23 @@ class ValidationConfig:
         if not callable(self.fn):
             raise ConfigError(f"ValidationConfig(fn={self.fn!r}): give a function (checkpoint) -> dict")
         _check_kind(self, "task_config", ValidationTaskConfig)
+
+
+def check_silence(silence_s: Any, name: str = "silence_s={!r}") -> None:
+    """Refuse what cannot be the seconds after which somebody that says nothing is given up.
+
+    Args:
+        silence_s: what the user gave.
+        name: of the argument in the message, with a place for the value.
+
+    Raises:
+        ConfigError: it is no number of seconds from 1 to a day.
+    """
+    if not _is_number(silence_s) or not _LEAST_SILENCE_S <= silence_s <= _MOST_SILENCE_S:
+        raise ConfigError(
+            f"{name.format(silence_s)}: give seconds from {_LEAST_SILENCE_S:g} to {_MOST_SILENCE_S:g}; a machine is "
+            "silent for a few seconds now and then"
+        )
 
 
 def _is_name(name: Any) -> bool:

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._outgoing import masked, visible
+
 __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
@@ -60,6 +62,7 @@ __all__ = [
     "StorageNotFoundError",
     "StoragePermissionError",
     "StorageUnavailableError",
+    "TornSaveError",
     "TrainingError",
     "TrainingFailedError",
     "UnknownMetricError",
@@ -69,13 +72,15 @@ __all__ = [
 
 
 class HoldfastError(Exception):
-    """Root of all Holdfast errors."""
+    """Root of all Holdfast errors; no message of one holds a credential, whatever it was made of."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(masked(arg) if isinstance(arg, str) else arg for arg in args))
 
     def __str__(self) -> str:
-        # OSError's own __str__ prints "[Errno ...]" forms; the message is ours alone.
-        text = str(self.args[0]) if self.args else ""
-        # Names of files and tensors may hold lone surrogates, which no terminal and no log file takes.
-        return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+        # OSError's own __str__ prints "[Errno ...]" forms; the message is ours alone. Names of files and tensors may
+        # hold what no terminal and no log file takes as it is: escape codes, lone surrogates.
+        return visible(str(self.args[0])) if self.args else ""
 
 
 class ConfigError(HoldfastError, ValueError):
@@ -96,6 +101,13 @@ class MissingExtraError(HoldfastError, ImportError):
 
 class UnsupportedStateError(HoldfastError, TypeError):
     """A value in the state cannot be saved; the message names its path and type."""
+
+
+class TornSaveError(HoldfastError):
+    """A tensor changed while a save copied it; the save was dropped, and training goes on.
+
+    It is logged; only the future of a save raises it.
+    """
 
 
 class StorageError(HoldfastError, OSError):

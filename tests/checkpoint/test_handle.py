@@ -15,10 +15,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_kit import MODEL, TREE, build, small
 
+import holdfast as hf
 from holdfast.checkpoint import handle as handle_module
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import verify
+from holdfast.cli.verify import _folder
 from holdfast.copying import downloads as node
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -27,6 +31,9 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
+from holdfast.format.commit import remove
+from holdfast.run.catalog import Catalog
+from holdfast.storage.base import PrefixStorage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -389,3 +396,23 @@ def test_folders_without_files_are_copied(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(Checkpoint.from_directory(tmp_path / "empty").to_directory(tmp_path / "other")) == []
     with pytest.raises(CheckpointNotFoundError):
         Checkpoint.from_directory(tmp_path / "none").to_directory()
+
+
+class DeletedMeanwhile(PrefixStorage):
+    """A run whose retention deletes the checkpoint while somebody reads its files."""
+
+    def open(self, path):
+        if path.endswith(".safetensors"):
+            remove(self.below, "run/step_1")
+        return super().open(path)
+
+
+def test_verify_of_what_retention_deletes(tmp_path):
+    """A checkpoint that goes while it is looked at is gone, not damaged; for a run that is no problem."""
+    hf.save(tmp_path / "run" / "step_1", {"w": torch.ones(3)})
+    hf.save(tmp_path / "run" / "step_2", {"w": torch.ones(3)})
+    storage = DeletedMeanwhile(LocalStorage(tmp_path), "run")
+    assert verify(storage, "step_1", deep=True).state == "missing"
+    hf.save(tmp_path / "run" / "step_1", {"w": torch.ones(3)})
+    rows = list(_folder(Catalog(storage), deep=False))
+    assert [(row["name"], row["ok"]) for row in rows] == [("step_2", True)]

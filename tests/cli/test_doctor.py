@@ -16,6 +16,7 @@ from holdfast.cli.finding import ProbeDeadline
 from holdfast.cli.probe_disk import LEFT, probe_disk, skew_of
 from holdfast.cli.probe_store import probe_store
 from holdfast.errors import StorageError, StoragePermissionError
+from holdfast.storage.base import StorageTraits
 from holdfast.storage.memory import MemoryStorage
 
 
@@ -105,9 +106,7 @@ class Loose(MemoryStorage):
     def put(self, path, data, *, if_absent=False, if_match=None):
         return super().put(path, data)
 
-    @property
-    def copies_itself(self):
-        return False
+    traits = StorageTraits(copies_itself=False)
 
     def stat(self, path):
         found = super().stat(path)

@@ -166,3 +166,19 @@ def test_no_run(tmp_path):
     result = call("stats", tmp_path / "run", "--openmetrics", tmp_path / "folder")
     assert result.exit_code == 1
     assert not list(tmp_path.glob(".*"))
+
+
+def test_where_the_time_went(run):
+    """The parts add up to the time since the first start; text and OpenMetrics show them."""
+    parts = json.loads(call("stats", run, "--json").output)["goodput"]
+    assert parts["again_s"] > 0
+    assert parts["starting_s"] > 0
+    names = ("useful_s", "again_s", "held_s", "slowed_s", "starting_s", "down_s")
+    assert sum(parts[name] for name in names) == pytest.approx(parts["wall_s"])
+    assert re.search(
+        r"of .* since the first start: [0-9.]+% useful steps, [0-9.]+% steps done again", call("stats", run).output
+    )
+    assert call("stats", run, "--openmetrics", run / "it.prom").exit_code == 0
+    figures = parsed((run / "it.prom").read_text())
+    assert figures["holdfast_goodput_ratio", "gpt", None] == pytest.approx(parts["ratio"])
+    assert figures["holdfast_saving_held_seconds", "gpt", None] == pytest.approx(parts["held_s"])

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import safetensors
 import torch
 import torch._dynamo
 
@@ -24,6 +25,9 @@ from holdfast.testing.faults import FaultyStorage
 from holdfast.testing.state import assert_state_equal
 
 KEEP = hf.Keep(last=2)
+MODEL_FILES = hf.ModelFiles(
+    files={"config.json": "{}", "tokens/vocab.txt": "a b c"}, indexes={"model.safetensors.index.json": "model"}
+)
 SIDECARS = (".metrics.json", ".metadata.json")
 
 
@@ -150,10 +154,10 @@ def faulty(root, diary, crash_after, *, armed=True):
     return FaultyStorage(root, ops=ops), ops, Diary(diary)
 
 
-def first_save(root, diary, crash_after=None):
+def first_save(root, diary, crash_after=None, **options):
     storage, ops, notes = faulty(root, diary, crash_after)
     state = state_at(0)
-    with checkpointer(storage, state) as ck:
+    with checkpointer(storage, state, **options) as ck:
         one_step(ck, state)
         ck.save()
         ck.wait()
@@ -162,11 +166,20 @@ def first_save(root, diary, crash_after=None):
     return ops.since
 
 
-def next_save(root, diary, crash_after=None):
+def first_model(root, diary, crash_after=None):
+    """Files whose names do not tell whose they are come with the tensors."""
+    return first_save(root, diary, crash_after, model_files=MODEL_FILES)
+
+
+def next_model(root, diary, crash_after=None):
+    return next_save(root, diary, crash_after, model_files=MODEL_FILES)
+
+
+def next_save(root, diary, crash_after=None, **options):
     storage, ops, notes = faulty(root, diary, crash_after, armed=False)
     state = state_at(0)
     notes.promise(durable=3)
-    with checkpointer(storage, state) as ck:
+    with checkpointer(storage, state, **options) as ck:
         ops.arm(crash_after=crash_after)
         one_step(ck, state)
         ck.save(acc=0.5)
@@ -340,6 +353,35 @@ def check_first_save(root, diary, go_on=False):
     step = check_run(root, diary, 0, go_on)
     if not go_on:
         check_history(root, step)
+    return step
+
+
+def check_model(root, step):
+    """A checkpoint that is there is a whole model: its small files, and an index whose files hold all tensors."""
+    where = Path(root, f"step_{step:08d}")
+    assert (where / "config.json").read_text() == "{}"
+    assert (where / "tokens/vocab.txt").read_text() == "a b c"
+    weights = json.loads((where / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {}
+    for name, file in weights.items():
+        with safetensors.safe_open(where / file, "pt") as opened:
+            found[name] = opened.get_tensor(name)
+    expected = state_at(step)["model"].state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def check_first_model(root, diary, go_on=False):
+    step = check_first_save(root, diary, go_on)
+    if step:
+        check_model(root, step)
+    return step
+
+
+def check_next_model(root, diary, go_on=False):
+    step = check_next_save(root, diary, go_on)
+    if step == 4:
+        check_model(root, step)
     return step
 
 

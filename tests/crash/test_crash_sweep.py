@@ -13,6 +13,8 @@ FILE = str(Path(__file__).with_name("crash_scenarios.py"))
 CASES = {
     "first_save": "prepare_empty",
     "next_save": "prepare_run",
+    "first_model": "prepare_empty",
+    "next_model": "prepare_run",
     "index_grows": "prepare_run",
     "overwrite": "prepare_one",
     "resume": "prepare_run",
@@ -85,7 +87,14 @@ def test_every_operation(server, bases, tmp_path, case):
     count, deaths, steps = sweep(server, bases, tmp_path, case)
     assert count >= 5
     assert deaths >= 0.9 * count, "the number of operations may vary a little with the threads, not more"
-    both = {"first_save": {0, 1}, "next_save": {3, 4}, "index_grows": {3, 4, 5}, "overwrite": {1, 2}}
+    both = {
+        "first_save": {0, 1},
+        "first_model": {0, 1},
+        "next_save": {3, 4},
+        "next_model": {3, 4},
+        "index_grows": {3, 4, 5},
+        "overwrite": {1, 2},
+    }
     expected = both.get(case, {3})
     assert steps == expected, "the sweep must see both sides of the commit"
 

@@ -20,6 +20,7 @@ from holdfast.format.commit import PartSummary, commit, look_before, read_manife
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import save_id_of, start_id_of
+from holdfast.storage.base import StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -29,7 +30,7 @@ _names = iter(range(10**6))
 class Far(MemoryStorage):
     """Memory that takes requests side by side, as a store does."""
 
-    num_parallel, deletes_at_once = 16, 1000
+    traits = StorageTraits(num_parallel=16, deletes_at_once=1000)
 
 
 @pytest.fixture(params=["memory", "far", "local"])

@@ -14,7 +14,7 @@ from holdfast.format.parts import plan_name, read_part, read_plan, sweep_passing
 from holdfast.format.scalars import DECODERS
 from holdfast.format.verify import verify_files
 from holdfast.run.index import RunIndex
-from holdfast.run.record import unpack
+from holdfast.run.record import read_sidecar, unpack
 from holdfast.storage.local.local_storage import LocalStorage
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -113,3 +113,13 @@ def test_the_changes_of_a_run_are_as_shown(example):
     assert unpack(index.rows["step_00000700"]).metrics == {"loss": 0.2}
     (example / "run.json").write_text(whole)
     assert sorted(RunIndex.load(LocalStorage(example)).rows) == ["checkpoint_000003"]
+
+
+def test_late_metrics(example):
+    """The late metrics of the text are read, and their digest holds them."""
+    storage = LocalStorage(example)
+    storage.put("a/.metrics.json", BLOCKS[".metrics.json"].encode())
+    found = read_sidecar(storage, "a")
+    assert (found.metrics, found.pinned, found.damage) == ({"val": 0.25}, True, "")
+    storage.put("a/.metrics.json", BLOCKS[".metrics.json"].replace("0.25", "0.35").encode())
+    assert read_sidecar(storage, "a").damage

@@ -19,6 +19,7 @@ from holdfast.interop import blobs
 from holdfast.interop.blobs import Blob, BoxReader, assemble
 from holdfast.interop.part import DirectPartWriter, Row
 from holdfast.interop.source import OpenedCheckpoint
+from holdfast.storage.base import StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -135,7 +136,7 @@ def test_a_lost_file_is_named(tmp_path) -> None:
 
 def test_parts_are_split_at_the_size_of_the_storage(tmp_path, monkeypatch) -> None:
     """Files do not grow beyond what the storage wants; every tensor is found again."""
-    monkeypatch.setattr(LocalStorage, "max_file_bytes", 100)
+    monkeypatch.setattr(LocalStorage, "traits", StorageTraits(max_file_bytes=100))
     storage = LocalStorage(tmp_path)
     arrays = {f"model/{number}": np.full(20, number, np.float32) for number in range(4)}
     save_parts(storage, {name: (array, [[Box((0,), (20,))]]) for name, array in arrays.items()})

@@ -6,7 +6,7 @@ from checkpoint_kit import START, small
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -14,7 +14,7 @@ from holdfast.storage.memory import MemoryStorage
 class Far(MemoryStorage):
     """Memory that takes requests side by side, as a store does; `log` has what would be requests."""
 
-    num_parallel, deletes_at_once = 16, 1000
+    traits = StorageTraits(num_parallel=16, deletes_at_once=1000)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

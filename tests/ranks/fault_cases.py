@@ -43,10 +43,10 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     name of an errno, or a signal to "trainer", "writer" or "both").
     """
     patient = fault is None or fault.get("what") in ("SIGKILL writer", "writer")
-    rank_group.BEAT_S, rank_group.STALE_S, rank_group.ANSWER_MARGIN_S = 0.2, PATIENT_S / 2 if patient else 4.0, 4.0
-    timeout_s = PATIENT_S if patient else TIMEOUT_S
+    rank_group.BEAT_S, rank_group.ANSWER_MARGIN_S = 0.2, 4.0
+    timeout_s, silence_s = (PATIENT_S, PATIENT_S / 2) if patient else (TIMEOUT_S, 4.0)
     if fault is not None and fault.get("what") == "SIGKILL both":
-        rank_group.STALE_S = timeout_s = ENDLESS_S
+        silence_s = timeout_s = ENDLESS_S
     rank = dist.get_rank()
     Path(notes, f"trainer-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(3)
@@ -56,7 +56,7 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     storage = FaultyStorage(root, **_events(notes, fault or {}, rank))
     start = -1
     try:
-        with hf.Checkpointer(storage, state, every=2, keep=None, timeout_s=timeout_s) as ck:
+        with hf.Checkpointer(storage, state, every=2, keep=None, timeout_s=timeout_s, silence_s=silence_s) as ck:
             start = ck.global_step
             Path(notes, f"writer-{rank}").write_text(str(ck._session.client.process_id))
             while ck.global_step < until:

@@ -114,3 +114,30 @@ def one_dies(root: str) -> str:
             assert torch.equal(live["w"], expected)  # this rank had all it needs
             return str(error)
     return "fine"
+
+
+def damaged(root: str) -> dict[str, Any]:
+    """Load together a file with a flipped byte, in each block in turn; tells in which this rank found none."""
+    rank, home = dist.get_rank(), Path(root, "rotten")
+    hf.save(home, {"w": torch.nn.Parameter(_weights())}, ranks="all")
+    path = max(home.glob("*.safetensors"), key=lambda one: one.stat().st_size)
+    live = {"w": torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))}
+    missed = []
+    blocks = range(path.stat().st_size // shared_reads.BLOCK)
+    for block in blocks:
+        for change in (4, 4):
+            if change and rank == 0:
+                with path.open("r+b") as file:
+                    file.seek(block * shared_reads.BLOCK + 999)
+                    (value,) = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([value ^ change]))
+            dist.barrier()
+            try:
+                hf.load(home, live, ranks="all")
+            except hf.CorruptCheckpointError:
+                missed += [f"{block} after it was mended"] * (block in missed)
+            else:
+                missed.append(block)
+            dist.barrier()
+    return {"missed": missed, "blocks": len(blocks)}

@@ -37,7 +37,7 @@ class Held:
 
 
 def main(rank: int, root: str, notes: Path, until: int, stale_s: float, timeout_s: float, hold: int) -> None:
-    rank_group.STALE_S, rank_group.BEAT_S, rank_group.ANSWER_MARGIN_S = stale_s, min(5.0, stale_s / 10), 4.0
+    rank_group.ANSWER_MARGIN_S = 4.0
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 3)
@@ -45,7 +45,7 @@ def main(rank: int, root: str, notes: Path, until: int, stale_s: float, timeout_
     state = {"model": model, "optimizer": optimizer, "held": (held := Held(notes, hold)), "mine": hf.PerRank(rank)}
     start, error, begun = -1, None, time.monotonic()
     try:
-        with hf.Checkpointer(root, state, every=1, keep=None, timeout_s=timeout_s) as ck:
+        with hf.Checkpointer(root, state, every=1, keep=None, timeout_s=timeout_s, silence_s=stale_s) as ck:
             start = ck.global_step
             while ck.global_step < until:
                 optimizer.zero_grad()

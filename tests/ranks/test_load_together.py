@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 CASES = str(Path(__file__).with_name("load_cases.py"))
 
 
@@ -35,3 +37,12 @@ def test_a_rank_that_dies_in_a_load(ranks, tmp_path):
     assert dead.status == -9
     for one in (first, last):
         assert "rank 1 did not come" in one.checked()
+
+
+@pytest.mark.slow
+def test_a_flip_in_each_block_is_raised_by_all(ranks, tmp_path):
+    """A block that one rank reads for both is damaged, each in turn: both raise; mended, both load it."""
+    found = ranks.checked(f"{CASES}:damaged", str(tmp_path), world_size=2)
+    for one in found:
+        assert one["blocks"] >= 4
+        assert one["missed"] == list(range(one["blocks"])), "the second load of each, and no other"

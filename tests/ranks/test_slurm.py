@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,10 +76,14 @@ class Job:
         wait_until(lambda: len(there()) == num_ranks, 150, self.log)
         return there()
 
-    def send(self, name: str, *, batch: bool = False) -> None:
+    def restarts(self) -> int:
+        return int(self.cluster.show(self.id)["Restarts"])
+
+    def send(self, name: str, *, batch: bool = False) -> bool:
         """Send a signal as --signal does: to the steps, or with B: to the batch shell."""
         sent = self.cluster.run("scancel", f"--signal={name}", *(["--batch"] if batch else []), self.id)
         assert sent.returncode == 0, sent.stderr
+        return True
 
     def check_requeued(self, num_ranks: int = 1, *, step: int | None = None) -> None:
         """Under the same id all ranks go on from the step that was saved, to the end of an uninterrupted twin."""
@@ -121,6 +127,23 @@ def test_a_signal_to_the_steps(cluster, tmp_path):
 
 
 @pytest.mark.slow
+def test_signals_at_any_moment(cluster, tmp_path):
+    """From the first millisecond of a life on, through Python's imports: no signal ends the chain of requeues."""
+    moments = random.Random(16)
+    job = Job(cluster, tmp_path, "plain", run="gpt", TRAIN_PAUSE_S="0.05")
+    ended_early = 0
+    for life in range(4):
+        cluster.wait(job.id, lambda told, life=life: told["JobState"] == "RUNNING" and told["Restarts"] == str(life))
+        time.sleep(moments.uniform(0, 2) if life else 0)
+        while job.restarts() == life and job.send("USR1"):  # one that came before the step was there is lost
+            time.sleep(1)
+        ended_early += not [one for one in job.lives() if one["restarts"] == life]
+    cluster.wait(job.id, "COMPLETED", 240)
+    assert ended_early
+    check_end(job.run, 1, tmp_path)
+
+
+@pytest.mark.slow
 def test_ranks_of_srun_on_two_nodes(cluster, tmp_path):
     """The ranks agree on a step and all end with 85, which is srun's status."""
     job = Job(cluster, tmp_path, "ranks")
@@ -140,10 +163,10 @@ def test_a_signal_to_the_batch_shell(cluster, tmp_path):
 
 @pytest.mark.long
 def test_ranks_of_torchrun_on_two_nodes(cluster, tmp_path):
-    """Agents pass SIGTERM on; the script asks the run how it ended."""
+    """The script is told, and has the agents stop their ranks."""
     job = Job(cluster, tmp_path, "torchrun")
     job.trains(2)
-    job.send("TERM")
+    job.send("USR1", batch=True)
     job.check_requeued(2)
 
 
@@ -191,18 +214,16 @@ def test_a_job_that_is_cancelled(cluster, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["none", "deadline"])
 def test_the_time_limit(cluster, tmp_path, how):
-    """Without --signal SIGTERM saves, and SLURM ends the job; deadline="slurm" ends in time, and is requeued."""
+    """Without --signal SIGTERM saves, and the script requeues the job; so it does after deadline="slurm"."""
     deadline = {"TRAIN_DEADLINE": "slurm"} if how == "deadline" else {}
     job = Job(cluster, tmp_path, "plain", "--time=1", run="gpt", signal_option=False, TRAIN_PAUSE_S="1.5", **deadline)
     try:
         job.trains()
-        if how == "none":
-            cluster.wait(job.id, "TIMEOUT")
-            assert re.search(r"stopped by SIGTERM: step \d+ is saved", job.log())
-        else:
-            job.trains(life=1)
-            assert re.search(r"stopped by the deadline: step \d+ is saved", job.log())
-            cluster.run("scancel", job.id)
+        (life,) = job.trains(life=1)
+        why = "SIGTERM" if how == "none" else "the deadline"
+        assert re.findall(rf"stopped by {why}: step (\d+) is saved", job.log()) == [str(life["step"])]
+        cluster.run("scancel", job.id)
+        cluster.wait(job.id, "CANCELLED")
     finally:
         cluster.environment.pop("TRAIN_DEADLINE", None)
 

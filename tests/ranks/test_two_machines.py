@@ -112,6 +112,29 @@ def test_a_slow_line_that_loses_packets_and_is_cut_for_a_while(allowed, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("silence_s", "away_s"),
+    [
+        pytest.param(20.0, 13.5, marks=pytest.mark.slow, id="shortly"),
+        pytest.param(90.0, 55.0, marks=pytest.mark.long, id="longer_than_the_default_allows"),
+    ],
+)
+def test_a_line_that_is_back_before_anybody_is_given_up(allowed, tmp_path, silence_s, away_s):
+    """A network that is away in mid-save for less than `silence_s` costs no save, and nobody is given up."""
+    root = tmp_path / "run"
+    with Network(delay_s=0.005) as network:
+        told = {"until": 4, "stale_s": silence_s, "timeout_s": 150.0, "hold": 3}
+        with Ranks(network, root, tmp_path / "notes", 29414, **told) as ranks:
+            ranks.until_held()
+            network.cut = True
+            ranks.go()
+            time.sleep(away_s)
+            network.cut = False
+            ended = ranks.ended()
+    assert [one["error"] for one in ended] == [None, None]
+    assert steps(root) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
     ("stale_s", "away_s"),
     [
         pytest.param(3.0, 0.0, marks=pytest.mark.slow, id="for_ever"),

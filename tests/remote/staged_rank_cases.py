@@ -40,7 +40,7 @@ def train(
     of the remote. ``seed``: not the same on all ranks, times the rank. ``frozen``: numbers that never change, beside
     the rest. ``stale_s`` and ``patience_s``: after which a writer counts as lost, and a save.
     """
-    rank_group.BEAT_S, rank_group.STALE_S, rank_group.ANSWER_MARGIN_S = 0.2, stale_s, 4.0
+    rank_group.BEAT_S, rank_group.ANSWER_MARGIN_S = 0.2, 4.0
     os.environ.update(environment or {})
     rank = dist.get_rank()
     mine = Path(disks, f"node{rank // per_node}")
@@ -64,7 +64,7 @@ def train(
     options = {"every": 2, "keep": None, "timeout_s": patience_s, "on_commit": hear, **options}
     start = -1
     try:
-        with hf.Checkpointer(storage, state, local_dir=local, **options) as ck:
+        with hf.Checkpointer(storage, state, local_dir=local, silence_s=stale_s, **options) as ck:
             start = ck.global_step
             (mine.parent / f"writer-{rank}").write_text(str(ck._session.client.process_id))
             (mine.parent / f"trainer-{rank}").write_text(str(os.getpid()))

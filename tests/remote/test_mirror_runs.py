@@ -21,8 +21,9 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import Lease, make_owner
 from holdfast.run.reports import read_reports
 from holdfast.run.retention import decide
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.object.client import BucketClient
 from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
@@ -146,7 +147,7 @@ def test_a_remote_that_is_down_at_the_start_is_no_fresh_start(remote, local, pro
 
 def test_what_is_complete_is_not_sent_again(remote, local, proxy, monkeypatch):
     """The remote goes away in the middle of an upload and the run ends: the next life sends only what is missing."""
-    monkeypatch.setattr(type(remote), "max_file_bytes", property(lambda self: 300_000))
+    monkeypatch.setattr(BucketClient, "traits", StorageTraits(num_parallel=16, max_file_bytes=300_000))
     state = {"w": torch.zeros(50_000), **{f"v{number}": torch.full((50_000,), float(number)) for number in range(6)}}
     with pytest.raises(StorageError, match="step_00000001"), running(remote, local, state) as (ck, state):
         proxy.inject(Fault(kind="reset", method="PUT", path=r"/step_.*json"))

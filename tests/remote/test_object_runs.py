@@ -22,6 +22,8 @@ import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from holdfast.storage import resolve
+from holdfast.storage.base import StorageTraits
+from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import FaultProxy
 from holdfast.testing.crash import wait_until
@@ -73,7 +75,7 @@ def test_save_and_load(root):
 
 def test_save_async_and_large_files(root, monkeypatch):
     """A state larger than the bound for files is split; an asynchronous save is durable when its handle says so."""
-    monkeypatch.setattr(ObjectStorage, "max_file_bytes", property(lambda self: 1 << 20))
+    monkeypatch.setattr(BucketClient, "traits", StorageTraits(num_parallel=16, max_file_bytes=1 << 20))
     state = {f"w{number}": torch.full((200_000,), float(number)) for number in range(6)}
     handle = hf.save_async(f"{root}/async", state)
     handle.result(60)

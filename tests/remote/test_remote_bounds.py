@@ -17,6 +17,8 @@ from slow_sink import sink
 
 import holdfast as hf
 from holdfast.checkpointer import save_target
+from holdfast.storage.base import StorageTraits
+from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault
 
@@ -83,7 +85,7 @@ def test_a_save_to_a_slow_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     """The last parts of a file are stuck while the next one is written: 256 MiB at most, besides the arena."""
     for name, value in s3_environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ObjectStorage, "max_file_bytes", property(lambda self: 160 * MIB))
+    monkeypatch.setattr(BucketClient, "traits", StorageTraits(num_parallel=16, max_file_bytes=160 * MIB))
     state = {name: torch.zeros(150 * MIB // 4) for name in ("a", "b", "c")}
     memory = Memory()
     first: list[str] = []

@@ -21,6 +21,8 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part
 from holdfast.state.load import restore
+from holdfast.storage.base import StorageTraits
+from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Fault
@@ -210,7 +212,7 @@ def test_many_ranks(proxy, storage):
 
 def test_loading_what_many_files_hold(proxy, storage, monkeypatch):
     """Small files of a checkpoint are read side by side, tensors as well."""
-    monkeypatch.setattr(ObjectStorage, "max_file_bytes", 200)
+    monkeypatch.setattr(BucketClient, "traits", StorageTraits(num_parallel=16, max_file_bytes=200))
     made = {f"w{number}": torch.full((40,), float(number)) for number in range(6)}
     saved = hf.save(hf.Checkpoint.at(storage, "one"), made)
     assert sum(one.path.endswith(".safetensors") for one in saved.manifest.files) == 6

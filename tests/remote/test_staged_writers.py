@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import PartSummary, read_manifest
 from holdfast.format.parts import put_part, staged_name
 from holdfast.run.catalog import Catalog
+from holdfast.storage.base import StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -170,7 +171,7 @@ def test_a_store_that_cannot_copy_by_itself_is_sent_all(tmp_path: Path) -> None:
     """Its copy would bring the bytes here and send them back."""
 
     class Poor(Store):
-        copies_itself = False
+        traits = StorageTraits(copies_itself=False)
 
     store, large = Poor("staged-poor"), b"7" * (1 << 20)
     with life(tmp_path, "aaaaaaa1", remote=store) as one:

@@ -22,7 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageTraits
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
@@ -277,7 +277,7 @@ def test_a_pointer_of_another_trainer_is_left_alone(source: LocalStorage, is_tak
 class Store(Refusing):
     """A target that many clients write to at once."""
 
-    num_parallel = 4
+    traits = StorageTraits(num_parallel=4)
 
 
 def manifest(number: int) -> bytes:

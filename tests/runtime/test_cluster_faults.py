@@ -28,7 +28,15 @@ import holdfast.trainers.function.engines.cluster.agent as agent
 from holdfast.storage.local.local_storage import LocalStorage
 agent.from_description = lambda *_: LocalStorage({!r})
 """
-OLDER = "import holdfast.trainers.function.engines.cluster.agent as agent; agent.version = lambda: '0.0.1'\n"
+OLDER = "import holdfast._version; holdfast._version.__version__ = '0.0.1'\n"
+BARE = """
+import importlib.metadata
+def version(name, found=importlib.metadata.version):
+    if name == 'holdfast':
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+"""
 
 
 @pytest.fixture
@@ -91,6 +99,29 @@ def test_another_version_of_holdfast_is_refused(nodes: FakeNodes) -> None:
     nodes.preludes["a"] = OLDER
     assert "node a" in str(error := refused(nodes, None))
     assert "has Holdfast 0.0.1, the driver " in str(error)
+
+
+def test_a_node_without_metadata_of_the_package(nodes: FakeNodes) -> None:
+    """A package that lies on PYTHONPATH, or that a job brings (py_modules), has no dist-info: nodes train with it."""
+    nodes.preludes = dict.fromkeys("ab", BARE)
+    engine = ClusterEngine(nodes, entry=ENTRY)
+    try:
+        driver = Driver(engine)
+        driver.start(2)
+        driver.clear()
+    finally:
+        engine.close()
+
+
+def test_why_an_agent_fails_is_said_where_the_run_waits(nodes: FakeNodes) -> None:
+    """What the engine tells of missing room holds the error of an agent that does not start."""
+    nodes.preludes["b"] = "raise RuntimeError('its disk is on fire')\n"
+    engine = ClusterEngine(nodes, entry=ENTRY)
+    try:
+        detail = capacity(Driver(engine), 1).detail
+        assert "node b (127.0.0.1) is lost (RuntimeError: its disk is on fire)" in detail
+    finally:
+        engine.close()
 
 
 def refused(nodes: FakeNodes, storage: Any) -> ConfigError:

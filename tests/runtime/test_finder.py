@@ -66,7 +66,7 @@ def test_the_newest(run: Path) -> None:
 
 
 def test_damage(run: Path) -> None:
-    """Missing and shortened files are seen at once, other bytes where a deep look is asked for."""
+    """Missing and shortened files are seen, and other bytes in files that nobody compares later."""
     (run / "c" / "x.txt").write_text("short")
     found, noted = find(run)
     assert found.start is not None
@@ -76,8 +76,7 @@ def test_damage(run: Path) -> None:
     data = bytearray((run / "b" / "x.txt").read_bytes())
     data[5] ^= 1
     (run / "b" / "x.txt").write_bytes(data)
-    assert find(run)[0].start == found.start
-    found, noted = find(run, deep=("b",))
+    found, noted = find(run)
     assert found.start is not None
     assert found.start.name == "a"
     assert set(noted) == {"b", "c"}

@@ -242,3 +242,27 @@ def test_growth(elastic: bool) -> None:
     assert play.only(NextAttempt).details["cause"] == "resize"
     play.next_attempt().found(kept("checkpoint_000000", 1))
     assert play.only(StartGroup).num_workers == 2
+
+
+def test_growth_by_itself() -> None:
+    """A group grows once workers start at once in the new places; one that has grown, not before that has paid."""
+    play = Play(finds_places=True, limits=WaitLimits(settle_capacity_s=3), num_workers=3, min_workers=1)
+    play.open().found().feed(Capacity(num_workers=1, num_ready=1))
+    play.tick(after=3)
+    play.say(0, on="running")
+    play.feed(Capacity(num_workers=2, num_ready=1), after=1)
+    assert (play.controller.deadline() or 1e9) > play.now + 60
+    play.feed(Capacity(num_workers=2, num_ready=2), after=2)
+    assert play.controller.deadline() == play.now + 1
+    play.tick(after=1)
+    assert sent(play, "save_soon") == [(0, {"do": "save_soon"})]
+    play.say(0, on="at", calls=3)
+    play.report(0, 1, agreed=True)
+    play.committed()
+    play.exit(0, signal=15)
+    play.next_attempt().found(kept("checkpoint_000000", 1))
+    play.tick(after=4)  # seconds until the larger group runs
+    play.say(0, on="running")
+    play.say(1, on="running")
+    play.feed(Capacity(num_workers=3, num_ready=3))
+    assert play.controller.deadline() == play.now + 20

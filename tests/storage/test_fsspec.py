@@ -9,6 +9,7 @@ import pytest
 from adapter_kit import save_load_resume
 
 import holdfast as hf
+from holdfast._outgoing import masked_client
 from holdfast.errors import (
     ConfigError,
     StorageConflictError,
@@ -19,7 +20,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.storage import LocalStorage, Storage, from_description, resolve
-from holdfast.storage.adapters.errors import redact, translate_client
+from holdfast.storage.adapters.errors import translate_client
 from holdfast.testing import StorageTests
 
 fsspec = pytest.importorskip("fsspec")
@@ -88,7 +89,7 @@ class _ReadsOnly(fsspec.AbstractFileSystem):
 )
 def test_who_copies(filesystem: fsspec.AbstractFileSystem, copies: bool) -> None:
     """A file system with a copy of its own is asked for it; another would bring the bytes here and send them back."""
-    assert FsspecStorage(filesystem, "/root").copies_itself is copies
+    assert FsspecStorage(filesystem, "/root").traits.copies_itself is copies
 
 
 @pytest.mark.parametrize("kind", ["memory", "sftp"])
@@ -283,6 +284,6 @@ def test_translation(error, kind):
 
 def test_redaction():
     """User parts and queries of URLs and named secrets are left out of messages."""
-    text = redact("GET https://me:pw@host/a?sig=abc failed, secret_key='xyz', password=hunter2")
+    text = masked_client("GET https://me:pw@host/a?sig=abc failed, secret_key='xyz', password=hunter2")
     for secret in ("pw@", "abc", "xyz", "hunter2"):
         assert secret not in text

@@ -157,4 +157,4 @@ def test_translation():
 def test_libcloud_does_not_copy_by_itself(tmp_path) -> None:
     """Its interface has no copy: what did not change is sent again, not brought here and sent."""
     (tmp_path / "container").mkdir()
-    assert not LibcloudObjectStore("local", "container", {"key": str(tmp_path)}).copies_itself
+    assert not LibcloudObjectStore("local", "container", {"key": str(tmp_path)}).traits.copies_itself

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from holdfast.storage import MemoryStorage, PrefixStorage
+from holdfast.storage import MemoryStorage, PrefixStorage, StorageTraits
 from holdfast.storage.together import together
 
 
 class Four(MemoryStorage):
-    num_parallel = 4
+    traits = StorageTraits(num_parallel=4)
 
 
 def test_results_come_in_order_and_so_many_run_at_once():

@@ -111,6 +111,13 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, capfd: pytest.Capture
     told = capfd.readouterr().err
     assert "run resumes from checkpoint_000000 at report 1 (attempt 2)" in told
     assert "set aside checkpoint_000001, its files are left alone" in told
+    rotten = Path(result.checkpoint.path, "epoch.txt")
+    rotten.write_bytes(bytes([rotten.read_bytes()[0] ^ 1]))  # as many bytes as before
+    with pytest.raises(hf.CorruptCheckpointError, match=r"epoch.txt: its bytes are not what was written|epoch.txt"):
+        make(tmp_path, name="other", resume_from_checkpoint=result.checkpoint.path)
+    result = make(tmp_path, train_loop_config={"epochs": 3}).fit()
+    assert epochs(result) == [0, 1, 2], "trained again, not read from the rotten file"
+    assert "not what was written" in capfd.readouterr().err
     for path in (tmp_path / "run").glob("checkpoint_*/epoch.txt"):
         path.unlink()
     with pytest.raises(hf.CorruptCheckpointError, match="none of them is good"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage, absolute
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, resolve, split_uri
 
@@ -34,7 +34,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
         return storage.child(head), check_path(name)
     scheme, rest = ("file", check_slashes(text)) if isinstance(path, os.PathLike) else split_uri(text)
     if scheme == "file":
-        full = os.path.abspath(os.path.expanduser(rest))
+        full = absolute(os.path.expanduser(rest))
         # A link such as `latest` moves on while we read: what it means now is what this handle means.
         head, name = os.path.split(os.path.realpath(full) if os.path.islink(full) else full)
         if not name:
@@ -48,13 +48,19 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
 
 
 def _without_settings(scheme: str, rest: str) -> tuple[str, str]:
-    """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path."""
+    """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path.
+
+    Whatever stands there is a matter of the storage: no part of the name of a checkpoint, which is shown.
+    """
     if scheme not in ("s3", "s3a") or "?" not in rest:
-        return rest, ""
+        rest, mark, settings = rest.partition("?") if scheme != "memory" else (rest, "", "")
+        return rest, mark + settings
     from holdfast.storage.object.bucket import split_settings
 
     whole = f"{scheme}://{rest}"
     place, _ = split_settings(whole)
+    if place == whole:  # nothing that is known: the storage refuses it
+        place = whole.partition("?")[0]
     return place[len(scheme) + 3 :], whole[len(place) :]
 
 

@@ -28,6 +28,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .handle import Checkpoint
+from .verify import verify
 
 __all__ = ["follow"]
 
@@ -134,7 +135,7 @@ def _follow(
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:
-    verification = checkpoint.verify()
+    verification = verify(checkpoint.storage, checkpoint.directory, deep=True, beside=False)
     if not verification.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
         _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(verification.problems[:3]))
     return verification.ok

@@ -21,14 +21,15 @@ from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
     HoldfastError,
     IncompleteCheckpointError,
     NotLocalError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
+from holdfast.format.digest import close_by_blanks
 from holdfast.format.manifest import Manifest, body_digest
+from holdfast.format.names import METADATA_FILE
 from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
@@ -41,11 +42,10 @@ from holdfast.storage.stream import InputStream
 
 from ._location import DictStore, file_system, locate
 from .summary import state_tree, top_names
-from .verify import Verification, verify
+from .verify import Verification, read_metadata, verify
 
 __all__ = ["Checkpoint", "CommittedCheckpoint", "Verification", "newest_of_run", "without_prefix"]
 
-METADATA_FILE = ".metadata.json"
 _LOG = get_logger("checkpoint")
 
 
@@ -391,24 +391,20 @@ class Checkpoint:
     # -- metadata of the user ------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
-        """Read the user's metadata; {} if there is none."""
-        try:
-            return dict(json.loads(self._storage.read(self._metadata_path())))
-        except StorageNotFoundError:
-            return {}
-        except (RecursionError, ValueError, TypeError) as error:
-            raise CorruptCheckpointError(
-                f"{self.uri}: {METADATA_FILE} is not a JSON object ({error}); set_metadata() replaces it",
-                file=METADATA_FILE,
-            ) from error
+        """Read the user's metadata; {} if there is none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or no JSON object.
+        """
+        return read_metadata(self._storage, self._metadata_path())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the user's metadata (JSON) atomically."""
+        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest."""
         try:
             data = json.dumps(dict(metadata)).encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata of {self.uri} must be JSON: {error}") from error
-        self._storage.put(self._metadata_path(), data)
+        self._storage.put(self._metadata_path(), close_by_blanks(data))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge into the user's metadata. Two processes at once: the later write wins."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
+    StorageNotFoundError,
     StoragePermissionError,
 )
 from holdfast.format.commit import read_manifest
+from holdfast.format.digest import check_blanks
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import METADATA_FILE, join
 from holdfast.format.verify import verify_files
 from holdfast.run.catalog import is_remains
+from holdfast.run.record import METRICS_FILE, read_sidecar
 from holdfast.storage.base import FileReader, PrefixStorage, Storage
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Verification", "read_metadata", "verify"]
 
 Progress = Callable[[int], None]
 
@@ -47,14 +55,22 @@ class Verification:
         return self.ok
 
 
-def verify(storage: Storage, name: str, *, deep: bool, progress: Progress | None = None) -> Verification:
+def verify(
+    storage: Storage,
+    name: str,
+    *,
+    deep: bool | Collection[str],
+    progress: Progress | None = None,
+    beside: bool = True,
+) -> Verification:
     """Check the checkpoint in directory ``name``.
 
     Args:
         storage: the run.
         name: the checkpoint's directory.
-        deep: read every byte and compare digests.
+        deep: read every byte and compare digests, of the files of these roles if it names roles.
         progress: called with the number of bytes just read.
+        beside: check what may change after the commit too (late metrics, pin, metadata); no resume depends on it.
 
     Raises:
         StoragePermissionError: it may not be read, which says nothing about it.
@@ -72,16 +88,69 @@ def verify(storage: Storage, name: str, *, deep: bool, progress: Progress | None
         return Verification(ok=False, problems=(str(error),), state="corrupt")
     watched = _CountingStorage(storage, name, progress)
     try:
-        problems = tuple(str(problem) for problem in verify_files(watched, "", manifest, deep=deep))
+        problems = [str(problem) for problem in verify_files(watched, "", manifest, deep=deep)]
+        problems += _problems_beside(storage, name) if beside else []
         state = "corrupt" if problems else "ok"
     except StoragePermissionError:
         raise
     except StorageError as error:
-        problems, state = (f"cannot be read: {error}",), "unreadable"
-    files = len(manifest.files)
+        problems, state = [f"cannot be read: {error}"], "unreadable"
+    if problems and not _is_still_there(storage, name, manifest):
+        # Retention, or a save that replaces it, was at work meanwhile; what was read says nothing about either.
+        return verify(storage, name, deep=deep, progress=progress, beside=beside)
     return Verification(
-        ok=not problems, problems=problems, state=state, deep=deep, files=files, bytes_read=watched.bytes_read
+        ok=not problems,
+        problems=tuple(problems),
+        state=state,
+        deep=deep is True,
+        files=len(manifest.files),
+        bytes_read=watched.bytes_read,
     )
+
+
+def _is_still_there(storage: Storage, name: str, manifest: Manifest) -> bool:
+    """Tell whether the manifest is the one that was read; a deletion takes it first, a replacement puts another."""
+    try:
+        return read_manifest(storage, name).checkpoint_id == manifest.checkpoint_id
+    except (CheckpointError, StorageError):
+        return False
+
+
+def _problems_beside(storage: Storage, name: str) -> list[str]:
+    problems = []
+    damage = read_sidecar(storage, name).damage
+    if damage:
+        problems.append(
+            f"{METRICS_FILE}: {damage}: its late metrics are lost; it counts as pinned and is not ranked until it is "
+            "pinned or unpinned (holdfast pin, holdfast unpin)"
+        )
+    try:
+        read_metadata(storage, join(name, METADATA_FILE))
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+def read_metadata(storage: Storage, path: str) -> dict[str, Any]:
+    """Read the user's metadata of a checkpoint; {} if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is no JSON object, or differs from its digest.
+    """
+    try:
+        data = storage.read(path)
+    except StorageNotFoundError:
+        return {}
+    try:
+        if check_blanks(data) is False:
+            raise ValueError("its bytes are not what was written: damaged, or edited by hand")
+        return dict(json.loads(data))
+    except (RecursionError, ValueError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{storage.uri.rstrip('/')}/{path} is not the JSON object that was written ({error}); "
+            "set_metadata() replaces it",
+            file=METADATA_FILE,
+        ) from error
 
 
 class _CountingStorage(PrefixStorage):

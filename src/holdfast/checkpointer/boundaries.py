@@ -151,6 +151,7 @@ class StepBoundary:
             # faulted in the background, long before the first save is due.
             self._warm = True
             self._snapshotter.prepare(self._state(), session.client)
+            session.journal("began", step=self._progress.step)
         call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
         if call == "stop":
             self.stop()
@@ -160,13 +161,18 @@ class StepBoundary:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()
-        elif call == "save":
+        elif call == "save" or self._wants_another:
             self.save()
 
     @property
     def wants_attention(self) -> bool:
-        """True before the first step was attended to, and while a save waits for space."""
-        return not self._warm or self._session.saves.wants_retry
+        """True before the first step was attended to, while a save waits for space, and after one that was dropped."""
+        return not self._warm or self._session.saves.wants_retry or self._wants_another
+
+    @property
+    def _wants_another(self) -> bool:
+        # Ranks take in failures at a save alone, all at the same step.
+        return self._session.saves.wants_another and self._session.team is None
 
     @property
     def save_s(self) -> float:

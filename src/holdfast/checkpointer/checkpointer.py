@@ -10,14 +10,18 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
+from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -27,8 +31,9 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
+from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
-from .console import show_stop
+from .console import show_interval, show_stop
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -42,6 +47,8 @@ from .verification import watcher
 
 __all__ = ["Checkpointer"]
 
+_LOG = get_logger("checkpointer")
+
 
 class Checkpointer:
     """Saves a run, keeps what matters of it, and goes on from where it was.
@@ -53,6 +60,7 @@ class Checkpointer:
         path: root of the run: a path (made absolute now) or a URI.
         state: what to save, see docs/state.md. Step, epoch, data position and random generators are always added.
         every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
+            "auto": as often as loses least, by what saves cost and how often the run fails; see docs/checkpointer.md.
         keep: which checkpoints stay.
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
@@ -66,6 +74,7 @@ class Checkpointer:
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
+        silence_s: a rank that says nothing for so long, or cannot be reached, is given up; see docs/parallel.md.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
             nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
@@ -78,6 +87,9 @@ class Checkpointer:
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        model_files: small files that are committed with each checkpoint, so that its directory is what another library
+            loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
+            docs/model-directory.md.
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -96,6 +108,7 @@ class Checkpointer:
         3
     """
 
+    @suggests(also={"directory": "path", "interval": "every", "save_interval": "every", "autoresume": "resume"})
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -111,6 +124,7 @@ class Checkpointer:
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
+        silence_s: float = 30.0,
         seed_samples: bool = True,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -119,6 +133,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -128,9 +143,9 @@ class Checkpointer:
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike,
+            alike=alike, model_files=model_files,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -161,12 +176,13 @@ class Checkpointer:
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(side.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike,
+            max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
+            alike=alike, model_files=options.model_files,
         )  # fmt: skip
         session = self._session = RunSession(
-            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s
-        )
+            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
+            silence_s=options.silence_s,
+        )  # fmt: skip
         try:
             started = start_run(
                 session, snapshotter, self._full_state, self._progress, options=options, home=self.state
@@ -216,7 +232,7 @@ class Checkpointer:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
                     course.boundary()
                 if not course.pace.stop_asked:
-                    self._progress.remind_at_end()
+                    self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
                 self._progress.finish()
                 course.watch()
                 course.end()
@@ -453,6 +469,8 @@ class Checkpointer:
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
+        if options.auto and session.leads:
+            _follow_costs(session, schedule)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             session.team.board.calls(progress.step)
@@ -482,3 +500,30 @@ class Checkpointer:
             f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
             "which alone saves it: call ck there, or holdfast.save(path, state) here"
         )
+
+
+def _follow_costs(session: RunSession, schedule: Schedule) -> None:
+    """Save as often as loses least, from what earlier lives have paid for saves and what this one does; on rank 0."""
+    begun = time.monotonic()
+    try:
+        history = RunIndex.load(session.root).read_history()
+    except HoldfastError as error:
+        _LOG.warning("what earlier saves of the run have cost cannot be read, every='auto' begins anew: %s", error)
+        auto = AutoInterval(now=begun)
+    else:
+        auto = AutoInterval.of(history, attempt=session.opened.attempt, now=begun)
+
+    def adjust() -> None:
+        now = time.monotonic()
+        schedule.adjust(auto.seconds(now))
+        session.extra["every_s"] = round(auto.seconds(now), 3)
+        if (news := auto.news(now)) is not None:
+            show_interval(news)
+
+    def paid(cost_s: float, durable_s: float) -> None:
+        far = session.remote_watch
+        auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
+        adjust()
+
+    adjust()
+    session.paid = paid

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
+from holdfast._suggest import suggests
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.restore import Loaded, load_state
+from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter, Submitted
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
 
+from .progress import RESERVED
 from .rendezvous import Alone, Meeting, meet
 from .save_target import open_place
 
@@ -68,6 +72,7 @@ class SaveHandle:
         return self._submitted.future.exception()
 
 
+@suggests()
 def save(
     path: str | os.PathLike[str] | Checkpoint,
     state: Mapping[Any, Any],
@@ -78,6 +83,7 @@ def save(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | None = None,
 ) -> Checkpoint:
     """Save ``state`` as one checkpoint; durable when this returns.
 
@@ -95,6 +101,8 @@ def save(
         alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
+        model_files: small files committed with the checkpoint, for other libraries: ``{name: bytes, text or a
+            function}``, or `holdfast.transformers.model_files`. Not with ``overwrite``. See docs/model-directory.md.
 
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
@@ -108,6 +116,7 @@ def save(
         >>> save(f"{folder}/first", {"weights": torch.ones(3)}).keys()
         ['weights']
     """
+    beside = _beside(model_files, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with place.broadcast_errors():
         group = place.group(alike)
@@ -115,7 +124,7 @@ def save(
     try:
         # Taken out while in use: another thread, or a signal handler, that saves meanwhile makes its own snapshotter.
         snapshotter = _idle.pop(place.layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
-        snapshotter.alike = group
+        snapshotter.alike, snapshotter.model_files = group, beside
         with place.broadcast_errors():
             submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
         place.wait(submitted)
@@ -131,6 +140,7 @@ def save(
     return place.target
 
 
+@suggests()
 def save_async(
     path: str | os.PathLike[str] | Checkpoint,
     state: Mapping[Any, Any],
@@ -141,6 +151,7 @@ def save_async(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | None = None,
 ) -> SaveHandle:
     """Copy ``state`` aside and return; the writer makes it durable. The caller may change the state at once.
 
@@ -152,6 +163,7 @@ def save_async(
             made. Let the handler set a flag, or call `save`.
     """
     global _copying
+    beside = _beside(model_files, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with _lock, place.broadcast_errors():
         if _copying:
@@ -164,7 +176,7 @@ def save_async(
         try:
             arena = place.layout  # the layout of an arena is that of the files
             snapshotter = _async.setdefault(arena, place.snapshotter())
-            snapshotter.alike = group
+            snapshotter.alike, snapshotter.model_files = group, beside
             before = _pending.get(arena)
             if before is not None:
                 place.wait_for_arena(before)
@@ -181,6 +193,7 @@ def save_async(
     return SaveHandle(submitted, place.target)
 
 
+@suggests(also={"device": "map_location", "map": "map_location", "weights_only": "only", "keys": "only"})
 def load(
     source: str | os.PathLike[str] | Checkpoint,
     into: Mapping[Any, Any] | None = None,
@@ -199,7 +212,8 @@ def load(
     """Load a checkpoint.
 
     With ``into`` tensors are restored in place, objects through their ``load_state_dict``, and the mapping is
-    returned with the stored plain data in it. Without it, nested dicts with new tensors come back.
+    returned with the stored plain data in it. Without it, nested dicts with new tensors come back. What a run adds to
+    its checkpoints (`holdfast`: step, data position, generators) is left out of ``into`` unless ``only`` names it.
 
     Args:
         source: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
@@ -224,6 +238,11 @@ def load(
         CorruptCheckpointError: stored bytes are damaged; names file and tensor.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
+    if into is not None and not isinstance(into, Mapping):
+        raise ConfigError(
+            f"load(..., into={type(into).__name__}(...)): a state is a mapping {{name: value}}: wrap it with the name "
+            "that it was saved under, as in {'model': model}"
+        )
     if ranks not in ("all", "this"):
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
     info = current_ranks()
@@ -244,6 +263,7 @@ def load(
     (checkpoint,), (group,) = found, groups
     apart = (group or tuple(range(info.world_size))) if is_apart else None
     outcome: list[Loaded] = []
+    asked = only is not None and covers((only,) if isinstance(only, str) else tuple(only), RESERVED)
 
     def read(checkpoint: Checkpoint) -> None:
         loaded = load_state(
@@ -261,6 +281,7 @@ def load(
             world_size=info.world_size,
             swap=meeting.swap if together else None,
             apart=apart,
+            bookkeeping=None if asked else RESERVED,
         )
         outcome.append(loaded)
 
@@ -279,6 +300,17 @@ def load(
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
     return loaded.state
+
+
+def _beside(given: ModelFiles | Mapping[str, Content] | None, *, overwrite: bool) -> ModelFiles | None:
+    model_files = model_files_of(given)
+    if model_files is not None and overwrite:
+        raise ConfigError(
+            "overwrite=True with model_files: these files keep their names, so the old checkpoint could not stay "
+            "readable until the new one is committed. Save under a new name each time (step_1000), or use a "
+            "Checkpointer, whose run has a link `latest`"
+        )
+    return model_files
 
 
 def _source(path: str | os.PathLike[str] | Checkpoint, *, together: bool) -> Checkpoint:

@@ -10,10 +10,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast._ranks import current_ranks, job_end
+from holdfast._suggest import closest
 from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep, Mirror
+from holdfast.config import Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike
@@ -22,10 +24,16 @@ from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
 from .progress import RESERVED
+from .rank_group import SILENCE_S
 from .save_policy import Deadline, Schedule
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
+_WORDS = ("auto", "must", "never")
+_MEANT: dict[object, str] = {
+    None: "never", False: "never", True: "auto", "latest": "auto", "last": "auto", "newest": "auto", "always": "auto",
+    "required": "must", "none": "never", "no": "never", "false": "never", "yes": "auto", "true": "auto",
+}  # fmt: skip
 _CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
 
 
@@ -54,6 +62,7 @@ class CheckpointerOptions:
 
     Attributes:
         intervals: the parsed ``every``.
+        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.auto_interval`.
         keep: rules of retention.
         resume: "auto", "must", "never" or the checkpoint.
         when_busy: "wait" or "skip".
@@ -62,12 +71,14 @@ class CheckpointerOptions:
         deadline: counted from the construction, not from entering.
         exit_code: exit status after a signal or the deadline.
         timeout_s: bound of every wait.
+        silence_s: silence of a rank after which it is given up.
         seed_samples: whether ``__getitem__`` gets seeds.
         mirror: the local side of a mirrored run.
         on_commit: called with each committed checkpoint.
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
+        model_files: what is committed beside the tensors.
     """
 
     intervals: tuple[Interval, ...]
@@ -79,12 +90,15 @@ class CheckpointerOptions:
     deadline: Deadline
     exit_code: int
     timeout_s: float
+    silence_s: float
     seed_samples: bool
     mirror: Mirror | None = None
     on_commit: tuple[Listener, ...] = ()
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    auto: bool = False
+    model_files: ModelFiles | None = None
 
     @classmethod
     def check(
@@ -100,6 +114,7 @@ class CheckpointerOptions:
         deadline: float | IntervalLike | datetime | None,
         exit_code_for_requeue: int,
         timeout_s: float,
+        silence_s: float,
         seed_samples: bool,
         on_commit: Listener | Sequence[Listener] | None = None,
         strict: bool = True,
@@ -108,6 +123,7 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -121,18 +137,27 @@ class CheckpointerOptions:
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        check_silence(silence_s)
+        if silence_s > max(SILENCE_S, timeout_s):
+            raise ConfigError(
+                f"silence_s={silence_s!r} is longer than timeout_s={timeout_s!r}, after which a save fails: "
+                "raise timeout_s too"
+            )
         if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
-        intervals = parse_intervals(every)
+        auto, given = _divide(every)
+        intervals = parse_intervals(given)
         now = time.monotonic()
         Schedule(intervals, now=now)
         Snapshotter(max_staging_bytes=max_staging_bytes).close()
-        if isinstance(resume, bool):
+        if isinstance(resume, bool) or resume is None or (isinstance(resume, str) and (_meant(resume))):
+            meant = _MEANT[resume] if resume is None or isinstance(resume, bool) else _meant(str(resume))
             raise ConfigError(
-                f"resume={resume!r}: use resume='auto' (the newest good checkpoint, else a fresh start; the default), "
-                "'must' (no checkpoint is an error), 'never' (a fresh start), or name a checkpoint"
+                f"resume={resume!r}: did you mean {meant!r}? Use resume='auto' (the newest good checkpoint, else a "
+                "fresh start; the default), 'must' (no checkpoint is an error), 'never' (a fresh start), or the path "
+                "of a checkpoint"
             )
-        if not isinstance(resume, Checkpoint) and resume not in ("auto", "must", "never"):
+        if not isinstance(resume, Checkpoint) and resume not in _WORDS:
             resume = Checkpoint(resume)  # made absolute now, so that a later chdir does not move it
         return cls(
             intervals=intervals,
@@ -144,13 +169,33 @@ class CheckpointerOptions:
             deadline=Deadline(_end_of_job() if deadline == "slurm" else deadline, now=now),
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,
+            silence_s=float(silence_s),
             seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
             on_commit=listeners(on_commit),
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            auto=auto,
+            model_files=model_files_of(model_files),
         )
+
+
+def _meant(resume: str) -> str | None:
+    """Return the word that was probably meant by one that is neither a known word nor the path of anything."""
+    if resume in _WORDS or not resume.isalpha() or os.path.exists(resume):
+        return None
+    return _MEANT.get(resume.lower()) or closest(resume.lower(), _WORDS)
+
+
+def _divide(
+    every: IntervalLike | Sequence[IntervalLike] | None,
+) -> tuple[bool, IntervalLike | Sequence[IntervalLike] | None]:
+    """Take "auto" out of what ``every`` names."""
+    if isinstance(every, (list, tuple)):
+        rest = [interval for interval in every if interval != "auto"]
+        return len(rest) < len(every), rest
+    return (True, None) if every == "auto" else (False, every)
 
 
 def _fit(

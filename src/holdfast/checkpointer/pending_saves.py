@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, TornSaveError
 
 from .rank_group import ANSWER_MARGIN_S
 from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves
@@ -52,7 +52,8 @@ class RunSave:
 class PendingSaves:
     """Saves that follow one another, oldest first. Used by a single thread.
 
-    One that the storage did not take costs itself, the tenth in a row raises; any other failure raises.
+    One that the storage did not take costs itself, the tenth in a row raises; one whose tensors changed while they
+    were copied costs itself; any other failure raises.
 
     Args:
         uri: of their storage, for messages.
@@ -69,6 +70,7 @@ class PendingSaves:
         parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
         lost: counts the saves that the storage did not take.
         wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
+        wants_another: the last save was dropped because a tensor changed, so the next step is to be saved instead.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class PendingSaves:
         self.ended = Event()
         self.parent: str | None = None
         self.lost = LostSaves()
-        self.wants_retry = False
+        self.wants_retry = self.wants_another = False
         self.stuck = False  # the time for a save was up: it is not waited for as long again
         self._newest: tuple[int, str | None] = (-1, None)  # step and name of the newest durable checkpoint
         self._pending: list[RunSave] = []  # oldest first
@@ -189,13 +191,18 @@ class PendingSaves:
         error = save.future.exception()
         if error is None:
             self.lost.durable()
-            self.wants_retry = False
+            self.wants_retry = self.wants_another = False
             self.parent, self._newest = save.checkpoint_id or self.parent, (save.step, save.name)
             save.committed(save, save.future.result())
             return
         # Its step is not saved: the final save must not count it as done, nor the next save take it as its parent.
         self._gone.add(save.name)
         message = save.lost(save, error)
+        if isinstance(error, TornSaveError):
+            self.wants_another = True
+            if not self._rank:
+                _LOG.warning("%s", message)
+            return
         if not isinstance(error, TRANSIENT_ERRORS):
             raise error
         # "wait" tries the same step again; its own timeout bounds that.

@@ -41,6 +41,7 @@ class Progress:
         num_steps: steps made in this life.
         num_passes: passes over loaders begun in this life.
         epoch_steps: steps of this life in the current epoch.
+        begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
         added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
         first_seed: seed of the order of the data in a new run; all ranks need the same. None: a single process follows
@@ -65,6 +66,8 @@ class Progress:
         self._draws: dict[str, list[int]] = {}  # of each pass: batches at its begin, before its first step, its second
         self.num_drawn = self.num_steps = self.num_passes = 0
         self.epoch_steps = 0
+        self._steps_an_epoch = 0  # of the last epoch that made steps without batches; 0: none was seen to its end
+        self.begun_after = -1
         self._late_steps = 0  # of this pass, after its last batch
         self.added: Callable[[], list[str]] = list
         self._added_before: list[str] = []
@@ -92,6 +95,10 @@ class Progress:
                     "batches that the script keeps itself (itertools.cycle, a list) are gone after a resume. Take each "
                     "batch from a loop over ck.batches(loader); for more passes, begin such a loop again"
                 )
+        if self._by_epochs and not self.num_passes:
+            # A full-batch loop: what follows the last step of an epoch belongs to it, as in a body over batches.
+            is_last = self.epoch_steps == (self._steps_an_epoch or 1)
+            self._body, self._body_thread = "", threading.get_ident() if is_last else _NOBODY
         if self.epoch_steps == 2 and self._by_epochs and not self._live:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
@@ -122,6 +129,9 @@ class Progress:
             "seed": self._seed,
             "positions": positions,
             "added": sorted({*self._added_before, *self.added()}),
+            # Of a loop over epochs without batches: enough to know whether this epoch is over.
+            "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
+            "steps_an_epoch": self._steps_an_epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,6 +145,10 @@ class Progress:
         self._forget_passes()
         stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
         self._index = int(stored[0]["batches"]) if len(stored) == 1 else 0
+        self._steps_an_epoch = int(state.get("steps_an_epoch", 0))
+        if not stored and int(state.get("epoch_steps", 0)) == (self._steps_an_epoch or 1):
+            self.begun_after = self.epoch
+            self.epoch += 1
 
     @staticmethod
     def added_in(tree: Any) -> list[str]:
@@ -155,6 +169,11 @@ class Progress:
             and position.get("world_size", self._world_size) != self._world_size
         ]
         said.update(found)
+        if self.begun_after >= 0:
+            found.append(
+                f"epoch {self.begun_after} is done: its step was made and ck.batches() was not used, so epoch "
+                f"{self.epoch} is the next one"
+            )
         return found
 
     def skip_to(self, epoch: int) -> None:
@@ -174,6 +193,7 @@ class Progress:
                 at_end(self.epoch)
         finally:
             self._by_epochs = False
+            self._body_thread = _NOBODY if not self._body else self._body_thread
 
     # -- passes over loaders; `Batches` calls these in this order
 
@@ -314,8 +334,18 @@ class Progress:
             position["done"] = False
         return position
 
-    def remind_at_end(self) -> None:
-        """Say, where the body ends without a step, what was not counted."""
+    def remind_at_end(self, *, was_finished: bool) -> None:
+        """Say, where the body ends, what was not counted, and what a loop that asks at its bottom did too much.
+
+        Args:
+            was_finished: this life went on from the end of a finished one.
+        """
+        if was_finished and self.num_steps == 1:
+            self._remind(
+                f"this run had finished at step {self.step - 1}, and this start made one more step: the loop asks at "
+                "its bottom whether it is done, after it has trained. Ask at its head, as in `while ck.global_step < "
+                "max_steps:`, or before the loop, so that a start of a finished run trains nothing"
+            )
         if self.num_steps == 0 and (self.num_drawn or self.step == 0):
             drawn = f" after {self.num_drawn} batches" if self.num_drawn else ""
             self._remind(
@@ -371,6 +401,8 @@ class Progress:
         self._samples_before = self.samples + current - sum(self._trained[name][0] for name in self._live)
         for name, batches in self._live.items():
             self._positions[name] = batches.state_dict()
+        if not self._live and self.epoch_steps:
+            self._steps_an_epoch = self.epoch_steps
         self._forget_passes()
         self.epoch += 1
         self.epoch_steps = self._index = 0

@@ -27,7 +27,7 @@ __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 
 ANSWER_MARGIN_S = 15.0
 """Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
-BEAT_S, STALE_S = 5.0, 30.0
+BEAT_S, SILENCE_S = 5.0, 30.0
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
 
 
@@ -38,6 +38,7 @@ class RankGroup:
         meeting: where the ranks meet now.
         client: our writer.
         timeout_s: bound of one save, from the first rank to the last.
+        silence_s: a rank that says nothing for so long is given up; never longer than a save may take.
 
     Attributes:
         rank: ours.
@@ -46,7 +47,9 @@ class RankGroup:
         board: words shared with our writer.
     """
 
-    def __init__(self, meeting: Meeting, client: WriterClient, *, timeout_s: float) -> None:
+    def __init__(
+        self, meeting: Meeting, client: WriterClient, *, timeout_s: float, silence_s: float = SILENCE_S
+    ) -> None:
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.client, self.timeout_s = client, timeout_s
         self._listener: socket.socket | None = None
@@ -64,8 +67,8 @@ class RankGroup:
                 token=agreed["token"],
                 timeout_s=timeout_s,
                 listener=None if self._listener is None else self._listener.fileno(),
-                beat_s=BEAT_S,
-                stale_s=min(STALE_S, max(2 * BEAT_S, timeout_s)),
+                beat_s=min(BEAT_S, silence_s / 6),
+                stale_s=min(silence_s, max(2 * BEAT_S, timeout_s)),
             )
         except BaseException:
             self.close()

@@ -19,7 +19,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import rank_list
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
@@ -29,7 +29,7 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveRes
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
 from .pending_saves import PendingSaves, RunSave, failed
-from .rank_group import RankGroup
+from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
@@ -92,6 +92,7 @@ class RunSession:
             `wants_retry`) or "raise".
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
+        silence_s: a rank that says nothing for so long is given up.
 
     Attributes:
         root: of the run.
@@ -108,6 +109,8 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        paid: called with the seconds that a save has cost training, and those until it was durable.
+        extra: entries of the manifest's ``extra`` for the next saves.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class RunSession:
         on_full: str = "skip",
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -131,6 +135,8 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
+        self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
@@ -140,13 +146,13 @@ class RunSession:
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
-            self.team = self._join()
+            self.team = self._join(silence_s)
             self.start_id = self.team.start_id
         self.saves = self.pending(on_full=on_full)
 
-    def _join(self) -> RankGroup:
+    def _join(self, silence_s: float) -> RankGroup:
         try:
-            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s)
+            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
             self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
             raise
@@ -345,8 +351,8 @@ class RunSession:
                 )
                 if self.staged:
                     self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
-                if named.extra is not None:
-                    fields["extra"] = dict(named.extra)
+                if extra := {**self.extra, **(named.extra or {})}:
+                    fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
@@ -514,7 +520,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, TRANSIENT_ERRORS):
+        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -549,6 +555,7 @@ class RunSession:
         cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
         if steps_measured:
             cost["lost_s"] = lost - self._counted[1]
+            self.paid(cost["lost_s"], cost["durable_s"])
         self.journal("cost", step=save.step, name=save.name, **cost)
         self._counted = (held, lost)
 
@@ -659,6 +666,8 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
+    if isinstance(error, TornSaveError):
+        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 

@@ -58,7 +58,7 @@ class SaveTarget:
     def layout(self) -> str:
         """Key of targets that can use the same arena."""
         ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
-        return f"{_kind(self.target.storage)} {self.target.storage.max_file_bytes}{ranks}"
+        return f"{_kind(self.target.storage)} {self.target.storage.traits.max_file_bytes}{ranks}"
 
     def group(self, alike: Alike) -> tuple[int, ...] | None:
         """Return the ranks that ``alike`` names; None for a process that saves alone.
@@ -76,7 +76,7 @@ class SaveTarget:
         return Snapshotter(
             rank=rank,
             world_size=world_size,
-            max_file_bytes=self.target.storage.max_file_bytes,
+            max_file_bytes=self.target.storage.traits.max_file_bytes,
             max_staging_bytes=max_staging_bytes,
             alike=alike,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast._units import format_bytes
+from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import StorageFullError
@@ -23,9 +23,11 @@ from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
+from holdfast.state.tree.optimizers import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
+from .auto_interval import FIRST_S
 from .console import ResumeBlock, listed
 from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions
@@ -37,7 +39,16 @@ from .run_session import RunSession
 __all__ = ["StartedRun", "check_room", "start_run"]
 
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
-_ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
+_ALIKE = (
+    "intervals",
+    "auto",
+    "keep",
+    "when_busy",
+    "on_full",
+    "timeout_s",
+    "exit_code",
+    "resume",
+)  # the same on all ranks
 _MARGIN = 16 << 20
 # State tensors of parameter size that an optimizer creates with its first step; others count as one tensor.
 _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
@@ -56,6 +67,9 @@ class StartedRun:
     checkpoint: Checkpoint | None
     has_generators: bool
     finished_epochs: int | None
+
+
+_DEEP = 6  # levels of a state in which parameters are looked for
 
 
 def start_run(
@@ -102,6 +116,8 @@ def start_run(
         room = _check_storages(session, needs, live, options, probes)
         return {"room": room, "seed": progress.own_seed()}
 
+    # Before any rank takes memory: each looks at what all of them share.
+    short = snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu"))
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
@@ -111,7 +127,8 @@ def start_run(
         finished = int(before.get("epoch", 0))
     if session.leads:
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
-        block.notes.extend(inexact)
+        block.notes.extend([*inexact, *_without_model(home)])
+        block.notes.extend([] if short is None else [short])
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished)
@@ -160,7 +177,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
 
 def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
     """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {storage for storage in (*session.sides, session.storage) if storage.num_parallel > 1}
+    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
     return {storage: _probe(session, storage) for storage in stores}
 
 
@@ -319,8 +336,41 @@ def _most_kept(keep: Keep | None) -> int | None:
     return (keep.last or 0) + (keep.best or 0)
 
 
-def _future_optimizer_bytes(values: Any) -> int:
-    """Estimate the optimizer state that does not exist before the first step."""
+def _without_model(state: Mapping[Any, Any]) -> list[str]:
+    """Say which optimizers train parameters that nothing in the state holds: a resume would not bring those back."""
+    held: set[int] = set()
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    def look(value: Any, path: str, depth: int) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            optimizers[path] = value
+        elif isinstance(value, torch.nn.Module):
+            held.update(map(id, value.parameters()))
+        elif isinstance(value, torch.Tensor):
+            held.add(id(value))
+        elif isinstance(value, (Mapping, list, tuple)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items if depth else ():
+                look(item, f"{path}/{key}" if path else str(key), depth - 1)
+        elif hasattr(value, "state_dict"):  # an object with a model of its own
+            for item in [*getattr(value, "__dict__", {}).values()] if depth else ():
+                if isinstance(item, torch.nn.Module):
+                    look(item, path, depth - 1)
+
+    look(state, "", _DEEP)
+    said = []
+    for path, optimizer in optimizers.items():
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if is_plain(optimizer) and params and not any(id(param) in held for param in params):
+            said.append(
+                f"the optimizer state[{path!r}] trains {len(params)} parameters of no model in the state: they are NOT "
+                "saved and a resume does not bring them back; put their model into the state, as in {'model': model}"
+            )
+    return said
+
+
+def _future_optimizer_bytes(values: Any, *, on: str | None = None) -> int:
+    """Estimate the optimizer state that does not exist before the first step; that ``on`` one kind of device only."""
     total = 0
     for value in values:
         if isinstance(value, torch.optim.Optimizer):
@@ -331,12 +381,12 @@ def _future_optimizer_bytes(values: Any) -> int:
                 param.numel() * param.element_size()
                 for group in value.param_groups
                 for param in group["params"]
-                if param.requires_grad and param not in value.state
+                if param.requires_grad and param not in value.state and on in (None, param.device.type)
             )
         elif isinstance(value, Mapping):
-            total += _future_optimizer_bytes(value.values())
+            total += _future_optimizer_bytes(value.values(), on=on)
         elif isinstance(value, (list, tuple)):
-            total += _future_optimizer_bytes(value)
+            total += _future_optimizer_bytes(value, on=on)
     return total
 
 
@@ -398,6 +448,10 @@ def _start_block(
             f"and brings it to {storage.uri}"
         )
     notes.append(room)
+    if options.auto:
+        notes.append(
+            f"every='auto': the first save comes after {format_duration(FIRST_S)}, unless the run knows what saves cost"
+        )
     return block
 
 
@@ -415,6 +469,6 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
     found = Catalog(storage)
     if found.incomplete:
         notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
-    if found.others:
-        notes.append(f"not of this run, so not picked (name one with resume=): {listed(found.others)}")
+    if strangers := sorted(found.others.keys() - found.guests.keys()):
+        notes.append(f"not of this run, so not picked (name one with resume=): {listed(strangers)}")
     return f"fresh start: no checkpoint under {storage.uri}"

@@ -16,7 +16,7 @@ class Stats:
 
     Attributes:
         saves: checkpoints committed.
-        skipped: saves that were due and left out (writer busy, storage full).
+        skipped: saves that were due and left out (writer busy, storage full), or dropped (a tensor changed).
         bytes_written: bytes that went to the storage.
         bytes_reused: bytes shared with the checkpoint before instead of written.
         seconds_blocked: time `step` and `save` held the loop.

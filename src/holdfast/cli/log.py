@@ -155,13 +155,14 @@ def _picked(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str], *, header: bool = True) -> None:
     text = io.StringIO()
+    rows, names = printable(list(rows)), printable(list(names))
     writer = csv.writer(text, lineterminator="\n")
     if header:
         writer.writerow(["step", "epoch", "time", "attempt", "checkpoint", *names])
     for row in rows:
         fixed = [row[key] for key in ("step", "epoch", "time", "attempt", "checkpoint")]
         writer.writerow([*fixed, *(row["metrics"].get(name) for name in names)])
-    click.echo(printable(text.getvalue()), nl=False)
+    click.echo(text.getvalue(), nl=False)
 
 
 def _table(rows: Sequence[dict[str, Any]], names: list[str], among: int) -> None:

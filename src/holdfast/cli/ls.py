@@ -73,7 +73,8 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
         rows.append({**(_row(storage, known, state) if known else _bare(storage, name, state)), "reason": why})
     for record in sorted(catalog.strangers(), key=lambda record: record.created, reverse=True):
         run = catalog.others[record.name].run_id
-        state = "ok" if not run else f"of run {run[:8]}"
+        original = catalog.guests.get(record.name)
+        state = f"copy of {original}" if original else "ok" if not run else f"of run {run[:8]}"
         rows.append({**_row(storage, record, state), "run_id": run})
     rows += [_bare(storage, name, "incomplete") for name in catalog.incomplete]
     for name in catalog.foreign:

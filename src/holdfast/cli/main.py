@@ -24,7 +24,7 @@ from .page import page
 from .show import show
 from .stats import stats
 from .sweep import sweep
-from .terminal import print_json, printable
+from .terminal import message, print_json
 from .transfer import cp, pull, push
 from .verify import verify
 from .verify_resume import verify_resume
@@ -63,7 +63,7 @@ class _HoldfastGroup(click.Group):
             code = 2 if isinstance(error, (ConfigError, CheckpointNotFoundError)) else 1
             if "--json" in sys.argv:
                 print_json({"error": type(error).__name__, "message": str(error)})
-            click.echo(f"holdfast: {printable(str(error))}", err=True)
+            click.echo(f"holdfast: {message(str(error))}", err=True)
             raise click.exceptions.Exit(code) from error
 
 

@@ -16,7 +16,7 @@ from holdfast.storage.resolve import resolve
 
 from .output import replace_file
 from .targets import PATH, span_option
-from .terminal import print_json
+from .terminal import message, print_json, printable
 
 __all__ = ["page"]
 
@@ -46,13 +46,13 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
         raise ConfigError(f"--poll {poll}: give at least one second")
     facts = collect()
     size = _write(output, facts, every if watch else None)
-    click.echo(f"{output}: {format_bytes(size)}")
+    click.echo(f"{printable(output)}: {format_bytes(size)}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
             fresh = collect()
         except StorageError as error:  # the next look may succeed
-            click.echo(f"holdfast: {error}", err=True)
+            click.echo(message(f"holdfast: {error}"), err=True)
             continue
         if _essence(fresh) != _essence(facts):
             _write(output, fresh, every)

@@ -93,7 +93,7 @@ def _clock(own: Storage) -> Finding:
 
 
 def _copies(own: Storage) -> Finding:
-    if not own.copies_itself:
+    if not own.traits.copies_itself:
         return good("copies", "would come here and go back", "files that did not change are sent again by every save")
     own.copy("small/0", "small/copied")
     return good("copies", "made by the store itself", "files that did not change are not sent again")
@@ -104,7 +104,7 @@ def _speed(own: Storage, size: int, deadline: ProbeDeadline, progress: Callable[
     buffer = mmap.mmap(-1, _BLOCK)
     buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))
     each = max(_BLOCK, size // 2 // _PARALLEL // _BLOCK * _BLOCK)
-    count = _PARALLEL if own.num_parallel > 1 else 1
+    count = _PARALLEL if own.traits.num_parallel > 1 else 1
     places = [own.child(f"part{number}") for number in range(count)]
     work = {
         "write": lambda place: write(place, each, buffer, deadline, progress),

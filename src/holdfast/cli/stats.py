@@ -11,7 +11,9 @@ import click
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.run.catalog import Catalog
+from holdfast.run.costs import saves
 from holdfast.run.costs import stats as sum_up
+from holdfast.run.goodput import goodput
 from holdfast.run.openmetrics import openmetrics
 from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
@@ -19,11 +21,19 @@ from holdfast.storage.resolve import resolve
 
 from .output import replace_file
 from .targets import PATH, run_at, span_option
-from .terminal import Row, console, counted, print_columns, print_json, printable, table
+from .terminal import Row, console, counted, message, print_columns, print_json, printable, table
 
 __all__ = ["stats"]
 
 _TIMES = (("durable_s", "until durable"), ("held_s", "training held"), ("lost_s", "training lost"))
+_PARTS = (
+    ("useful_s", "useful steps"),
+    ("again_s", "steps done again"),
+    ("held_s", "held by saves"),
+    ("slowed_s", "slowed by saves"),
+    ("starting_s", "starting"),
+    ("down_s", "down"),
+)
 _WORST = 5
 
 
@@ -72,7 +82,7 @@ def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
         try:
             summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
-            click.echo(printable(f"holdfast: {name} cannot be read: {error}"), err=True)
+            click.echo(message(f"holdfast: {name} cannot be read: {error}"), err=True)
     return summaries
 
 
@@ -80,6 +90,8 @@ def _describe(catalog: Catalog, name: str | None) -> dict[str, Any]:
     storage, state = catalog.storage, run_state(catalog)
     records = catalog.records()
     newest = records[0] if records else None
+    history = catalog.index.read_history()
+    now = time.time() if state.word == "training" else None
     return {
         "path": storage.uri,
         "name": name,
@@ -91,7 +103,8 @@ def _describe(catalog: Catalog, name: str | None) -> dict[str, Any]:
         "newest_time": None if newest is None or not newest.created else newest.created,
         "size_bytes": sum(record.size - record.reused for record in records),
         "free_bytes": storage.free_bytes(),
-        **sum_up(catalog.index.read_history(), records, is_remote=storage.local_root is None),
+        **sum_up(history, records, is_remote=storage.local_root is None),
+        "goodput": goodput(history, saves(history.events, records), now=now),
     }
 
 
@@ -127,6 +140,18 @@ def _show(summary: Mapping[str, Any]) -> None:
     for why, times in summary["deleted_by"].items():
         out.print(f"{times} deleted: {why}")
     out.print(_failures(summary))
+    if summary["goodput"] is not None:
+        out.print(_goodput(summary["goodput"]))
+
+
+def _goodput(parts: Mapping[str, float]) -> str:
+    wall = parts["wall_s"]
+    shares = ", ".join(
+        f"{parts[name] / wall if wall else 0.0:.1%} {title}"
+        for name, title in _PARTS
+        if parts[name] or name == "useful_s"
+    )
+    return f"of {format_duration(wall)} since the first start: {shares}"
 
 
 def _failures(summary: Mapping[str, Any]) -> str:
@@ -178,7 +203,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
         except StorageError as error:
             if every is None:
                 raise
-            click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
+            click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
             figures = [(_labels(summary), _figures(summary)) for summary in summaries]
             replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
@@ -212,4 +237,11 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         "attempts": len(summary["attempts"]),
         "failures": summary["failures"],
         "lost_steps": summary["lost_steps"],
+        **_goodput_figures(summary["goodput"] or {}),
     }
+
+
+def _goodput_figures(parts: Mapping[str, float]) -> dict[str, Any]:
+    names = {"held_s": "saving_held", "slowed_s": "saving_slowed"}
+    shares = {f"{names.get(name, name.removesuffix('_s'))}_seconds": parts.get(name) for name, _ in _PARTS}
+    return {"goodput_ratio": parts.get("ratio"), "wall_seconds": parts.get("wall_s"), **shares}

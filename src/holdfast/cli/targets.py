@@ -110,11 +110,8 @@ def reach(path: str) -> Storage:
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
-        click.echo(
-            f"holdfast: no credentials for {storage.uri} in {', '.join(places)}; going on with the role of this "
-            "machine, if it has one",
-            err=True,
-        )
+        text = f"holdfast: no credentials for {storage.uri} in {', '.join(places)}"
+        click.echo(printable(f"{text}; going on with the role of this machine, if it has one"), err=True)
     return storage
 
 
@@ -161,7 +158,8 @@ def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
         return checkpoint
     record = _pick(run_at(storage, path), pick)
     if not pick.is_given:
-        click.echo(f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken", err=True)
+        text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
+        click.echo(printable(text), err=True)
     return Checkpoint.at(storage, record.name)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from holdfast._outgoing import brief, masked, on_one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -22,6 +24,7 @@ __all__ = [
     "console",
     "counted",
     "fits",
+    "message",
     "number",
     "painted",
     "print_columns",
@@ -35,6 +38,7 @@ Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
+_LONG_BITS = 14_000  # Python writes no more than 4 300 digits
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 
@@ -147,9 +151,11 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their names."""
+    """Replace NaN and infinities, which JSON lacks, by their names, and numbers of thousands of digits by their hex."""
     if type(value) in _AS_THEY_ARE:
-        return value
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return hex(value)
+        return masked(value) if type(value) is str and "://" in value else value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -160,12 +166,21 @@ def strict(value: Any) -> Any:
 
 
 def printable(value: Any) -> Any:
-    """Replace control characters in all texts: names come from files, and a terminal obeys escape codes."""
+    """Put escapes for control characters and line breaks into all texts, and take credentials out of them.
+
+    Names come from files: a terminal would obey escape codes, and a line break would make a line that is not ours.
+    """
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
+        return on_one_line(masked(value) if "://" in value else value)
     if isinstance(value, Mapping):
         return {printable(key): printable(inner) for key, inner in value.items()}
     return [printable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def message(text: str) -> str:
+    """Return a text of several lines for a terminal: the later ones are indented, so that none passes for ours."""
+    first, *more = masked(text).split("\n")
+    return "\n".join([on_one_line(first), *(on_one_line(line if line[:2] == "  " else f"  {line}") for line in more)])
 
 
 def age(created: float, now: float | None = None) -> str:
@@ -185,4 +200,4 @@ def number(value: Any) -> str:
     """Print a metric or a count compactly."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "-" if value is None else str(value)
+    return "-" if value is None else brief(value, _LONG)

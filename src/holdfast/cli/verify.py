@@ -15,9 +15,10 @@ from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.fence import damaged_fences
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
-from holdfast.run.reports import LOGS, REPORTS
+from holdfast.run.reports import LOGS, REPORTS, read_history
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options
@@ -79,6 +80,7 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
     """
     catalog = Catalog(storage)
     yield from _folder(catalog, deep)
+    yield from _about_run(catalog)
     for name in catalog.foreign:
         below = _below(storage, name, deep)
         yield from below or [_unchecked(storage, name, "foreign")]
@@ -86,6 +88,20 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
         for info in storage.list("", recursive=False):
             if info.path in (f"{LOGS}/", f"{REPORTS}/"):
                 yield from _below(storage, info.path[:-1], deep)
+
+
+def _about_run(catalog: Catalog) -> Iterator[dict[str, Any]]:
+    """Check what the run says about itself; list what is damaged, which costs no checkpoint."""
+    storage, problems = catalog.storage, dict[str, str]()
+    if catalog.index.damage not in (None, "missing"):
+        problems[RUN_FILE] = f"{catalog.index.damage}: the next start makes it anew from the checkpoints"
+    for path, number in read_history(storage).damaged.items():
+        problems[path] = f"{number} lines are damaged: these reports are left out"
+    for path, why in damaged_fences(storage).items():
+        problems[path] = f"{why}: checkpoints that an owner which had been taken over committed may count"
+    for path, problem in problems.items():
+        found = Verification(ok=False, problems=(problem,), state="corrupt")
+        yield _row(_uri(storage, path), path, found, ok=False)
 
 
 def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
@@ -101,6 +117,11 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
             found = verify_checkpoint(storage, name, deep=deep, progress=progress if deep else None)
             if not deep:
                 progress(1)
+            if found.state == "missing":
+                continue  # retention, or somebody else, has deleted it since the names were listed
+            if found.state == "incomplete":
+                yield _unchecked(storage, name, "incomplete")  # its deletion has begun
+                continue
             row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
     for name in catalog.incomplete:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .terminal import print_json, printable
+from .terminal import message, print_json
 
 if TYPE_CHECKING:
     from holdfast.testing.resume import Examined
@@ -46,7 +46,7 @@ def verify_resume(
     from holdfast.testing.resume import examine
 
     def say(line: str) -> None:
-        click.echo(f"holdfast: {printable(line)}", err=as_json)
+        click.echo(f"holdfast: {message(line)}", err=as_json)
 
     began = time.monotonic()
     try:
@@ -56,7 +56,7 @@ def verify_resume(
     except LifeFailedError as error:
         if as_json:
             print_json({"exact": False, "verdict": "failed", "message": str(error), "command": list(command)})
-        click.echo(f"holdfast: {printable(str(error))}", err=True)
+        click.echo(f"holdfast: {message(str(error))}", err=True)
         raise click.exceptions.Exit(1) from error
     if as_json:
         print_json({"command": list(command), **_document(examined), "seconds": round(time.monotonic() - began, 1)})
@@ -103,8 +103,8 @@ def _print(examined: Examined, seconds: float) -> None:
             f"{report.items} items of state, {report.compared} comparisons ({seconds:.0f} s)"
         )
     else:
-        click.echo(f"{examined.verdict.upper()} ({seconds:.0f} s): {printable(examined.what())}")
+        click.echo(f"{examined.verdict.upper()} ({seconds:.0f} s): {message(examined.what())}")
         for number, cause in enumerate(examined.causes):
-            click.echo(f"\n{'likely cause' if number == 0 else 'or'}: {printable(cause)}")
+            click.echo(f"\n{'likely cause' if number == 0 else 'or'}: {message(cause)}")
     for note in report.notes:
-        click.echo(f"note: {printable(note)}")
+        click.echo(f"note: {message(note)}")

@@ -406,7 +406,7 @@ class _Copy:
 
 def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
     """Have the target copy a file of an earlier checkpoint; False if that file is gone or the store cannot copy."""
-    if not target.copies_itself:
+    if not target.traits.copies_itself:
         return False
     try:
         if replace:

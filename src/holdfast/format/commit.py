@@ -175,6 +175,8 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
     given = dict(manifest_fields)
     entries = _merge(directory, given.pop("writers", None), parts)
     values = {name: given.pop(name) for name in tuple(given) if name in _FIELDS}
+    if values.get("run_id"):
+        values["name"] = directory
     values.setdefault("created", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     return Manifest(
         **{

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
 from holdfast.errors import CorruptCheckpointError
 
@@ -22,7 +22,11 @@ __all__ = [
     "DigestFile",
     "Digests",
     "bytes_digest",
+    "check_blanks",
+    "check_object",
     "chunk_digests",
+    "close_by_blanks",
+    "close_object",
     "file_digest",
     "num_chunks",
     "table_at",
@@ -32,6 +36,10 @@ __all__ = [
 
 CHUNK = 65536
 DIGEST_BYTES = 8  # in a chunk table
+_CLOSING = b',"digest":"'
+_CLOSING_BYTES = len(_CLOSING) + 2 * DIGEST_BYTES + len('"}')
+_BLANKS = bytes.maketrans(b"01", b" \t")
+_FEW_BLANKS = 16  # that a person or an editor leaves at the end of a file
 
 
 def num_chunks(size: int) -> int:
@@ -109,6 +117,38 @@ class ChunkHasher:
 def bytes_digest(data: bytes | memoryview) -> str:
     """Return the digest of a small file's content."""
     return file_digest(chunk_digests(data))
+
+
+def close_object(data: bytes) -> bytes:
+    """Close the text of a JSON object (not an empty one) by the digest of the bytes before, as its last key.
+
+    Example:
+        >>> close_object(b'{"step":5}')
+        b'{"step":5,"digest":"2e57d1db3bd81a74"}'
+    """
+    body = data[:-1]
+    return body + _CLOSING + xxh3_64_hexdigest(body).encode() + b'"}'
+
+
+def check_object(data: bytes) -> bool | None:
+    """Tell whether the text of a JSON object is what `close_object` made; None if it did not close it."""
+    if data[-_CLOSING_BYTES : len(_CLOSING) - _CLOSING_BYTES] != _CLOSING:
+        return None
+    return data == close_object(data[:-_CLOSING_BYTES] + b"}")
+
+
+def close_by_blanks(data: bytes) -> bytes:
+    """Close JSON by the digest of its bytes, written as 64 blanks: what it says is the same to every reader of JSON.
+
+    Another tool that writes it anew drops the blanks, and with them a digest that would be wrong.
+    """
+    text = data.rstrip()
+    return text + b"\n" + f"{xxh3_64_intdigest(text):064b}".encode().translate(_BLANKS)
+
+
+def check_blanks(data: bytes) -> bool | None:
+    """Tell whether JSON is what `close_by_blanks` made; None if it did not close it."""
+    return None if len(data) - len(data.rstrip()) <= _FEW_BLANKS else data == close_by_blanks(data)
 
 
 class DigestFile:

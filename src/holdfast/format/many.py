@@ -24,7 +24,7 @@ def listed_at_once(storage: Storage, directories: Collection[str]) -> dict[str, 
 
     None if the storage holds so many other files that listing each directory is quicker.
     """
-    most = _PAGE * max(_PAGES, len(directories) // storage.num_parallel)
+    most = _PAGE * max(_PAGES, len(directories) // storage.traits.num_parallel)
     infos = list(islice(storage.list(""), most + 1))
     return None if len(infos) > most else _by_directory(directories, infos)
 

@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Iterable
 
+from holdfast._outgoing import brief
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import Storage
 
 __all__ = [
     "MANIFEST_NAME",
+    "METADATA_FILE",
     "REMOVING_NAME",
     "SIDECARS",
     "UNLISTED",
@@ -29,7 +31,8 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 REMOVING_NAME = ".removing.json"
 """Copy of the manifest of a checkpoint that is being removed; lists what is still to go after a crash."""
-SIDECARS = (".metrics.json", ".metadata.json")
+METADATA_FILE = ".metadata.json"
+SIDECARS = (".metrics.json", METADATA_FILE)
 """Files about a checkpoint that may change after its commit; not listed in the manifest."""
 UNLISTED = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 """Names in the directory of a checkpoint that its manifest never lists."""
@@ -79,7 +82,7 @@ def check_path(path: object, *, where: str) -> str:
         or any("\ud800" <= char <= "\udfff" for char in path)
     ):
         raise CorruptCheckpointError(
-            f"{where}: refused the path {str(path)[:200]!r}: a checkpoint refers to its own files only, by relative "
+            f"{where}: refused the path {brief(path, 200)!r}: a checkpoint refers to its own files only, by relative "
             "paths without '.', '..', empty parts, backslashes or drive letters",
             file=where,
         )

@@ -115,6 +115,8 @@ def remove_part(storage: Storage, directory: str, save_id: str, writer: int) -> 
     if part is not None:
         storage.delete(join(directory, part_name(writer, save_id)))
         storage.delete_many([join(directory, entry.path) for entry in part.files])
+        if any(save_id_of(entry.path) is None for entry in part.files):
+            storage.delete(join(directory, plan_name(save_id)))
         storage.tidy(directory)
 
 

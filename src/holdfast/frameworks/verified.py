@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import verify
 from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
 from holdfast.checkpointer.resume import Quarantine, first_good
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
@@ -99,5 +100,5 @@ def _problem(checkpoint: Checkpoint, meeting: Meeting) -> str | None:
     others_hear = not isinstance(meeting, Alone)
     if checkpoint.storage.local_root is None or (others_hear and current_ranks().local_rank != 0):
         return None
-    checked = checkpoint.verify()
+    checked = verify(checkpoint.storage, checkpoint.directory, deep=True, beside=False)
     return None if checked.ok else "; ".join(checked.problems)

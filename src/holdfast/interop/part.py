@@ -130,7 +130,7 @@ class DirectPartWriter:
             stem = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or "state"
             stem = f"{stem}.{len(taken)}" if stem in taken else stem
             taken.add(stem)
-            parts = split_by_size([row.blob.nbytes for row in members], self._storage.max_file_bytes)
+            parts = split_by_size([row.blob.nbytes for row in members], self._storage.traits.max_file_bytes)
             for number, part in enumerate(parts):
                 label = f"{stem}-{self._rank:05d}" + (f".part{number:02d}" if number else "")
                 yield label, [members[position] for position in part]

@@ -14,6 +14,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
 from holdfast.run.index import RUN_FILE
@@ -379,8 +380,10 @@ def _warnings(catalog: Catalog) -> list[str]:
     warnings = [f"{name}: {reason}" for name, reason in catalog.bad().items()]
     if catalog.rebuilt:
         warnings.append("run.json could not be used; what is shown was read from the checkpoints themselves")
-    if catalog.others:
-        warnings.append(f"checkpoints of other runs lie here too, not shown: {', '.join(sorted(catalog.others))}")
+    if strangers := sorted(catalog.others.keys() - catalog.guests.keys()):
+        warnings.append(f"checkpoints of other runs lie here too, not shown: {', '.join(strangers)}")
+    if catalog.guests:
+        warnings.append(f"copies lie here too, not counted and never deleted: {copies_shown(catalog.guests)}")
     if catalog.void:
         warnings.append(f"committed by an owner that had been taken over, do not count: {', '.join(catalog.void)}")
     return warnings

@@ -7,14 +7,27 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.errors import CorruptCheckpointError
+from holdfast.format.manifest import Manifest
 
 from .record import Record
+from .remains import is_numbered
 
-__all__ = ["GONE", "MirrorView", "newest_good"]
+__all__ = ["GONE", "GUESTS", "Candidate", "MirrorView", "copies_shown", "find_copies", "newest_good"]
 
 GONE = "gone meanwhile"
 
-Candidate = TypeVar("Candidate")
+GUESTS = "guests"
+"""Name of the note of a run that remembers copies by hand of checkpoints whose manifests do not tell their name."""
+
+_Checked = TypeVar("_Checked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A committed checkpoint that a resume may try: its manifest was read just now and is sound."""
+
+    record: Record
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +60,35 @@ class MirrorView:
         return cls(records=tuple(newest_first), places=places)
 
 
+def find_copies(ids: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    """Tell which of some directories are copies by hand, from checkpoint ids alone; return copy -> original.
+
+    Of several directories with one id the known one is the original, else one with a number that Holdfast gives, else
+    the one with the shortest name.
+
+    Args:
+        ids: checkpoint id by directory.
+        known: directory by checkpoint id.
+    """
+    first = dict(known)
+    names = sorted(filter(ids.__getitem__, ids), key=lambda name: (not is_numbered(name), len(name), name))
+    return {name: original for name in names if (original := first.setdefault(ids[name], name)) != name}
+
+
+def copies_shown(guests: Mapping[str, str]) -> str:
+    """Name copies and what they are copies of, for people; many are cut short."""
+    shown = [f"{name} (of {original})" for name, original in sorted(guests.items())]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
 def newest_good(
-    candidates: Iterable[tuple[str, Candidate]],
-    check: Callable[[Candidate], str | None],
+    candidates: Iterable[tuple[str, _Checked]],
+    check: Callable[[_Checked], str | None],
     *,
     bad: Mapping[str, str],
     where: str,
     advice: str,
-) -> tuple[Candidate | None, list[tuple[str, str]]]:
+) -> tuple[_Checked | None, list[tuple[str, str]]]:
     """Return the first good candidate, and (name, reason) of each bad candidate before it.
 
     Args:

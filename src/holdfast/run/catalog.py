@@ -2,7 +2,8 @@
 
 Directories under the run are listed (names only), rows cached in run.json are believed for names that exist, and
 manifests are read only for names without a row and for checkpoints about to be used. So opening a run stays fast
-with ten thousand checkpoints. A directory without a manifest of Holdfast is *foreign*: never picked, never deleted.
+with ten thousand checkpoints. A directory without a manifest of Holdfast is *foreign*: never picked, never deleted;
+nor is a *guest*, a copy that somebody made by hand: its manifest has another name than its directory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -37,14 +38,15 @@ from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import together
 
+from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import ANY, Fence, clear_fences, is_fence, newest_fence, write_fence
 from .index import RunIndex
 from .record import (
     METRICS_FILE,
     Record,
+    Sidecar,
     change_sidecar,
-    flat_metrics,
     metric_value,
     pack,
     read_sidecar,
@@ -53,10 +55,10 @@ from .record import (
 )
 from .remains import is_remains, sweep_names
 from .reports import LOGS, REPORTS
-from .retention import RetentionIndex, Verdict, is_number, rank
+from .retention import RetentionIndex, Verdict, is_number, rank, warn_unranked
 from .trash import Trash
 
-__all__ = ["Candidate", "Catalog", "is_remains"]
+__all__ = ["Catalog", "is_remains"]
 
 _log = get_logger("catalog")
 _TIDIED, _TIDIED_FAR = 64, 4  # checkpoints searched for remains of earlier processes; at a store each is a request
@@ -68,14 +70,6 @@ _NAMES_A_DELETION = 200  # of a listing of the run
 # Where one request deletes a thousand files: the names are some kilobytes, the deletion takes a second or two.
 _BITE_AT_ONCE = 1000
 _MANY_UNKNOWN = 16  # names without a row at a store that are worth a listing of everything
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A committed checkpoint that a resume may try: its manifest was read just now and is sound."""
-
-    record: Record
-    manifest: Manifest
 
 
 class Catalog:
@@ -96,7 +90,8 @@ class Catalog:
         corrupt: names whose manifest is damaged -> why.
         incomplete: names with files of an uncommitted save.
         foreign: names of directories that Holdfast did not write.
-        others: manifests of checkpoints under this root that are of another run, or were saved on their own.
+        others: manifests of checkpoints under this root that are of another run, saved on their own, or guests.
+        guests: checkpoints of this run that somebody copied or renamed -> the names they were saved under.
         hidden: directories of the run whose names begin with a dot, with a "/" at the end; not looked for on a disk.
         rebuilt: True when run.json was unusable although there are checkpoints.
         holds_resumed: whether retention keeps the checkpoint that this attempt went on from.
@@ -136,6 +131,7 @@ class Catalog:
         self.incomplete: list[str] = []
         self.foreign: list[str] = []
         self.others: dict[str, Manifest] = {}
+        self.guests: dict[str, str] = {}
         if self.index.damage is None:
             self._refresh(names)
         else:
@@ -151,7 +147,7 @@ class Catalog:
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
         for gone in [*(self.index.rows.keys() - names), *self._outside()]:
             self.index.rows.pop(gone, None)
-        self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
         manifests = self._classify_all(sorted(names - self.index.rows.keys()))
         for name in self._enter(manifests):
             self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
@@ -160,8 +156,9 @@ class Catalog:
 
     def _enter(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Add rows for the checkpoints of this run that count; return their names."""
-        self.others.update((name, manifest) for name, manifest in manifests.items() if not self._is_mine(manifest))
-        mine = {name: manifest for name, manifest in manifests.items() if self._is_mine(manifest)}
+        self._find_guests(manifests)
+        mine = {name: manifest for name, manifest in manifests.items() if self._is_mine(name, manifest)}
+        self.others.update((name, manifests[name]) for name in manifests.keys() - mine.keys())
         counts = together(self.storage, [partial(self._counts, name, manifest) for name, manifest in mine.items()])
         self.void += [name for name, is_in in zip(mine, counts, strict=True) if not is_in]
         entered = [name for name, is_in in zip(mine, counts, strict=True) if is_in]
@@ -178,7 +175,7 @@ class Catalog:
         if not self.index.run_id:
             self.index.rebuild_attempts()
         self.index.rows.clear()
-        self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
         manifests = self._classify_all(sorted(names))
         if manifests and not self.index.run_id:
@@ -264,7 +261,7 @@ class Catalog:
                 _log.warning("checkpoint %s/%s cannot be used: %s", self.storage.uri, name, error)
                 self.corrupt[name] = str(error)
                 continue
-            if not self._is_mine(manifest):
+            if not self._is_mine(name, manifest):
                 self.others[name] = manifest
                 self.index.rows.pop(name, None)
                 continue
@@ -294,7 +291,10 @@ class Catalog:
 
     def bad(self) -> dict[str, str]:
         """Return committed checkpoints that must not be resumed from, with the reason: quarantined or damaged."""
-        return {**self.index.quarantined, **self.corrupt}
+        bad = {**self.index.quarantined, **self.corrupt}
+        if not self.index.rows:  # nobody must start from zero beside a checkpoint that was renamed
+            bad |= {name: f"it was saved as {original}: rename it back" for name, original in self.guests.items()}
+        return bad
 
     def strangers(self) -> list[Record]:
         """Return the records of `others`, for display."""
@@ -308,14 +308,14 @@ class Catalog:
         A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
         """
         try:
-            if is_new and self.storage.num_parallel > 1:  # a read that waits
-                record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+            if is_new and self.storage.traits.num_parallel > 1:  # a read that waits
+                record = record_from_manifest(name, manifest, Sidecar())
             else:
                 record = self._record(name, manifest)
         except StorageError as error:
             # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
             _log.warning("%s was entered by its manifest alone: %s", name, error)
-            record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+            record = record_from_manifest(name, manifest, Sidecar())
         self.index.rows[name] = pack(record)
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
@@ -368,19 +368,20 @@ class Catalog:
             sound = self._all_still_there(unsure)
             trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
-            self._say_unranked(keep.metric)
+            self._says_unranked = False
+            warn_unranked(keep.metric, self.records(), self.storage.uri)
         return self._delete(doomed, known)
 
     @property
     def _bite(self) -> int:
-        return _BITE if self.storage.deletes_at_once == 1 else _BITE_AT_ONCE
+        return _BITE if self.storage.traits.deletes_at_once == 1 else _BITE_AT_ONCE
 
     def _look_around(
         self, names: Sequence[str], *, and_at_names: bool
     ) -> tuple[list[str], Mapping[str, Collection[str]]]:
         """Return the rows whose checkpoints are gone and, at a store, the files of the checkpoints ``names``."""
         looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
-        if self.storage.num_parallel > 1:
+        if self.storage.traits.num_parallel > 1:
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
         present, *files = together(self.storage, looks)
         return [] if present is None else sorted(self.index.rows.keys() - present), files[0] if files else {}
@@ -421,22 +422,10 @@ class Catalog:
         A listing takes longer as the run grows, so with very many checkpoints on a disk most deletions do not make one.
         """
         self._unlisted += 1
-        if self.storage.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
+        if self.storage.traits.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
             return False
         self._unlisted = 0
         return True
-
-    def _say_unranked(self, metric: str) -> None:
-        """Warn once that checkpoints go by their age alone, if no checkpoint has the metric that ranks them."""
-        metrics = [record.metrics for record in self.records()]
-        self._says_unranked = False
-        if not any(is_number(metric_value(values, metric)) for values in metrics):
-            known = sorted({name for values in metrics for name in flat_metrics(values) if not name.startswith("_")})
-            _log.warning(
-                "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; "
-                "give Keep one of these, or report %r too for the steps that are saved",
-                metric, self.storage.uri, ", ".join(known) or "no metrics at all", metric,
-            )  # fmt: skip
 
     def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
         """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
@@ -502,7 +491,7 @@ class Catalog:
 
     def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
         """Delete checkpoints by few requests, if the storage can; after False some of them may be gone."""
-        if not bite or self.storage.num_parallel == 1:
+        if not bite or self.storage.traits.num_parallel == 1:
             return False
         names = [verdict.name for verdict in bite]
         others = [name for name in names if name not in files]
@@ -597,7 +586,7 @@ class Catalog:
 
     def is_void(self, name: str, manifest: Manifest) -> bool:
         """Whether a committed checkpoint of this run does not count, so that another may take its name."""
-        return self._is_mine(manifest) and not self._is_within(name, manifest)
+        return self._is_mine(name, manifest) and not self._is_within(name, manifest)
 
     def sweep(self) -> list[str]:
         """Remove what killed saves and deletions of earlier attempts left; return the removed paths.
@@ -613,7 +602,7 @@ class Catalog:
         if self.announce is not None and (remains or self.incomplete):
             self.announce([*remains, *self.incomplete])
         swept = []
-        if remains and self.storage.num_parallel > 1:
+        if remains and self.storage.traits.num_parallel > 1:
             remove_listed(self.storage, names_under(self.storage, remains, of=len(self.index.rows) + len(remains)))
             swept += remains
         for name in remains if not swept else ():
@@ -629,7 +618,9 @@ class Catalog:
             )  # fmt: skip
         before = self.index.attempts[:-1]
         num = _TIDIED
-        if self.storage.num_parallel > 1:  # saves are committed one after another, so remains lie beside the newest
+        if (
+            self.storage.traits.num_parallel > 1
+        ):  # saves are committed one after another, so remains lie beside the newest
             num = _TIDIED_FAR if before and before[-1].ended is None else 0
         swept += sweep_names(
             self.storage,
@@ -660,9 +651,23 @@ class Catalog:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _is_mine(self, manifest: Manifest) -> bool:
+    def _is_mine(self, name: str, manifest: Manifest) -> bool:
         # A checkpoint saved on its own has no run: it belongs to the user, never to retention.
-        return bool(manifest.run_id) and manifest.run_id == self.index.run_id
+        if not manifest.run_id or manifest.run_id != self.index.run_id:
+            return False
+        if manifest.name not in ("", name):
+            self.guests[name] = manifest.name
+        return name not in self.guests
+
+    def _find_guests(self, manifests: Mapping[str, Manifest]) -> None:
+        """Note which new names are copies by hand of checkpoints whose manifests, of an early version, have no name."""
+        nameless = {name: one.checkpoint_id for name, one in manifests.items() if one.run_id and not one.name}
+        if nameless:
+            # Known from an earlier life; the original may be gone by now.
+            noted = self.index.notes.get(GUESTS)
+            self.guests |= {name: str(of) for name, of in dict(noted or {}).items() if name in nameless}
+            records = [record for name in self.index.rows if (record := self._known(name)) is not None]
+            self.guests |= find_copies(nameless, {record.checkpoint_id: record.name for record in records})
 
     def _outside(self) -> list[str]:
         """Return names of rows whose checkpoints do not count: an owner that was taken over may have written them."""
@@ -721,7 +726,7 @@ class Catalog:
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
-        if self.storage.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
+        if self.storage.traits.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
             # Perhaps a deletion of many was killed: a single listing instead of several requests for each name.
             files = listed_at_once(self.storage, names) or {}
             for name in [name for name in files if MANIFEST_NAME not in files[name]]:
@@ -758,8 +763,7 @@ class Catalog:
             return False
 
     def _record(self, name: str, manifest: Manifest) -> Record:
-        sidecar = read_sidecar(self.storage, name)
-        return record_from_manifest(name, manifest, metrics=sidecar.metrics, pinned=sidecar.pinned)
+        return record_from_manifest(name, manifest, read_sidecar(self.storage, name))
 
     def _settle_quarantine(self) -> None:
         """Quarantine checkpoints with a damaged manifest too, and drop those that were removed."""
@@ -785,7 +789,7 @@ class Catalog:
                 self.index.rows[name] = pack(result)
                 good.add(name)
                 continue
-            if isinstance(result, Manifest) and not self._is_mine(result):
+            if isinstance(result, Manifest) and not self._is_mine(name, result):
                 self.others[name] = result
             elif isinstance(result, (CorruptCheckpointError, FormatVersionError)):
                 self.corrupt[name] = str(result)
@@ -798,6 +802,6 @@ class Catalog:
             manifest = read_manifest(self.storage, name)
         except CheckpointError as error:
             return error
-        if not self._is_mine(manifest) or self.is_void(name, manifest):
+        if not self._is_mine(name, manifest) or self.is_void(name, manifest):
             return manifest
         return self._record(name, manifest)

@@ -18,13 +18,14 @@ from holdfast.errors import StorageError, StorageNotFoundError
 from holdfast.format.digest import bytes_digest
 from holdfast.storage.base import Storage
 
-__all__ = ["ANY", "Fence", "clear_fences", "is_fence", "newest_fence", "write_fence"]
+__all__ = ["ANY", "Fence", "clear_fences", "damaged_fences", "is_fence", "newest_fence", "write_fence"]
 
 _NAME = re.compile(r"fence-(\d{5,9})-[0-9A-Za-z]+\.json")
 _MAX_BYTES = 64 << 20
 ANY = "*"
 """In place of a checkpoint id: any checkpoint of this name counts."""
 _FORMAT = "holdfast-fence"
+_DAMAGE = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 _log = get_logger("lease")
 
 
@@ -77,17 +78,34 @@ def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
                 return newest_fence(storage, newer)
             continue
         try:
-            body = json.loads(data)
-            content = body["fence"]
-            if body["format"] != _FORMAT or body["digest"] != _digest(content):
-                raise ValueError("its digest does not fit")
-            if type(content["below"]) is not int or content["below"] != _number(name):
-                raise ValueError("it is not of the attempt in its name")
-            known = {str(key): str(value) for key, value in content["known"].items()}
-            return Fence(below=content["below"], known=known, dead=frozenset(map(str, content["dead"])))
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            return _parsed(name, data)
+        except _DAMAGE as error:
             _log.warning("%s/%s is damaged and passed over: %s", storage.uri, name, error)
     return None
+
+
+def _parsed(name: str, data: bytes) -> Fence:
+    body = json.loads(data)
+    content = body["fence"]
+    if body["format"] != _FORMAT or body["digest"] != _digest(content):
+        raise ValueError("its digest does not fit")
+    if type(content["below"]) is not int or content["below"] != _number(name):
+        raise ValueError("it is not of the attempt in its name")
+    known = {str(key): str(value) for key, value in content["known"].items()}
+    return Fence(below=content["below"], known=known, dead=frozenset(map(str, content["dead"])))
+
+
+def damaged_fences(storage: Storage) -> dict[str, str]:
+    """Return the damaged fences of a run, each with the reason."""
+    damaged = {}
+    for name in _listed(storage):
+        try:
+            _parsed(name, storage.read(name))
+        except StorageNotFoundError:
+            continue  # a process that drew a higher one has removed it
+        except _DAMAGE as error:
+            damaged[name] = str(error)
+    return damaged
 
 
 def write_fence(storage: Storage, fence: Fence, start_id: str) -> str:

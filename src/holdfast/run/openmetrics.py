@@ -28,8 +28,16 @@ _FAMILIES = (
     ("holdfast_attempts", "counter", "Starts of the run."),
     ("holdfast_failures", "counter", "Starts that ended in a failure."),
     ("holdfast_lost_steps", "counter", "Steps that had to be done again."),
+    ("holdfast_goodput_ratio", "gauge", "Useful part of the time since the first start."),
+    ("holdfast_wall_seconds", "gauge", "Time since the first start of the run; what follows are its parts."),
+    ("holdfast_useful_seconds", "gauge", "Time of steps that count."),
+    ("holdfast_again_seconds", "gauge", "Time of steps that had to be done again."),
+    ("holdfast_saving_held_seconds", "gauge", "Time that saves held the training loop, of steps that count."),
+    ("holdfast_saving_slowed_seconds", "gauge", "Time that steps took longer while saves were written."),
+    ("holdfast_starting_seconds", "gauge", "From each start to the first step done."),
+    ("holdfast_down_seconds", "gauge", "From the last sign of a life to the next start."),
 )
-_UNITS = ("seconds", "bytes")
+_UNITS = ("seconds", "bytes", "ratio")
 _QUANTILES = (("0.5", "p50"), ("0.95", "p95"))
 
 

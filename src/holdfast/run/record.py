@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._outgoing import brief
 from holdfast.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -22,6 +23,7 @@ from holdfast.errors import (
     StorageExistsError,
     StorageNotFoundError,
 )
+from holdfast.format.digest import check_object, close_object
 from holdfast.format.names import check_links, join
 from holdfast.storage.base import Storage
 
@@ -56,7 +58,9 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TRIES = 32
 
 METRICS_FILE = ".metrics.json"
+_EARLY = {"metrics", "pinned"}  # the keys of versions that wrote no digest
 _MAX_BYTES = 16 << 20
+_said: set[str] = set()  # damage that this process has warned of
 _log = get_logger("catalog")
 
 
@@ -121,7 +125,7 @@ def record_from_row(row: Sequence[Any]) -> Record:
             raise TypeError
         return record
     except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
+        raise CorruptCheckpointError(f"not a checkpoint row: {brief(row, 80)!a}", file="run.json") from error
 
 
 def pack(record: Record) -> list[Any]:
@@ -144,20 +148,24 @@ def unpack(row: Sequence[Any]) -> Record:
         if type(rest) is not list:
             raise TypeError
     except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
+        raise CorruptCheckpointError(f"not a checkpoint row: {brief(row, 80)!a}", file="run.json") from error
     return record_from_row([*row[:3], *rest])
 
 
-def record_from_manifest(name: str, manifest: Manifest, *, metrics: Mapping[str, Any], pinned: bool) -> Record:
-    """Build a record from the manifest and the metrics and pin of the sidecar."""
+def record_from_manifest(name: str, manifest: Manifest, sidecar: Sidecar) -> Record:
+    """Build a record from the manifest and the sidecar.
+
+    With a damaged sidecar nobody knows the metrics that count, so the record has none and ranks below all others.
+    """
+    metrics = {} if sidecar.damage else {**manifest.metrics, **sidecar.metrics}
     return Record(
         name=name,
         attempt=manifest.attempt,
         step=manifest.step or 0,
         epoch=manifest.epoch,
         created=timestamp(manifest.created),
-        metrics={**manifest.metrics, **metrics},
-        pinned=pinned,
+        metrics=metrics,
+        pinned=sidecar.pinned,
         size=manifest.total_bytes,
         reused=manifest.reused_bytes,
         checkpoint_id=manifest.checkpoint_id,
@@ -322,10 +330,16 @@ class RecordTable(dict[str, list[Any]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Metrics and pin of a checkpoint, which may change after its commit."""
+    """Metrics and pin of a checkpoint, which may change after its commit.
+
+    Attributes:
+        damage: why the metrics that were there are lost; "" if they are not. It stays until somebody sets or removes
+            the pin.
+    """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
+    damage: str = ""
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> Sidecar:
         """Merge later metrics over the present ones."""
@@ -333,7 +347,7 @@ class Sidecar:
 
     def with_pin(self, on: bool) -> Sidecar:
         """Set or remove the pin."""
-        return replace(self, pinned=on)
+        return replace(self, pinned=on, damage="")
 
 
 def read_sidecar(storage: Storage, name: str) -> Sidecar:
@@ -347,17 +361,34 @@ def read_sidecar(storage: Storage, name: str) -> Sidecar:
         with storage.open(path) as reader:
             data = bytearray(min(reader.size, _MAX_BYTES))
             reader.read_into(0, memoryview(data))
+        sidecar = _parsed(bytes(data))
     except StorageNotFoundError:
         return Sidecar()
     except CorruptCheckpointError as error:  # a link that leads out of the checkpoint
-        _log.warning("%s: %s: the checkpoint counts as pinned until it goes", storage.uri, error)
-        return Sidecar(pinned=True)
-    try:
-        body = json.loads(data)
-        return Sidecar(metrics=from_plain(dict(body.get("metrics") or {})), pinned=bool(body.get("pinned")))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("%s/%s is damaged (%s): the checkpoint counts as pinned until it goes", storage.uri, path, error)
-        return Sidecar(pinned=True)
+        sidecar = Sidecar(pinned=True, damage=str(error))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        sidecar = Sidecar(pinned=True, damage=str(error))
+    if sidecar.damage and (said := f"{storage.uri}/{path} {sidecar.damage}") not in _said:  # read again with each save
+        _said.add(said)
+        _log.warning(
+            "%s/%s is damaged (%s): the checkpoint counts as pinned and is not ranked, until `holdfast unpin` or "
+            "`holdfast pin` sets it right",
+            storage.uri, path, sidecar.damage,
+        )  # fmt: skip
+    return sidecar
+
+
+def _parsed(data: bytes) -> Sidecar:
+    closed = check_object(data)
+    if closed is False:
+        raise ValueError("it differs from its digest")
+    body = dict(json.loads(data))
+    metrics, pinned, damage = body.get("metrics") or {}, body.get("pinned", False), body.get("damage", "")
+    if closed is None and not body.keys() <= _EARLY:
+        raise ValueError("it has no digest")
+    if type(metrics) is not dict or type(pinned) is not bool or type(damage) is not str:
+        raise TypeError("it is not what was written")
+    return Sidecar(metrics=from_plain(metrics), pinned=pinned, damage=damage)
 
 
 def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
@@ -392,4 +423,6 @@ def change_sidecar(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar
 
 def _body(sidecar: Sidecar) -> bytes:
     body = {"metrics": to_plain(sidecar.metrics), "pinned": sidecar.pinned}
-    return json.dumps(body, allow_nan=False).encode()
+    if sidecar.damage:
+        body["damage"] = sidecar.damage
+    return close_object(json.dumps(body, allow_nan=False).encode())

@@ -19,7 +19,7 @@ from holdfast.storage.together import together
 
 from .record import METRICS_FILE
 
-__all__ = ["INCOMING", "PROBE", "is_remains", "sweep_hidden", "sweep_names"]
+__all__ = ["INCOMING", "PROBE", "is_numbered", "is_remains", "sweep_hidden", "sweep_names"]
 
 PROBE = ".probe-"
 """First characters of the directory of a probe; the start id follows."""
@@ -29,6 +29,11 @@ INCOMING = ".incoming-"
 _HIDDEN = re.compile(r"(?:\.probe-|\.incoming-)(?P<start>[0-9a-f]{8,64})/")
 # Empty directories, made for a first file that never came: only the name says that they are ours.
 _NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
+
+
+def is_numbered(name: str) -> bool:
+    """Tell whether a directory has a name that Holdfast gives by itself."""
+    return _NUMBERED.fullmatch(name) is not None
 
 
 def is_remains(paths: Iterable[str]) -> bool:
@@ -62,7 +67,7 @@ def sweep_names(
         storage.tidy(name)  # unfinished puts
     passing = together(storage, [partial(sweep_passing, storage, name, past) for name in (committed if past else ())])
     swept += [f"{name}/{path}" for name, paths in zip(committed, passing, strict=False) for path in paths]
-    if storage.num_parallel == 1:
+    if storage.traits.num_parallel == 1:
         for name in incomplete:
             swept += _sweep_incomplete(storage, name, past, [info.path for info in storage.list(name, recursive=False)])
         return swept

@@ -15,12 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError, StorageNotFoundError
+from holdfast.format.digest import check_object, close_object
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -53,6 +54,8 @@ MAX_ATTEMPT = 999_999_998  # no run gets there; an invented number must not make
 _NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
 _log = get_logger("catalog")
 _LIMIT = 1 << 63
+# The keys of versions that wrote no digest at the end of a line.
+_EARLY = {"step", "epoch", "time", "metrics", "checkpoint", "attempt", "run_id", "started", "notes", "events"}
 _EVERY_S = 0.8
 
 Answer = Callable[[list[int], BaseException | None], None]
@@ -226,6 +229,7 @@ class RunHistory:
         run_id: "" if there is none.
         notes: small JSON values by name that stay with the run (`RunIndex.note`).
         events: saves, deletions and losses: the newest `MOST_READ`, oldest first.
+        damaged: number of damaged lines, which are left out, by path of the segment.
     """
 
     rows: list[dict[str, Any]]
@@ -233,6 +237,7 @@ class RunHistory:
     run_id: str
     notes: dict[str, Any]
     events: list[JournalEvent]
+    damaged: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
@@ -259,6 +264,7 @@ def read_history(storage: Storage) -> RunHistory:
     run_id = ""
     covered: tuple[int, str, int] | None = None
     wanted: list[_Segment] = []
+    damaged: dict[str, int] = {}
     for segment in _segments(storage):
         if covered is not None and covered[:2] == (segment.attempt, segment.start_id) and segment.first <= covered[2]:
             continue
@@ -267,11 +273,9 @@ def read_history(storage: Storage) -> RunHistory:
     for segment, data in zip(
         wanted, together(storage, [partial(_read_segment, storage, segment) for segment in wanted]), strict=True
     ):
-        lines = data.splitlines()
-        damaged = 0
-        for line in lines:
+        for line in data.splitlines():
             try:
-                row = json.loads(line)
+                row = _row(line)
                 if "started" in row:
                     attempt = Attempt.from_json(row["started"])
                     attempts[attempt.attempt] = attempt
@@ -283,10 +287,20 @@ def read_history(storage: Storage) -> RunHistory:
                     row["metrics"] = from_plain(row.get("metrics") or {})
                     rows.append(_sound({**row, "attempt": int(row["attempt"])}))
             except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-                damaged += 1
-        if damaged:
-            _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
-    return RunHistory(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
+                damaged[segment.path] = damaged.get(segment.path, 0) + 1
+    for path, number in damaged.items():
+        _log.warning("%s/%s: %d damaged lines left out", storage.uri, path, number)
+    return RunHistory(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events), damaged=damaged)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Read a line; raises ValueError or TypeError if it is not what was written."""
+    closed = check_object(line)
+    row = dict(json.loads(line))
+    if closed is False or (closed is None and not row.keys() <= _EARLY):
+        raise ValueError("it differs from its digest")
+    row.pop("digest", None)
+    return row
 
 
 def _read_segment(storage: Storage, segment: _Segment) -> bytes:
@@ -392,7 +406,7 @@ def _segments(storage: Storage) -> list[_Segment]:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, separators=(",", ":"), default=str).encode() + b"\n"
+    return close_object(json.dumps(row, separators=(",", ":"), default=str).encode()) + b"\n"
 
 
 class ReportBuffer:

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._units import Interval
 from holdfast.config import Keep
 
-from .record import Record, metric_value
+from .record import Record, flat_metrics, metric_value
 
 __all__ = [
     "Milestones",
@@ -32,7 +33,10 @@ __all__ = [
     "otherwise",
     "rank",
     "rank_key",
+    "warn_unranked",
 ]
+
+_log = get_logger("catalog")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,18 @@ def best_of(records: Iterable[Record], metric: str | None, mode: str) -> Record 
     """Return the best record by a metric; None where no record has a number for it, or no metric is given."""
     ranked = rank(records, metric, mode) if metric else []
     return ranked[0] if metric and ranked and is_number(metric_value(ranked[0].metrics, metric)) else None
+
+
+def warn_unranked(metric: str, records: Iterable[Record], where: str) -> None:
+    """Warn that checkpoints go by their age alone, if no checkpoint has the metric that ranks them."""
+    metrics = [record.metrics for record in records]
+    if not any(is_number(metric_value(values, metric)) for values in metrics):
+        known = sorted({name for values in metrics for name in flat_metrics(values) if not name.startswith("_")})
+        _log.warning(
+            "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; give "
+            "Keep one of these, or report %r too for the steps that are saved",
+            metric, where, ", ".join(known) or "no metrics at all", metric,
+        )  # fmt: skip
 
 
 def is_number(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage
+from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage, StorageTraits, WrappedStorage
 from .local.local_storage import LocalStorage
 from .memory import MemoryStorage
 from .resolve import from_description, resolve, split_uri
@@ -26,6 +26,8 @@ __all__ = [
     "ObjectInfo",
     "PrefixStorage",
     "Storage",
+    "StorageTraits",
+    "WrappedStorage",
     "from_description",
     "resolve",
     "split_uri",

@@ -1,4 +1,4 @@
-"""What a storage is: seven operations that a disk and an object store can both keep.
+"""What a storage is: operations that a disk and an object store can both keep.
 
 There is no rename, no mkdir and no append, because object stores have none. Paths are relative to the root of the
 storage, separated by "/", without "." or ".." or empty parts.
@@ -6,9 +6,9 @@ storage, separated by "/", without "." or ".." or empty parts.
 
 from __future__ import annotations
 
-import posixpath
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from types import TracebackType
@@ -29,6 +29,8 @@ __all__ = [
     "PrefixStorage",
     "ReplacingWriter",
     "Storage",
+    "StorageTraits",
+    "WrappedStorage",
     "check_path",
     "check_prefix",
     "check_range",
@@ -39,6 +41,8 @@ _EndingT = TypeVar("_EndingT", bound="_Ending")
 
 BLOCK = 4096
 """Unit of views given to `FileWriter.write`, in bytes."""
+
+_NOW_TRAITS = frozenset({"num_parallel", "max_file_bytes", "copies_itself", "deletes_at_once"})
 
 TEMPORARY = ".tmp-"
 """First characters of names a storage keeps to itself: never listed, refused in paths."""
@@ -59,6 +63,28 @@ class ObjectInfo:
     size: int
     etag: str | None = None
     modified: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageTraits:
+    """What is good to know of a storage before it is used. The defaults are those of a local disk.
+
+    Attributes:
+        num_parallel: how many requests at once are worth it; 1 where no request takes long enough to send another one
+            meanwhile. Where it is more than 1, all methods may be called by several threads.
+        max_file_bytes: size at which the files of a checkpoint are split.
+        copies_itself: whether `Storage.copy` repeats an object where it is; False if its bytes would come here and go
+            back.
+        deletes_at_once: how many objects one request of `Storage.delete_many` deletes, as far as that is known by now.
+        conditional: whether `Storage.put` with a condition has one winner among all processes and machines; where only
+            the store knows, `Storage.conditional` asks it.
+    """
+
+    num_parallel: int = 1
+    max_file_bytes: int = 4 << 30
+    copies_itself: bool = True
+    deletes_at_once: int = 1
+    conditional: bool = True
 
 
 class _Ending(ABC):
@@ -168,6 +194,22 @@ class _SeparateFiles(FileBatch):
         pass
 
 
+class _BatchBelow(FileBatch):
+    """A batch of the storage below a prefix."""
+
+    def __init__(self, batch: FileBatch, below: Callable[[str], str]) -> None:
+        self._batch, self._below = batch, below
+
+    def add(self, path: str, data: memoryview | bytes) -> None:
+        self._batch.add(self._below(path), data)
+
+    def close(self) -> None:
+        self._batch.close()
+
+    def abort(self) -> None:
+        self._batch.abort()
+
+
 class FileReader(ABC):
     """Reads ranges of one object; `read_into` may be called by many threads at once.
 
@@ -206,9 +248,12 @@ class FileReader(ABC):
 class Storage(ABC):
     """A tree of objects.
 
-    The seven abstract methods: `put` commits (small, atomic), `create` takes the bulk of the bytes, `open` gives
+    Eight members have to be written: `put` commits (small, atomic), `create` takes the bulk of the bytes, `open` gives
     them back in ranges, `stat` and `list` find them, `delete` removes them, `copy` repeats an unchanged file without
-    moving its bytes through this machine. Subclass `holdfast.testing.StorageTests` to prove a new storage.
+    moving its bytes through this machine, and `uri` says where they are. `traits` says how the storage wants to be
+    used, `describe` how another process gets at it: the process that writes checkpoints, and outlives the trainer.
+    Everything else has a default, and is for storages with a faster way. Subclass `holdfast.testing.StorageTests` to
+    prove a new storage; docs/storage.md has one, whole.
 
     Example:
         >>> from holdfast.storage import MemoryStorage
@@ -217,6 +262,20 @@ class Storage(ABC):
         >>> storage.read("a/b.json")
         b'{}'
     """
+
+    _made: tuple[str, str, str] | None = None  # "module:function" of an entry point, the URI it was given, `uri` then
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if moved := sorted(_NOW_TRAITS & vars(cls).keys()):
+            raise ConfigError(
+                f"class {cls.__qualname__} defines {', '.join(moved)}: these are fields of one value now; define "
+                f"traits = holdfast.storage.StorageTraits({', '.join(f'{name}=...' for name in moved)})"
+            )
+        writer = next(base for base in cls.__mro__ if "describe" in vars(base))
+        if writer is not cls and issubclass(writer, Storage):
+            # Another process would rebuild the class that wrote the description, without what this one adds.
+            cls.describe = Storage.describe  # type: ignore[method-assign]
 
     @abstractmethod
     def put(
@@ -285,6 +344,37 @@ class Storage(ABC):
             StorageExistsError: there is a ``target``.
         """
 
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """Where the root is, in the form `resolve` takes: "/abs/runs/gpt", "memory://name"."""
+
+    @property
+    def traits(self) -> StorageTraits:
+        """How this storage wants to be used; a class attribute will do. Contacts nobody."""
+        return StorageTraits()
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return JSON from which `from_description` rebuilds this storage in another process, None if it cannot.
+
+        ``{"kind": "module:Class", ...}``: the class is called with the other values by keyword, and with ``secrets`` if
+        there are any. "module:Class.method" names a class method that makes the storage. By default, what an entry
+        point made of a URI is described by that URI; anything else has no description, and is written by a thread of
+        the process that trains, which dies with it.
+        """
+        if self._made is None:
+            return None
+        kind, given, uri = self._made
+        root = {"kind": kind, "uri": given}
+        if self.uri == uri:
+            return root
+        below = self.uri.removeprefix(f"{uri.rstrip('/')}/")  # a copy of the storage, rooted deeper
+        return None if below == self.uri else {"kind": "prefix", "parent": root, "prefix": below}
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return the credentials that `describe` leaves out: sent to our own processes, never written."""
+        return None
+
     def replace(self, path: str, size: int) -> ReplacingWriter | None:
         """Start a big object of ``size`` bytes that replaces the object at ``path`` in one step.
 
@@ -334,21 +424,8 @@ class Storage(ABC):
             self.sync(path)
 
     @property
-    @abstractmethod
-    def uri(self) -> str:
-        """Where the root is, in the form `resolve` takes: "/abs/runs/gpt", "memory://name"."""
-
-    @property
     def local_root(self) -> Path | None:
         """The root as a directory, if this is a plain local one."""
-        return None
-
-    def describe(self) -> dict[str, Any] | None:
-        """Return JSON from which `from_description` rebuilds this storage in another process, None if it cannot."""
-        return None
-
-    def secrets(self) -> dict[str, str] | None:
-        """Return the credentials that `describe` leaves out: sent to our own processes, never written."""
         return None
 
     def credentials_missing_in(self) -> tuple[str, ...]:
@@ -368,30 +445,7 @@ class Storage(ABC):
         Raises:
             StorageError: the store could not be asked.
         """
-        return True
-
-    @property
-    def max_file_bytes(self) -> int:
-        """Size at which the files of a checkpoint are split here."""
-        return 4 << 30
-
-    @property
-    def copies_itself(self) -> bool:
-        """Whether `copy` repeats an object where it is; False if its bytes would come here and go back."""
-        return True
-
-    @property
-    def num_parallel(self) -> int:
-        """How many requests at once are worth it; 1 where no request takes long enough to send another one meanwhile.
-
-        Where it is more than 1, all methods may be called by several threads.
-        """
-        return 1
-
-    @property
-    def deletes_at_once(self) -> int:
-        """How many objects one request of `delete_many` deletes, as far as that is known by now."""
-        return 1
+        return self.traits.conditional
 
     def free_bytes(self) -> int | None:
         """Return the bytes that can still be written, None if unknown."""
@@ -445,134 +499,157 @@ class Storage(ABC):
         return f"{type(self).__name__}({self.uri!r})"
 
 
-class PrefixStorage(Storage):
-    """A storage seen from one of its directories, as `Storage.child` returns it."""
+_MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
+_PATHS = frozenset({"path", "target", "paths"})  # arguments that are paths in the storage
+_DIRECTORIES = frozenset({"prefix", "directory"})
+# What is derived from an operation goes through that operation where a wrapper changes it.
+_DERIVED = {
+    "open": ("read", "read_tagged"),
+    "stat": ("exists", "read_tagged", "sync", "sync_all"),
+    "list": ("delete_tree",),
+    "delete": ("delete_many", "delete_tree"),
+    "delete_many": ("delete_tree",),
+    "create": ("batch",),
+    "sync": ("sync_all",),
+}
 
-    def __init__(self, parent: Storage, prefix: str) -> None:
-        self._parent, self._prefix = parent, check_path(prefix)
 
-    def _full(self, path: str) -> str:
-        return f"{self._prefix}/{check_path(path)}"
+def _passed_on(method: _MethodT) -> _MethodT:
+    """Return the method that calls the same one of the storage below, with paths as they are there."""
+    name, code = method.__name__, method.__code__
+    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    paths = _PATHS | {"source"} if name == "copy" else _PATHS  # `adopt` has a source of this machine
 
-    def put(
-        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str | None:
-        """Store a small object atomically; see `Storage.put`."""
-        return self._parent.put(self._full(path), data, if_absent=if_absent, if_match=if_match)
+    @functools.wraps(method)
+    def call(self: WrappedStorage, *given: Any, **named: Any) -> Any:
+        named |= zip(names, given, strict=False)
+        for key in paths & named.keys():
+            value = named[key]
+            named[key] = [self._below(path) for path in value] if key == "paths" else self._below(value)
+        for key in _DIRECTORIES & named.keys():
+            named[key] = self._below(named[key], directory=True)
+        return getattr(self.below, name)(**named)
 
-    def create(self, path: str, size: int) -> FileWriter:
-        """Start a big object; see `Storage.create`."""
-        return self._parent.create(self._full(path), size)
+    vars(call).pop("__isabstractmethod__", None)
+    return call  # type: ignore[return-value]
 
-    def replace(self, path: str, size: int) -> ReplacingWriter | None:
-        """Start a big object that takes the place of another; see `Storage.replace`."""
-        return self._parent.replace(self._full(path), size)
 
-    def open(self, path: str) -> FileReader:
-        """Open an object for reading; see `Storage.open`."""
-        return self._parent.open(self._full(path))
+class WrappedStorage(Storage):
+    """Another storage, to which everything is passed on: a base for one that changes some of it.
+
+    What is derived from an operation that a subclass changes (`read` from `open`, `exists` from `stat`) goes through
+    the changed one. A subclass that another process shall rebuild writes its own `describe`; that of the storage below
+    would leave the changes out.
+
+    Args:
+        below: the other storage.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls).keys()
+        derived = {name for operation in own & _DERIVED.keys() for name in _DERIVED[operation]}
+        for name in derived - own:
+            setattr(cls, name, vars(Storage)[name])
+
+    def __init__(self, below: Storage) -> None:
+        self.below = below
+
+    def _below(self, path: str, *, directory: bool = False) -> str:
+        """Return a path, or a directory ("" is the root), as the storage below calls it."""
+        return path
+
+    def _above(self, info: ObjectInfo) -> ObjectInfo:
+        """Return an object that the storage below describes, as this one calls it."""
+        return info
+
+    put = _passed_on(Storage.put)
+    create = _passed_on(Storage.create)
+    open = _passed_on(Storage.open)
+    delete = _passed_on(Storage.delete)
+    copy = _passed_on(Storage.copy)
+    secrets = _passed_on(Storage.secrets)
+    replace = _passed_on(Storage.replace)
+    batch = _passed_on(Storage.batch)
+    adopt = _passed_on(Storage.adopt)
+    sync = _passed_on(Storage.sync)
+    sync_all = _passed_on(Storage.sync_all)
+    credentials_missing_in = _passed_on(Storage.credentials_missing_in)
+    free_bytes = _passed_on(Storage.free_bytes)
+    exists = _passed_on(Storage.exists)
+    read = _passed_on(Storage.read)
+    read_tagged = _passed_on(Storage.read_tagged)
+    delete_many = _passed_on(Storage.delete_many)
+    delete_tree = _passed_on(Storage.delete_tree)
+    make_directories = _passed_on(Storage.make_directories)
+    tidy = _passed_on(Storage.tidy)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
-        return changed(self._parent.stat(self._full(path)), path=path)
+        return self._above(self.below.stat(self._below(path)))
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Iterate over objects; see `Storage.list`."""
-        for info in self._parent.list(posixpath.join(self._prefix, check_prefix(prefix)), recursive=recursive):
-            yield changed(info, path=info.path[len(self._prefix) + 1 :])
+        return map(self._above, self.below.list(self._below(prefix, directory=True), recursive=recursive))
 
-    def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
-        self._parent.delete(self._full(path))
+    @property
+    def uri(self) -> str:
+        """Where the storage below is."""
+        return self.below.uri
 
-    def delete_many(self, paths: Iterable[str]) -> None:
-        """Remove objects; see `Storage.delete_many`."""
-        self._parent.delete_many([self._full(path) for path in paths])
+    @property
+    def traits(self) -> StorageTraits:
+        """How the storage below wants to be used."""
+        return self.below.traits
 
-    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
-        """Return content and etag; see `Storage.read_tagged`."""
-        return self._parent.read_tagged(self._full(path))
+    @property
+    def conditional(self) -> bool:
+        """Whether conditional puts of the storage below have one winner."""
+        return self.below.conditional
 
-    def copy(self, source: str, target: str) -> None:
-        """Repeat an object; see `Storage.copy`."""
-        self._parent.copy(self._full(source), self._full(target))
+    @property
+    def local_root(self) -> Path | None:
+        """The root of the storage below, if that is a plain local directory."""
+        return self.below.local_root
 
-    def adopt(self, source: str, path: str) -> bool:
-        """Take over a file of this machine; see `Storage.adopt`."""
-        return self._parent.adopt(source, self._full(path))
 
-    def sync(self, path: str) -> None:
-        """Make an object durable; see `Storage.sync`."""
-        self._parent.sync(self._full(path))
+class PrefixStorage(WrappedStorage):
+    """A storage seen from one of its directories, as `Storage.child` returns it."""
 
-    def delete_tree(self, prefix: str) -> None:
-        """Remove everything below ``prefix``; see `Storage.delete_tree`."""
-        self._parent.delete_tree(posixpath.join(self._prefix, check_prefix(prefix)))
+    def __init__(self, parent: Storage, prefix: str) -> None:
+        super().__init__(parent)
+        self._prefix = check_path(prefix)
 
-    def make_directories(self, paths: Iterable[str]) -> None:
-        """Make directories without files; see `Storage.make_directories`."""
-        self._parent.make_directories([posixpath.join(self._prefix, check_path(path)) for path in paths])
+    def _below(self, path: str, *, directory: bool = False) -> str:
+        inside = check_prefix(path) if directory else check_path(path)
+        return f"{self._prefix}/{inside}" if inside else self._prefix
 
-    def tidy(self, directory: str) -> None:
-        """Remove what dead writers left; see `Storage.tidy`."""
-        self._parent.tidy(posixpath.join(self._prefix, check_prefix(directory)))
+    def _above(self, info: ObjectInfo) -> ObjectInfo:
+        return changed(info, path=info.path[len(self._prefix) + 1 :])
+
+    def batch(self, num_files: int) -> FileBatch:
+        """Start to store many small objects; see `Storage.batch`."""
+        return _BatchBelow(self.below.batch(num_files), self._below)
 
     @property
     def uri(self) -> str:
         """The URI of the parent and the prefix."""
-        return f"{self._parent.uri.rstrip('/')}/{self._prefix}"
+        return f"{self.below.uri.rstrip('/')}/{self._prefix}"
 
     @property
     def local_root(self) -> Path | None:
         """The directory, if the parent is local."""
-        root = self._parent.local_root
+        root = self.below.local_root
         return None if root is None else root / self._prefix
-
-    def free_bytes(self) -> int | None:
-        """Return the bytes that can still be written to the parent."""
-        return self._parent.free_bytes()
-
-    def credentials_missing_in(self) -> tuple[str, ...]:
-        """Name the variables and files in which the parent's credentials were looked for."""
-        return self._parent.credentials_missing_in()
 
     def child(self, path: str) -> Storage:
         """Return the parent seen from deeper below."""
         prefix = check_prefix(path)
-        return PrefixStorage(self._parent, f"{self._prefix}/{prefix}") if prefix else self
-
-    def secrets(self) -> dict[str, str] | None:
-        """Return the credentials of the parent."""
-        return self._parent.secrets()
-
-    @property
-    def conditional(self) -> bool:
-        """Whether conditional puts of the parent have one winner."""
-        return self._parent.conditional
-
-    @property
-    def num_parallel(self) -> int:
-        """How many requests at once are worth it at the parent."""
-        return self._parent.num_parallel
-
-    @property
-    def deletes_at_once(self) -> int:
-        """How many objects one request of the parent deletes."""
-        return self._parent.deletes_at_once
-
-    @property
-    def max_file_bytes(self) -> int:
-        """Size at which the parent wants files split."""
-        return self._parent.max_file_bytes
-
-    @property
-    def copies_itself(self) -> bool:
-        """Whether the parent repeats objects by itself."""
-        return self._parent.copies_itself
+        return PrefixStorage(self.below, f"{self._prefix}/{prefix}") if prefix else self
 
     def describe(self) -> dict[str, Any] | None:
         """Return the description of the parent and the prefix."""
-        parent = self._parent.describe()
+        parent = self.below.describe()
         return None if parent is None else {"kind": "prefix", "parent": parent, "prefix": self._prefix}
 
 

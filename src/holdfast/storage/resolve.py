@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from typing import Any, cast
 
+from holdfast._outgoing import conceal, masked
 from holdfast.errors import ConfigError
 
 from .base import Storage
 from .local.local_storage import LocalStorage
 from .memory import MemoryStorage
+from .plugins import find, from_entry_point, rebuild, schemes
 
 __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
 
-# The one table of schemes: where to find the function that makes a storage of a whole URI. By name, so that only what
-# is used is imported; each imports its own packages, and says which extra brings a missing package.
-_SCHEMES: dict[str, tuple[str, str]] = {
-    "s3": ("holdfast.storage.object.object_storage", "from_uri"),
-    "s3a": ("holdfast.storage.object.object_storage", "from_uri"),
-    "gs": ("holdfast.storage.object.object_storage", "from_uri"),
-    "gcs": ("holdfast.storage.object.object_storage", "from_uri"),
-    "az": ("holdfast.storage.object.object_storage", "from_uri"),
-    "azure": ("holdfast.storage.object.object_storage", "from_uri"),
-    "abfs": ("holdfast.storage.object.object_storage", "from_uri"),
-    "abfss": ("holdfast.storage.object.object_storage", "from_uri"),
-    "adl": ("holdfast.storage.object.object_storage", "from_uri"),
-    "oci": ("holdfast.storage.object.object_storage", "from_uri"),
-    "libcloud": ("holdfast.storage.adapters.libcloud", "from_uri"),
-    "hdfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
-    "viewfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
+# Holdfast's own schemes: where to find the function that makes a storage of a whole URI. By name, so that only what is
+# used is imported; each imports its own packages, and says which extra brings a missing package. Those of other
+# packages are entry points (`plugins`).
+_SCHEMES: dict[str, str] = {
+    "s3": "holdfast.storage.object.object_storage:from_uri",
+    "s3a": "holdfast.storage.object.object_storage:from_uri",
+    "gs": "holdfast.storage.object.object_storage:from_uri",
+    "gcs": "holdfast.storage.object.object_storage:from_uri",
+    "az": "holdfast.storage.object.object_storage:from_uri",
+    "azure": "holdfast.storage.object.object_storage:from_uri",
+    "abfs": "holdfast.storage.object.object_storage:from_uri",
+    "abfss": "holdfast.storage.object.object_storage:from_uri",
+    "adl": "holdfast.storage.object.object_storage:from_uri",
+    "oci": "holdfast.storage.object.object_storage:from_uri",
+    "libcloud": "holdfast.storage.adapters.libcloud:from_uri",
+    "hdfs": "holdfast.storage.adapters.pyarrow:from_uri",
+    "viewfs": "holdfast.storage.adapters.pyarrow:from_uri",
 }
-# fsspec is asked for schemes that are not in the table. These prefixes choose a package for any scheme it knows.
+# fsspec is asked for schemes that nobody else serves. These prefixes choose a package for any scheme it knows.
 _BY_PREFIX = {
-    "fsspec": ("holdfast.storage.adapters.fsspec", "from_uri"),
-    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_uri"),
+    "fsspec": "holdfast.storage.adapters.fsspec:from_uri",
+    "pyarrow": "holdfast.storage.adapters.pyarrow:from_uri",
 }
 
 # Well-known schemes of fsspec: named so that the error says what to install where fsspec is missing.
 _VIA_FSSPEC = ("dbfs", "ftp", "hf", "http", "https", "sftp", "smb", "ssh", "webdav", "webhdfs")
 
-# Kinds of descriptions. By name, because a test kind lives in a layer above and loads only where it is used.
+# Short names of Holdfast's own kinds of descriptions; all others are "module:Class" (`plugins`).
 _KINDS = {
-    "local": ("holdfast.storage.local.local_storage", "LocalStorage"),
-    "object": ("holdfast.storage.object.object_storage", "from_options"),
-    "fsspec": ("holdfast.storage.adapters.fsspec", "from_description"),
-    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_description"),
-    "libcloud": ("holdfast.storage.adapters.libcloud", "from_description"),
-    "faulty": ("holdfast.testing.faults", "FaultyStorage"),
+    "local": "holdfast.storage.local.local_storage:LocalStorage",
+    "object": "holdfast.storage.object.object_storage:from_options",
+    "fsspec": "holdfast.storage.adapters.fsspec:from_description",
+    "pyarrow": "holdfast.storage.adapters.pyarrow:from_description",
+    "libcloud": "holdfast.storage.adapters.libcloud:from_description",
 }
 
 # File system objects of other packages, by the package their class comes from: function(filesystem, path) -> Storage.
-_FILESYSTEMS: dict[str, tuple[str, str]] = {
-    "fsspec": ("holdfast.storage.adapters.fsspec", "from_filesystem"),
-    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_filesystem"),
+_FILESYSTEMS: dict[str, str] = {
+    "fsspec": "holdfast.storage.adapters.fsspec:from_filesystem",
+    "pyarrow": "holdfast.storage.adapters.pyarrow:from_filesystem",
 }
 
 
@@ -87,7 +88,7 @@ def check_slashes(path: str) -> str:
         ConfigError: a single slash follows a scheme.
     """
     scheme, mark, rest = path.partition(":/")
-    if mark and scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"}:
+    if mark and (scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"} or scheme.lower() in schemes()):
         raise ConfigError(
             f"location {path!r}: a URI has two slashes, which pathlib and os.path make one of; give the text "
             f"'{scheme}://{rest}'"
@@ -108,7 +109,8 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     """
     if isinstance(location, Storage):
         if filesystem is not None:
-            raise ConfigError(f"{location!r} is a storage already: leave filesystem={filesystem!r} out")
+            raise ConfigError(f"{location!r} is a storage already: leave filesystem={_kind_of(filesystem)} out")
+        conceal((location.secrets() or {}).values())
         return location
     if not isinstance(location, (str, os.PathLike)):
         raise ConfigError(f"location {location!r}: give a path, a URI such as 'memory://name', or a Storage")
@@ -119,10 +121,10 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
         package = next((base.__module__ for base in type(filesystem).__mro__ if _package(base) in _FILESYSTEMS), "")
         if not package:
             raise ConfigError(
-                f"filesystem={filesystem!r}: give a holdfast.storage.Storage; file systems of "
+                f"filesystem={_kind_of(filesystem)}: give a holdfast.storage.Storage; file systems of "
                 f"{', '.join(sorted(_FILESYSTEMS)) or 'other packages'} are the only others known here"
             )
-        adapt = _load(_FILESYSTEMS[package.partition(".")[0]])
+        adapt = find(_FILESYSTEMS[package.partition(".")[0]])
         return cast("Storage", adapt(filesystem, os.fspath(location)))
     if isinstance(location, os.PathLike):
         # A path object never holds a scheme: "://" of a text is ":/" in it.
@@ -141,13 +143,15 @@ def _from_uri(location: str) -> Storage:
         return MemoryStorage(name).child(prefix)
     prefix, mark, _ = scheme.partition("+")
     place = _SCHEMES.get(scheme) or (_BY_PREFIX.get(prefix) if mark else None)
+    if place is None and (storage := from_entry_point(location, scheme)) is not None:
+        return storage
     if place is None and (scheme in _VIA_FSSPEC or importlib.util.find_spec("fsspec") is not None):
         place = _BY_PREFIX["fsspec"]
     if place is not None:
-        return cast("Storage", _load(place)(f"{scheme}://{rest}"))
+        return cast("Storage", find(place)(f"{scheme}://{rest}"))
     raise ConfigError(
         f"location {location!r}: no storage knows this scheme; use a local path, 'file://...', 'memory://name' or one "
-        f"of {', '.join(f'{name}://' for name in sorted(_SCHEMES))}, or install fsspec for others"
+        f"of {', '.join(f'{name}://' for name in sorted({*_SCHEMES, *schemes()}))}, or install fsspec for others"
     )
 
 
@@ -157,24 +161,24 @@ def _check_scheme(path: str, filesystem: Any) -> None:
     Raises:
         ConfigError: it is of another scheme than those of an fsspec file system.
     """
-    scheme, rest = split_uri(path)
+    scheme, _ = split_uri(path)
     below = getattr(getattr(filesystem, "handler", None), "fs", filesystem)  # pyarrow wraps fsspec's
     known = getattr(below, "protocol", ())
     if scheme == "file" or scheme in ((known,) if isinstance(known, str) else known):
         return
     raise ConfigError(
-        f"location {path!r} with filesystem={filesystem!r}: with a file system give the path in it, without a scheme "
-        f"({rest!r}), or leave the file system out"
+        f"location {path!r} with filesystem={_kind_of(filesystem)}: with a file system give the path in it, without a "
+        f"scheme ({split_uri(masked(path))[1]!r}), or leave the file system out"
     )
+
+
+def _kind_of(filesystem: Any) -> str:
+    """Name a file system by its class: what its repr shows is not ours to know, and may be a password."""
+    return f"<{type(filesystem).__module__}.{type(filesystem).__qualname__}>"
 
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
-
-
-def _load(place: tuple[str, str]) -> Any:
-    module, name = place
-    return getattr(importlib.import_module(module), name)
 
 
 def from_description(description: dict[str, Any], secrets: dict[str, str] | None = None) -> Storage:
@@ -185,14 +189,18 @@ def from_description(description: dict[str, Any], secrets: dict[str, str] | None
         secrets: what `Storage.secrets` returned; without them, a storage takes credentials of this process.
 
     Raises:
-        ConfigError: the kind is unknown.
+        ConfigError: the kind is unknown, or cannot be imported in this process.
     """
     options = dict(description)
     kind = options.pop("kind", None)
     if kind == "prefix":
         return from_description(options["parent"], secrets).child(options["prefix"])
+    if isinstance(kind, str) and ":" in kind:
+        return rebuild(kind, options, secrets)
     if kind not in _KINDS:
-        raise ConfigError(f"storage description of kind {kind!r}: this Holdfast knows {sorted(_KINDS)}")
+        raise ConfigError(
+            f"storage description of kind {kind!r}: this Holdfast knows {sorted(_KINDS)} and 'module:Class' of others"
+        )
     if secrets is not None:
         options["secrets"] = secrets
-    return cast("Storage", _load(_KINDS[kind])(**options))
+    return cast("Storage", find(_KINDS[kind])(**options))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from .base import StorageTraits
+
 __all__ = ["together"]
 
 _T = TypeVar("_T")
@@ -14,7 +16,7 @@ _T = TypeVar("_T")
 
 class _Parallel(Protocol):
     @property
-    def num_parallel(self) -> int: ...
+    def traits(self) -> StorageTraits: ...
 
 
 def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
@@ -24,7 +26,7 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     thread finishes the last save. The caller works, too, so a call may use this function itself.
 
     Args:
-        storage: says how many at once (`Storage.num_parallel`).
+        storage: says how many at once (`StorageTraits.num_parallel`).
         calls: begun in this order. After a call has failed no further call is begun.
 
     Raises:
@@ -48,7 +50,7 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
 
     threads = [
         threading.Thread(target=work, name="holdfast-together", daemon=True)
-        for _ in range(min(storage.num_parallel, len(calls)) - 1)
+        for _ in range(min(storage.traits.num_parallel, len(calls)) - 1)
     ]
     started = []
     with suppress(RuntimeError):  # no new threads at the end of the interpreter, or of the system's: fewer will do

@@ -333,7 +333,7 @@ class FaultyStorage(LocalStorage):
         if not self._rebuildable:
             return None
         faults = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._faults.items()}
-        return {"kind": "faulty", "root": self.uri, "token": self._token, **faults}
+        return {"kind": "holdfast.testing.faults:FaultyStorage", "root": self.uri, "token": self._token, **faults}
 
     def free_bytes(self) -> int | None:
         """Return what is left of ``disk_bytes``, or of the real disk."""

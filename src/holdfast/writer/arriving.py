@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.errors import HoldfastError
 
 from .frames import Message
-from .messages import FilePlan, SaveJob
+from .messages import FilePlan, SaveJob, error_from_json
 
 __all__ = ["Arriving", "Watermark", "Window", "WindowSource", "watermark"]
 
@@ -27,7 +27,7 @@ class Watermark:
     def __init__(self, filled: int, size: int) -> None:
         self._filled, self._size = filled, size
         self._changed = threading.Condition()
-        self._why: str | None = None
+        self._why: HoldfastError | None = None
 
     @property
     def sealed(self) -> bool:
@@ -40,7 +40,7 @@ class Watermark:
             self._filled = max(self._filled, filled)
             self._changed.notify_all()
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: HoldfastError) -> None:
         """Drop the job, unless it is sealed."""
         with self._changed:
             if not self.sealed:
@@ -57,7 +57,7 @@ class Watermark:
             # Unbounded on purpose: the end of the trainer, or of its connection, abandons the job.
             self._changed.wait_for(lambda: self._why is not None or self._filled >= min(end, self._size))
             if self._why is not None:
-                raise HoldfastError(self._why)
+                raise self._why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class WindowSource:
     """Queue between the thread that reads messages and the thread that writes."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Window | _Seal | str] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Window | _Seal | HoldfastError] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[int, Window] = {}
         self._ended = False
@@ -117,7 +117,7 @@ class WindowSource:
         self.sealed = True
         self._queue.put(_Seal(blobs=blobs, manifest=manifest))
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: HoldfastError) -> None:
         """Drop the job, unless it is sealed."""
         if not self.sealed:
             self._queue.put(why)
@@ -136,7 +136,7 @@ class WindowSource:
                 self.blobs, self.manifest = item.blobs, item.manifest
                 return
             else:
-                raise HoldfastError(item)
+                raise item
 
 
 class Arriving:
@@ -183,13 +183,15 @@ class Arriving:
         number = message.header["job_no"]
         waiting = self._windowed.get(number) or self._followed.get(number)
         if waiting is not None:
-            waiting.abandon("the trainer abandoned this save")
+            error = message.header["error"]
+            why = HoldfastError("the trainer abandoned this save") if error is None else error_from_json(error)
+            waiting.abandon(why)
 
     def abandon_all(self, why: str) -> None:
         """Give up every save that is not complete: nobody will send the rest."""
         waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._followed.values()]
         for source in waiting:
-            source.abandon(why)
+            source.abandon(HoldfastError(why))
 
     def end(self, call: int) -> list[Window]:
         """Forget a save that has ended; return the windows that nobody has answered.

@@ -59,7 +59,7 @@ class WriterClient:
         """Start a writer: a process where possible, else a thread.
 
         Args:
-            storage: where the jobs will go; a storage that cannot describe itself (memory, plug-ins) needs a thread.
+            storage: where the jobs will go; one that cannot describe itself (memory, live objects) needs a thread.
             thread: force the choice.
             remote: where checkpoints are mirrored to.
         """
@@ -215,11 +215,19 @@ class WriterClient:
             self._talk.check()
             self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
 
-    def abandon(self, job_no: int) -> None:
-        """Drop a job that is not sealed; its files are removed and its future fails."""
+    def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
+        """Drop a job that is not sealed; its files are removed and its future fails.
+
+        Args:
+            job_no: from the future of `submit`.
+            error: why, for the future, and for the futures of the other ranks.
+        """
+        header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
             self._talk.check()
-            self._talk.send({"do": "abandon", "job_no": job_no})
+            if (call := self._talk.find(job_no)) is not None:
+                call.repeatable = False  # a writer that is started again must not wait for the rest of it
+            self._talk.send(header)
 
     def join(
         self,

@@ -19,6 +19,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
+from holdfast.storage.plugins import import_paths
 
 from .arena import Arena
 from .frames import Channel, Message
@@ -33,6 +34,7 @@ _END_S = 10.0
 _AT_EXIT_S = 600.0
 _RESTART_PAUSE_S = 600.0  # a writer that dies again within this time is not an accident: saving stops
 _TOLD_RANKS = 16
+_said: set[str] = set()
 _LIVE: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
 
@@ -155,7 +157,10 @@ class Conversation:
             key = self._keys[name] = len(self._keys) + 1
             if self._shared is not None:
                 self._shared.storages[key] = storage
-            self._descriptions[key] = json.loads(name) if self._shared is None else {}
+                _say_thread(storage)
+            self._descriptions[key] = {} if self._shared is not None else json.loads(name)
+            if self._shared is None and (imports := import_paths(self._descriptions[key]["description"])):
+                self._descriptions[key]["imports"] = imports
             self.send({"do": "storage", "key": key, **self._descriptions[key]})
         return key
 
@@ -360,6 +365,21 @@ class Conversation:
         self._hold(())
         if self.process is not None:
             self.process.returncode = 0  # not our child: keeps Popen from warning about it
+
+
+def _say_thread(storage: Storage) -> None:
+    """Say once for each class what it costs that no other process can make such a storage."""
+    kind = type(storage).__qualname__
+    if storage.describe() is not None or "memory://" in storage.uri or kind in _said:
+        return
+    _said.add(kind)
+    _LOG.warning(
+        "%s is written by a thread of this process, since no other process can make this %s (it has no describe(), or "
+        "its class is of __main__, or its arguments are no JSON): a save that is not committed when this process is "
+        "killed is lost; docs/storage.md (A storage of your own) says what to do",
+        storage.uri,
+        kind,
+    )
 
 
 def _settle(future: Future[Any], *, value: Any = None, error: BaseException | None = None) -> None:

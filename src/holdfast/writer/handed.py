@@ -8,6 +8,7 @@ from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
+from holdfast.storage.plugins import extend_path
 from holdfast.storage.resolve import from_description
 
 from .arena import Arena
@@ -36,7 +37,8 @@ class ReceivedAttachments:
         self._arenas: dict[int, Arena] = {}
 
     def storage(self, message: Message) -> Storage:
-        """Rebuild the storage a message describes."""
+        """Rebuild the storage a message describes; a plug-in is imported along the trainer's ``sys.path``."""
+        extend_path(message.header.get("imports", []))
         return from_description(message.header["description"], message.header.get("secrets"))
 
     def arena(self, message: Message) -> memoryview:
@@ -88,17 +90,27 @@ class Handed:
 
     def __init__(self, source: Attachments) -> None:
         self._source = source
-        self._storages: dict[int, Storage] = {}
+        self._storages: dict[int, Storage | HoldfastError] = {}
         self._views: dict[int, memoryview] = {}
         self._unmapped: dict[int, Message] = {}
 
     def take_storage(self, message: Message) -> None:
-        """Take a storage in."""
-        self._storages[message.header["key"]] = self._source.storage(message)
+        """Take a storage in, or the reason why it cannot be made here: what is asked of it fails with that."""
+        try:
+            self._storages[message.header["key"]] = self._source.storage(message)
+        except HoldfastError as error:
+            self._storages[message.header["key"]] = error
 
     def storage(self, key: int) -> Storage:
-        """Return a storage by its number."""
-        return self._storages[key]
+        """Return a storage by its number.
+
+        Raises:
+            HoldfastError: it could not be made in this process.
+        """
+        found = self._storages[key]
+        if isinstance(found, HoldfastError):
+            raise found
+        return found
 
     def take_arena(self, message: Message) -> None:
         """Take an arena in, and map it if that is possible now: else the first job that needs it tries again."""

@@ -15,6 +15,7 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusyError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
+from holdfast.run.candidates import GUESTS, copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt, RunIndex
@@ -159,6 +160,15 @@ class Run:
             hidden = catalog.hidden if storage.local_root is None else None
             swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
             Trash(storage).empty(before=time.time() - WEEK_S)
+            if catalog.guests:
+                _LOG.warning(
+                    "%s: left alone, as copies of its checkpoints or renamed ones: %s. They are never deleted, and no "
+                    "start takes one that resume= does not name",
+                    storage.uri, copies_shown(catalog.guests),
+                )  # fmt: skip
+            early = {name: of for name, of in catalog.guests.items() if not catalog.others[name].name}
+            if early != index.notes.get(GUESTS, {}):  # once their original is deleted nothing else tells what they are
+                index.note(GUESTS, early or None)
         self._start_id = attempt.start_id
         waited_s = self._heartbeat.lease.waited_s + (0.0 if far is None else far.heartbeat.lease.waited_s)
         return RunOpened(
@@ -166,7 +176,7 @@ class Run:
             attempt=attempt.attempt,
             start_id=attempt.start_id,
             records=tuple(catalog.rows()),
-            quarantined=dict(index.quarantined),
+            quarantined=catalog.bad(),
             finished=index.finished,
             waited_s=waited_s,
             swept=tuple(swept),
@@ -251,7 +261,7 @@ class Run:
 
     def begin_save(self) -> None:
         """Let the metrics up to this save become durable while its data do, where a write takes a while."""
-        if self._catalog.storage.num_parallel > 1:
+        if self._catalog.storage.traits.num_parallel > 1:
             self._reports.hurry()
 
     def before_commit(self) -> None:

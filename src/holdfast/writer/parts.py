@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastErr
 from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name
+from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name, plan_name, sweep_planned
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -69,7 +69,10 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
                 _discard(storage, job)
             raise
     try:
-        storage.delete_many([join(job.directory, part_name(writer, job.save_id)) for writer in job.writers])
+        passing = [part_name(writer, job.save_id) for writer in job.writers]
+        if any(save_id_of(entry.path) is None for entry in manifest.files):
+            passing.append(plan_name(job.save_id))
+        storage.delete_many([join(job.directory, name) for name in passing])
     except HoldfastError as error:
         _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
@@ -163,6 +166,9 @@ def _discard(storage: Storage, job: PartsJob) -> None:
     with suppress(HoldfastError):
         names = sorted(info.path[skip:] for info in storage.list(job.directory, recursive=False))
         names = [name for name in names if save_id_of(name) == job.save_id]
+        if plan_name(job.save_id) in names:
+            sweep_planned(storage, job.directory, plan_name(job.save_id))
+            names.remove(plan_name(job.save_id))
         for part in (True, False):  # part files first: a part that is named must be whole
             storage.delete_many([join(job.directory, name) for name in names if is_passing(name) is part])
         storage.tidy(job.directory)

@@ -21,7 +21,7 @@ from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digest
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
-from holdfast.format.parts import part_name
+from holdfast.format.parts import clear_planned, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
 
@@ -168,7 +168,7 @@ class PartWriter:
         self._clock = _Clock()
         self._gate: Watermark | None = None
         self._closing: list[Future[None]] = []
-        self._side_by_side = storage.num_parallel > 1
+        self._side_by_side = storage.traits.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
         self._digests: FileEntry | None = None
@@ -244,8 +244,12 @@ class PartWriter:
                 writer.abort()
             self._settle([])
 
-    def discard(self) -> None:
-        """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start."""
+    def discard(self, *, plan: bool = False) -> None:
+        """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start.
+
+        Args:
+            plan: there is a plan file of this save, which goes last.
+        """
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.
         part = [part_name(self._job.writer, self._job.save_id)] if self._job.part else []
         ways = [part, self._created] if self._side_by_side else [[path] for path in [*part, *self._created]]
@@ -255,14 +259,17 @@ class PartWriter:
             except StorageUnavailableError:
                 return  # each try would take minutes, and the next save waits
             except HoldfastError:
+                plan = False
                 continue
         with contextlib.suppress(HoldfastError):
+            if plan:
+                clear_planned(self._storage, self._job.directory, plan_name(self._job.save_id), self._created)
             self._storage.tidy(self._job.directory)
 
     # ---- steps
 
     def _is_candidate(self, number: int, plan: FilePlan) -> bool:
-        if not self._job.reuse or not self._previous.files or not self._storage.copies_itself:
+        if not self._job.reuse or not self._previous.files or not self._storage.traits.copies_itself:
             return False
         if self._side_by_side and plan.size < _COPIED:
             return False

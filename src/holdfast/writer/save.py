@@ -13,7 +13,7 @@ from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastErro
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
-from holdfast.format.parts import put_part, read_part
+from holdfast.format.parts import is_plan, plan_name, put_part, put_plan, read_part, sweep_planned
 from holdfast.storage.base import Storage
 
 from .arriving import Watermark, Window, WindowSource
@@ -193,6 +193,7 @@ class SaveRunner:
         job = task.job
         if run is not None:
             run.begin_save()
+        planned = _plan_names(task)
         replaced = look_before(task.storage, job.directory) if job.overwrite else None
         writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
         try:
@@ -220,8 +221,10 @@ class SaveRunner:
                 )
         except BaseException:
             if certainly_uncommitted(task.storage, job.directory, job.manifest):
-                writer.discard()
+                writer.discard(plan=planned)
             raise
+        if planned and not job.part:
+            _drop_plan(task.storage, job.directory, job.save_id)
         return part, manifest, {**part.seconds, "commit": time.perf_counter() - begin}
 
     def _base(self, task: Task, run: Run | None) -> Previous:
@@ -233,6 +236,40 @@ class SaveRunner:
             if latest is not None:
                 self._previous[key] = read_previous(task.storage, *latest, writer=job.writer)
         return self._previous.get(key, Previous())
+
+
+def _plan_names(task: Task) -> bool:
+    """List, before the first file, those whose names do not tell whose they are; returns whether there are any.
+
+    Raises:
+        CheckpointExistsError: something has one of these names already.
+    """
+    job, storage = task.job, task.storage
+    paths = [*(plan.path for plan in job.files), *(plan.path for plan in job.blobs)]
+    names = [path for path in paths if save_id_of(path) is None]
+    if not names:
+        return False
+    skip = len(job.directory) + 1
+    there = {info.path[skip:] for info in storage.list(job.directory)}
+    if MANIFEST_NAME not in there:
+        for plan in sorted(name for name in there if is_plan(name)):  # of a save that died, or of this one
+            there -= set(sweep_planned(storage, job.directory, plan))
+    taken = sorted(there & {*names, MANIFEST_NAME})
+    if taken:
+        raise CheckpointExistsError(
+            f"{join(storage.uri, job.directory)} holds {taken[0]} already: files of model_files keep their names, so "
+            "none of them can be replaced while the checkpoint stays readable; save into another directory"
+        )
+    put_plan(storage, job.directory, job.save_id, names, {})
+    return True
+
+
+def _drop_plan(storage: Storage, directory: str, save_id: str) -> None:
+    """Remove the plan of a save that is committed; a failure is only said."""
+    try:
+        storage.delete(join(directory, plan_name(save_id)))
+    except HoldfastError as error:
+        _LOG.warning("%s is committed, but its plan stays there for now: %s", directory, error)
 
 
 def _part_result(
@@ -270,14 +307,14 @@ def probe(storage: Storage, directory: str, saver: SaveRunner) -> dict[str, Any]
         save_id=save_id,
         blobs=(BlobPlan(path=f"state-{save_id}.json", role="state"),),
         manifest={"run_id": "probe", "checkpoint_id": save_id, "step": 0, "attempt": 0},
-        overwrite=storage.num_parallel == 1,  # elsewhere it takes time to look, and nobody else has this name
+        overwrite=storage.traits.num_parallel == 1,  # elsewhere it takes time to look, and nobody else has this name
     )
     task = Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",))
     try:
         data = saver.save(task, None, _no_window).manifest
     except CheckpointExistsError:  # of an earlier writer, which died while it tried
         data = saver.save(replace(task, job=replace(job, overwrite=True)), None, _no_window).manifest
-    if storage.num_parallel > 1:
+    if storage.traits.num_parallel > 1:
         files = [entry.path for entry in Manifest.from_bytes(data).files]
         storage.delete_many([join(directory, path) for path in (MANIFEST_NAME, *files)])
     else:

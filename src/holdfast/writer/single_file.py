@@ -189,7 +189,7 @@ def _seal(file: SafetensorsFile | TorchFile, view: memoryview, sealed: Watermark
         else:
             _seal_records(file, view, sealed)
     except BaseException as error:
-        sealed.abandon(f"digest and checksums could not be computed: {error}")
+        sealed.abandon(HoldfastError(f"digest and checksums could not be computed: {error}"))
         raise
     sealed.rise(file.size)
     return time.perf_counter() - begun

@@ -96,7 +96,7 @@ def test_a_duration_ends_an_epoch(tmp_path: Path, duration: str) -> None:
 
 
 def test_evaluating_other_data_changes_nothing(tmp_path: Path) -> None:
-    """eval(other) gives its metrics; what fit() evaluates, and what checkpoints record, stays."""
+    """eval(other) leaves its metrics in the state; what fit() evaluates, and what checkpoints record, stays."""
     trainer = plain(
         tmp_path, eval_dataloader=loader(9, shuffle=False), eval_metrics={"zeros": Zeros()}, max_duration="1ep",
     )  # fmt: skip
@@ -104,11 +104,25 @@ def test_evaluating_other_data_changes_nothing(tmp_path: Path) -> None:
     own, metrics = trainer.state.eval_dataloaders, trainer.state.eval_metrics
     found = trainer.eval(loader(4, shuffle=False))
     assert (list(found), found["eval"]["zeros"]) == (["eval"], 0.5)
-    assert (trainer.state.eval_dataloaders, trainer.state.eval_metrics) == (own, metrics)
-    assert hf.Checkpoint(trainer.save_checkpoint(str(tmp_path / "after"))).metrics.get("eval/zeros") is None
+    assert trainer.state.eval_dataloaders == own
+    assert float(trainer.state.eval_metrics["eval"]["zeros"].compute()) == 0.5
+    saved = hf.Checkpoint(trainer.save_checkpoint(str(tmp_path / "after")))
+    assert saved.metrics.get("eval/zeros") is None
+    assert saved.load()["state"]["eval_metrics"]["eval"]["zeros"]["all"] == 9
     assert trainer.eval()["eval"]["zeros"] == pytest.approx(1 / 3)
+    assert trainer.state.eval_metrics == metrics
     assert trainer.eval({"b": loader(4, shuffle=False)}, subset_num_batches=1)["b"]["zeros"] == 0.5
+    assert set(trainer.state.eval_metrics) == {"eval", "b"}
+    trainer.fit("1ep")
+    assert trainer.state.eval_metrics == metrics
     assert list(trainer.state.evaluators) == ["eval"]
+
+
+def test_evaluating_without_data_of_its_own() -> None:
+    """As in Composer, `state.eval_metrics` has what `eval(data)` came to in a trainer that has no evaluation data."""
+    trainer = plain(None, eval_metrics={"zeros": Zeros()})
+    trainer.eval(loader(4, shuffle=False))
+    assert float(trainer.state.eval_metrics["eval"]["zeros"].compute()) == 0.5
 
 
 @pytest.mark.parametrize(("given", "labels"), [

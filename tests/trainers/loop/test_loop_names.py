@@ -63,6 +63,31 @@ def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
             plain(tmp_path, save_latest_filename=name)
 
 
+@pytest.mark.parametrize("how", ["autoresume", "load_path", "damaged"])
+def test_a_link_with_the_suffix_of_files(tmp_path: Path, how: str) -> None:
+    """Composer's own name of the link, "latest-rank0.pt", is no checkpoint of its own to the next lives."""
+    options: dict[str, Any] = {"save_filename": "ep{epoch}.pt", "save_latest_filename": "latest-rank{rank}.pt"}
+    plain(tmp_path, **options).fit()
+    if how == "damaged":
+        os.truncate(tmp_path / "ep2.pt", 1000)
+    source = {"load_path": tmp_path / "latest-rank0.pt"} if how == "load_path" else {"autoresume": True}
+    with plain(tmp_path, max_duration="3ep", **options, **source) as trainer:
+        assert int(trainer.state.timestamp.epoch) == (1 if how == "damaged" else 2)
+        trainer.fit()
+        assert trainer.saved_checkpoints == [str(tmp_path / name) for name in ("ep1.pt", "ep2.pt", "ep3.pt")]
+    assert os.readlink(tmp_path / "latest-rank0.pt") == "ep3.pt"
+
+
+def test_a_link_that_leads_out_of_the_folder_is_said(tmp_path: Path) -> None:
+    """A checkpoint behind a link to another folder is never passed over for an older one in silence."""
+    options: dict[str, Any] = {"save_filename": "ep{epoch}.pt", "autoresume": True}
+    plain(tmp_path / "a", **options).fit()
+    (tmp_path / "a" / "ep2.pt").rename(tmp_path / "elsewhere.pt")
+    (tmp_path / "a" / "ep2.pt").symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(hf.StorageError, match="symbolic link"):
+        plain(tmp_path / "a", **options)
+
+
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_what_is_in_the_way_of_the_link(tmp_path: Path, suffix: str) -> None:
     """A copy of a folder in which the link became what it leads to: said before training, resumed all the same.

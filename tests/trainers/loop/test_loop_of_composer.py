@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from composer_files import composer_state, full_file
-from loop_kit import loader, network, plain
+from loop_kit import loader, names, network, plain
 
 import holdfast as hf
 from holdfast.core import EMA, Callback
@@ -28,12 +29,12 @@ def trained(**more: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[s
     return model, optimizer, composer_state(model, optimizer, epoch=1, batch=8, in_epoch=2, batch_size=6, **more)
 
 
-def resumed(path: Path, **options: Any) -> hf.Trainer:
+def resumed(path: Path | None, **options: Any) -> hf.Trainer:
     torch.manual_seed(99)
     model = network()
     return plain(
-        None, model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.5), load_path=path,
-        **{"max_duration": "2ep", **options},
+        options.pop("save_folder", None), model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.5),
+        load_path=path, **{"max_duration": "2ep", **options},
     )  # fmt: skip
 
 
@@ -202,3 +203,51 @@ def test_a_position_in_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[
     data = torch.utils.data.DataLoader(Streaming(), batch_size=6)
     resumed(path, train_dataloader=data, callbacks=Look()).fit()
     assert firsts == [12, 18, 24]
+
+
+def folder_of_composer(folder: Path, *, newest: int = 8) -> Path:
+    """A save folder as Composer leaves it: two checkpoints, and its link to the newest."""
+    folder.mkdir()
+    model, optimizer, _ = trained()
+    for batch in (newest - 2, newest):
+        content = composer_state(model, optimizer, epoch=1, batch=batch, in_epoch=batch - 6, batch_size=6)
+        full_file(folder / f"ep1-ba{batch}-rank0.pt", content)
+    (folder / "latest-rank0.pt").symlink_to(f"ep1-ba{newest}-rank0.pt")
+    return folder
+
+
+COMPOSERS_NAMES = {"save_filename": "ep{epoch}-ba{batch}-rank{rank}.pt", "save_latest_filename": "latest-rank{rank}.pt"}
+
+
+def test_autoresume_in_a_folder_of_composer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest file of Composer is gone on from; its files stay whatever number is kept, also in the next life."""
+    folder = folder_of_composer(tmp_path / "runs")
+    options = {**COMPOSERS_NAMES, "autoresume": True, "save_num_checkpoints_to_keep": 1}
+    with resumed(None, save_folder=folder, **options) as trainer:
+        assert int(trainer.state.timestamp.batch) == 8
+        trainer.fit()
+    assert "resumed from" in capsys.readouterr().err
+    assert names(folder) == ["ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt", "ep2-ba12-rank0.pt"]
+    assert os.readlink(folder / "latest-rank0.pt") == "ep2-ba12-rank0.pt"
+    with resumed(None, save_folder=folder, max_duration="3ep", **options) as again:
+        assert int(again.state.timestamp.batch) == 12
+        again.fit()
+    assert names(folder) == ["ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt", "ep3-ba18-rank0.pt"]
+
+
+def test_autoresume_past_a_torn_file_of_composer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newest file that is cut short is set aside, by name, and the one before it is gone on from."""
+    folder = folder_of_composer(tmp_path / "runs")
+    os.truncate(folder / "ep1-ba8-rank0.pt", 3000)
+    with resumed(None, save_folder=folder, **COMPOSERS_NAMES, autoresume=True) as trainer:
+        assert int(trainer.state.timestamp.batch) == 6
+    assert "set aside ep1-ba8-rank0.pt" in capsys.readouterr().err
+
+
+def test_load_path_is_the_link_of_composer(tmp_path: Path) -> None:
+    """Composer's link to its newest file loads, into the same folder too."""
+    folder = folder_of_composer(tmp_path / "runs")
+    with resumed(folder / "latest-rank0.pt", save_folder=folder, **COMPOSERS_NAMES) as trainer:
+        assert int(trainer.state.timestamp.batch) == 8
+        trainer.fit()
+    assert (folder / "ep2-ba12-rank0.pt").exists()

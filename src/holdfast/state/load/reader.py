@@ -81,7 +81,7 @@ def read_tensors(
         return total
 
     few = [file for file, rows in by_file.items() if shared is None and sum(row.nbytes for row in rows) <= _FEW_BYTES]
-    beside = sorted(few) if storage.num_parallel > 1 else []
+    beside = sorted(few) if storage.traits.num_parallel > 1 else []
     with contextlib.closing(SerialExecutor("holdfast-read")) as side:
         total = sum(together(storage, [partial(read, file) for file in beside]))
         return total + sum(read(file) for file in sorted(by_file.keys() - {*beside}))

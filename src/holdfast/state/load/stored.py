@@ -139,7 +139,7 @@ class Stored:
 
     def _read_ahead(self, entries: Iterable[FileEntry]) -> None:
         """Note small files to read side by side, where that saves waiting; `_checked` takes them about in order."""
-        if self.storage.num_parallel > 1:
+        if self.storage.traits.num_parallel > 1:
             known = {*self._ahead, *(entry.path for entry in self._wanted)}
             self._wanted += [entry for entry in entries if entry.path not in known]
 

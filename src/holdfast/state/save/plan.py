@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from operator import attrgetter, eq, is_
 
 import torch
 
-from holdfast.errors import UnsupportedStateError
+from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Division, sketch
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.tensor_file import lay_out, split_by_size
+from holdfast.model_files import ModelFiles, index_template
 from holdfast.writer.messages import FilePlan
 
 from ..tree.arrays import dtype_name
@@ -132,7 +133,7 @@ def _check_memory(flat: Flat, pointers: list[int]) -> None:
 
 @dataclass(slots=True)
 class FileLayout:
-    """One file: its segments, and its place in the arena."""
+    """One file: its segments, and its place in the arena. A file without a suffix is called ``stem`` in every save."""
 
     stem: str
     suffix: str
@@ -145,7 +146,7 @@ class FileLayout:
 
     def path(self, save_id: str) -> str:
         """Return the name of this file in the checkpoint of ``save_id``."""
-        return f"{self.stem}-{save_id}{self.suffix}"
+        return f"{self.stem}-{save_id}{self.suffix}" if self.suffix else self.stem
 
     @property
     def padded(self) -> int:
@@ -183,6 +184,7 @@ class Layout:
         division: how the state is divided over the ranks; None for a rank that saves alone.
         sampled: positions of tensors whose values the ranks compare.
         leader: the rank that stores what is not divided, for all ranks that hold the same.
+        indexes: name of a safetensors index that this rank writes -> its text, with ``{save_id}`` in the file names.
     """
 
     signature: Signature
@@ -194,6 +196,7 @@ class Layout:
     division: Division | None = None
     sampled: tuple[int, ...] = ()
     leader: int = 0
+    indexes: dict[str, str] = field(default_factory=dict)
 
     def file_plans(self, save_id: str) -> tuple[FilePlan, ...]:
         """Describe the files of one save to the writer."""
@@ -225,6 +228,7 @@ def plan(
     max_file_bytes: int = 4 << 30,
     stable: frozenset[str] = frozenset(),
     alike: tuple[int, ...] | None = None,
+    model_files: ModelFiles | None = None,
 ) -> Layout:
     """Lay out a structure.
 
@@ -235,23 +239,45 @@ def plan(
         max_file_bytes: a file is split when it would grow beyond this (one tensor is never split).
         stable: names of tensors that did not change between saves; they get files of their own, as frozen tensors do.
         alike: the ranks that hold the same as this rank, where others hold other tensors; None: all ranks.
+        model_files: what rank 0 puts beside the tensors, with the bytes of every file, and how other libraries are to
+            find the tensors; the same on all ranks but for the bytes.
+
+    Raises:
+        UnsupportedStateError: a tensor is spread over ranks that do not save, or that ``model_files`` wants whole.
+        ConfigError: ``model_files`` names what is not in the state.
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
-    files: list[FileLayout] = []
-    place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)  # tensor -> (file number, offset in file)
-    share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks, alike=alike) if num_ranks > 1 else None
-    if share is None:
+    beside = model_files or ModelFiles()
+    named = _named(sig, beside, alike)
+    share = None
+    if num_ranks > 1:
+        share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks, alike=alike, held=named)
+    else:
         _check_whole(sig)
+
+    def lay_out_tensors(writer: int, share: Assignment | None) -> tuple[list[FileLayout], list[tuple[int, int]]]:
+        writes = None if share is None else share.writes
+        groups = _groups(sig, sizes, stable, writes, apart=frozenset(beside.indexes.values()), named=named)
+        return _files(sig, sizes, groups, rank=writer, max_file_bytes=max_file_bytes, named=named)
+
+    files, place = lay_out_tensors(rank, share)
     aliases = sig.aliases if share is None else share.aliases
     division = None if share is None else share.division
-    for label, members in _groups(sig, sizes, stable, None if share is None else share.writes).items():
-        for part, places in enumerate(split_by_size([sizes[position] for position in members], max_file_bytes)):
-            chunk = [members[place] for place in places]
-            stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
-            file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
-            own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
-            _fill(file, chunk, sig, sizes, prefix=f"{own}/" if own else "", number=len(files), place=place)
-            files.append(file)
+    indexes: dict[str, str] = {}
+    if rank == 0:
+        if beside.indexes:
+            layouts = [(files, place)]
+            for other in range(1, num_ranks):
+                their_share = share_of(sig, sizes, rank=other, num_ranks=num_ranks, held=named)
+                layouts.append(lay_out_tensors(other, their_share))
+            indexes = {
+                path: _foreign_index(sig, sizes, item, layouts, depth=path.count("/"))
+                for path, item in beside.indexes.items()
+            }
+        for path, content in sorted(beside.files.items()):
+            assert isinstance(content, bytes)
+            files.append(FileLayout(path, "", "user", stable=True))
+            files[-1].add(content, len(content))
     index = FileLayout(f"index-{rank:05d}", ".json", "index")
     body = _index(sig, sizes, place, files, rank, aliases, division)
     index.add(body, len(body))
@@ -264,7 +290,90 @@ def plan(
     tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
     sampled = () if share is None else share.sampled
     leader = 0 if alike is None else alike[0]
-    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader)
+    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader, indexes)
+
+
+def _files(
+    sig: Signature,
+    sizes: list[int],
+    groups: dict[str, list[int]],
+    *,
+    rank: int,
+    max_file_bytes: int,
+    named: Mapping[int, tuple[str, str]],
+) -> tuple[list[FileLayout], list[tuple[int, int]]]:
+    """Lay out the files of tensors; also returns, for each tensor, the number of its file and its offset there."""
+    files: list[FileLayout] = []
+    place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)
+    for label, members in groups.items():
+        if label.startswith("/"):
+            file = FileLayout(label[1:], "", "tensors")
+            names = [named[position][1] for position in members]
+            _fill(file, members, names, sig, sizes, number=len(files), place=place)
+            files.append(file)
+            continue
+        for part, places in enumerate(split_by_size([sizes[position] for position in members], max_file_bytes)):
+            chunk = [members[place] for place in places]
+            stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
+            file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
+            own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
+            names = [sig.names[position].removeprefix(f"{own}/" if own else "") for position in chunk]
+            _fill(file, chunk, names, sig, sizes, number=len(files), place=place)
+            files.append(file)
+    return files, place
+
+
+def _named(sig: Signature, model_files: ModelFiles, alike: tuple[int, ...] | None) -> dict[int, tuple[str, str]]:
+    """Return the file, and the name there, of each tensor that ``model_files`` puts into a file with a name."""
+    if alike is not None and (model_files.indexes or model_files.named):
+        raise ConfigError(
+            "model_files wants one directory that holds a whole model, but the ranks hold different parts of it "
+            "(alike, stages of a pipeline, experts): leave model_files out, and use `holdfast export` afterwards"
+        )
+    items = set(model_files.indexes.values())
+    unknown = sorted(items.difference(sig.files))
+    if unknown:
+        raise ConfigError(
+            f"model_files: the state has no tensors under {', '.join(map(repr, unknown))}; it has them under "
+            f"{', '.join(sorted({repr(item) for item in sig.files if item}))}: give item=..., the key of the model in "
+            "the state"
+        )
+    at = {name: number for number, name in enumerate(sig.names)}
+    wanted = {path: (file, name) for file, names in model_files.named.items() for path, name in names.items()}
+    missing = sorted(wanted.keys() - at.keys())
+    if missing:
+        raise ConfigError(
+            f"model_files: the state has no tensor {missing[0]!r}"
+            + (f", nor {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ": make the files from the model that is saved, and give item=..., its key in the state"
+        )
+    named = {at[path]: place for path, place in wanted.items()}
+    for number, region in sig.regions.items():
+        if region.box.shape != region.shape and (number in named or sig.files[number] in items):
+            raise UnsupportedStateError(
+                f"model_files: {sig.names[number]!r} is cut over {region.spread.num_ranks} ranks (FSDP, tensor "
+                "parallelism), and other libraries read whole tensors: leave model_files out here, and use "
+                "`holdfast export` afterwards"
+            )
+    return named
+
+
+def _foreign_index(
+    sig: Signature,
+    sizes: list[int],
+    item: str,
+    layouts: list[tuple[list[FileLayout], list[tuple[int, int]]]],
+    *,
+    depth: int,
+) -> str:
+    """Write the index of an item as safetensors and Transformers have it; ``layouts`` are those of all ranks."""
+    weights, total = {}, 0
+    for files, place in layouts:
+        for number, (file, _) in enumerate(place):
+            if file >= 0 and sig.files[number] == item:
+                weights[sig.names[number].removeprefix(f"{item}/")] = files[file].path("{save_id}")
+                total += sizes[number]
+    return index_template(depth, dict(sorted(weights.items())), total)
 
 
 def _check_whole(sig: Signature) -> None:
@@ -278,18 +387,25 @@ def _check_whole(sig: Signature) -> None:
 
 
 def _groups(
-    sig: Signature, sizes: list[int], stable: frozenset[str], writes: frozenset[int] | None
+    sig: Signature,
+    sizes: list[int],
+    stable: frozenset[str],
+    writes: frozenset[int] | None,
+    *,
+    apart: frozenset[str],
+    named: Mapping[int, tuple[str, str]],
 ) -> dict[str, list[int]]:
     """Assign tensors to files: one for each item of the state, frozen tensors apart, small items together.
 
-    The files are those of the whole state, whatever part of it ``writes`` (None: all) is.
+    The files are those of the whole state, whatever part of it ``writes`` (None: all) is. Items in ``apart`` get files
+    of their own at any size; a tensor in ``named`` goes to its file, whose label is "/" and its name.
     """
     totals: dict[str, int] = {}
     for item, size in zip(sig.files, sizes, strict=True):
         totals[item] = totals.get(item, 0) + size
     labels: dict[str, str] = {"": _LOOSE}
     for item, total in totals.items():
-        if item and item != _LOOSE and (total >= _OWN_FILE or item == "model"):
+        if item and item != _LOOSE and (total >= _OWN_FILE or item == "model" or item in apart):
             safe = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or _LOOSE
             taken = safe in labels.values() or safe.endswith(_FROZEN)
             labels[item] = f"{safe}.{len(labels)}" if taken else safe
@@ -298,7 +414,9 @@ def _groups(
         if number in sig.aliases if writes is None else number not in writes:
             continue
         label = labels.get(item, _LOOSE)
-        if number in sig.frozen or name in stable:
+        if number in named:
+            label = f"/{named[number][0]}"
+        elif number in sig.frozen or name in stable:
             label += _FROZEN
         groups.setdefault(label, []).append(number)
     return groups
@@ -307,21 +425,16 @@ def _groups(
 def _fill(
     file: FileLayout,
     members: list[int],
+    names: list[str],
     sig: Signature,
     sizes: list[int],
     *,
-    prefix: str,
     number: int,
     place: list[tuple[int, int]],
 ) -> None:
     rows = [
-        (
-            sig.names[position].removeprefix(prefix),
-            dtype_name(sig.dtypes[position]),
-            tuple(sig.shapes[position]),
-            sizes[position],
-        )
-        for position in members
+        (name, dtype_name(sig.dtypes[position]), tuple(sig.shapes[position]), sizes[position])
+        for name, position in zip(names, members, strict=True)
     ]
     laid_out = lay_out(rows)
     file.add(laid_out.header, len(laid_out.header))
@@ -412,7 +525,13 @@ def divide(
 
 
 def share_of(
-    sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int, alike: tuple[int, ...] | None = None
+    sig: Signature,
+    sizes: Sequence[int],
+    *,
+    rank: int,
+    num_ranks: int,
+    alike: tuple[int, ...] | None = None,
+    held: Collection[int] = frozenset(),
 ) -> Assignment:
     """Derive what ``rank`` writes.
 
@@ -425,6 +544,7 @@ def share_of(
         rank: the rank.
         num_ranks: how many ranks there are.
         alike: the ranks that divide it, where other ranks hold other tensors; None: all ranks.
+        held: positions of tensors that lie in one file together: the first of these ranks writes them.
     """
     group = tuple(range(num_ranks)) if alike is None else alike
     own, replicated = frozenset(sig.own), set(sig.replicated)
@@ -440,7 +560,10 @@ def share_of(
     names, lengths = [sig.names[position] for position in divided], [sizes[position] for position in divided]
     frozen = frozenset(place for place, position in enumerate(divided) if position in sig.frozen)
     owners = [group[place] for place in divide(names, lengths, len(group), last=frozen)]
-    owners = [group[0] if size <= _SMALL else owner for owner, size in zip(owners, lengths, strict=True)]
+    owners = [
+        group[0] if size <= _SMALL or position in held else owner
+        for owner, size, position in zip(owners, lengths, divided, strict=True)
+    ]
     writes = {position for position, owner in zip(divided, owners, strict=True) if owner == rank}
     writes.update(number for number in own if number not in aliases)
     boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks, alike=alike)
@@ -449,6 +572,7 @@ def share_of(
         elsewhere = replicated.union(aliases, sig.regions)
         writes.update(number for number in range(len(sizes)) if number not in elsewhere)
     rows = [f"{name}\0{size}\0{place in frozen}" for place, (name, size) in enumerate(zip(names, lengths, strict=True))]
+    rows += [f"{sig.names[position]}\0held" for position in sorted(held)]
     ties = sorted(f"{sig.names[tied]}\0{sig.names[head]}" for tied, head in aliases.items() if head in replicated)
     spread = {
         f"{sig.names[position]}\0{sig.dtypes[position]}\0{region.shape}\0{region.spread.text}"

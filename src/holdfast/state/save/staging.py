@@ -56,7 +56,7 @@ def stage(
 
     Args:
         layout: where each tensor goes.
-        tensors: the live tensors, in the order of the layout; CPU tensors only (`cuda` takes the others).
+        tensors: the live tensors, in the order of the layout; CPU tensors only (`device_copies` takes the others).
         address: address of the arena.
         view: the arena's memory.
         fresh_fd: file descriptor of an arena whose pages do not exist yet. One thread writes to it, which makes pages

@@ -29,6 +29,7 @@ from ..base import (
     ObjectInfo,
     ReplacingWriter,
     Storage,
+    StorageTraits,
     check_path,
     check_prefix,
     check_range,
@@ -162,11 +163,6 @@ class AdaptedStorage(Storage):
         with client_errors("write", where):
             return _Replacing(self, path, temporary, self._writer(temporary, size, where))
 
-    @property
-    def conditional(self) -> bool:
-        """None of these clients has conditional writes."""
-        return False
-
     def create(self, path: str, size: int) -> FileWriter:
         """Start a big object; see `Storage.create`."""
         full, where = self._full(path), self._where(path)
@@ -260,14 +256,13 @@ class AdaptedStorage(Storage):
                 writer.write(chunk)
 
     @property
-    def copies_itself(self) -> bool:
-        """Whether the client has the server copy."""
-        return type(self)._repeat is not AdaptedStorage._repeat
+    def traits(self) -> StorageTraits:
+        """No conditional writes; files of 256 MiB: those that were not sent completely are sent again."""
+        return StorageTraits(max_file_bytes=256 << 20, copies_itself=self._can_copy(), conditional=False)
 
-    @property
-    def max_file_bytes(self) -> int:
-        """256 MiB, no more: after an interruption every file that was not sent completely is sent again."""
-        return 256 << 20
+    def _can_copy(self) -> bool:
+        """Tell whether the client has the server copy."""
+        return type(self)._repeat is not AdaptedStorage._repeat
 
     @property
     def uri(self) -> str:

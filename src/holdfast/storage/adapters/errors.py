@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from types import TracebackType
 
+from holdfast._outgoing import masked_client
 from holdfast.errors import (
     HoldfastError,
     StorageError,
@@ -22,7 +23,7 @@ from holdfast.errors import (
 
 from ..local.ops import translate
 
-__all__ = ["client_errors", "redact", "translate_client"]
+__all__ = ["client_errors", "translate_client"]
 
 _DENIED_NAMES = frozenset(
     {
@@ -42,16 +43,6 @@ _DENIED = re.compile(
     r"|\bunauthori[sz]ed\b|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|permission denied|invalid credentials",
     re.IGNORECASE,
 )
-_USERINFO = re.compile(r"://[^/@\s]+@")
-_QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]*")
-_SECRET = re.compile(
-    r"(?i)\b(password|secret\w*|token|\w*access_?key\w*|sig(?:nature)?)(['\"]?\s*[=:]\s*)[^\s,;&)}\]]+"
-)
-
-
-def redact(text: str) -> str:
-    """Return ``text`` without what looks like credentials: user parts and queries of URLs, named secrets."""
-    return _SECRET.sub(r"\1\2...", _QUERY.sub(r"\1...", _USERINFO.sub("://...@", text)))
 
 
 def translate_client(error: Exception, action: str, where: str) -> StorageError:
@@ -59,7 +50,7 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
     chain = list(_chain(error))
     names = {base.__name__ for link in chain for base in type(link).__mro__}
     status = next(filter(None, map(_status, chain)), 0)
-    text = redact(" ".join(str(link) for link in chain[:2] if str(link)))[:500]
+    text = masked_client(" ".join(str(link) for link in chain[:2] if str(link)))[:500]
     head = f"cannot {action} {where}: {text or type(error).__name__}"
     if status in (401, 403) or names & _DENIED_NAMES or any(isinstance(link, PermissionError) for link in chain):
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
@@ -99,7 +90,10 @@ class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # r
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(value, Exception) and not isinstance(value, (HoldfastError, MemoryError)):
-            raise translate_client(value, self._action, self._where) from value
+            translated = translate_client(value, self._action, self._where)
+            # A traceback would print the client's words as they are.
+            shown = [str(link) for link in _chain(value)]
+            raise translated from (value if shown == [masked_client(text) for text in shown] else None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

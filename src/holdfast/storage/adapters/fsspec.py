@@ -10,7 +10,6 @@ otherwise.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import posixpath
 import re
 import socket
@@ -20,10 +19,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast._optional import require
+from holdfast._outgoing import masked
 from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
 from ..base import FileReader, FileWriter, Storage
 from ..local.local_storage import LocalStorage
+from ..plugins import importable, load
 from ..resolve import resolve
 from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .fsspec_io import HandleReader, HandleWriter
@@ -61,6 +62,7 @@ class FsspecStorage(AdaptedStorage):
         else:
             self._recipe, self._client = _Recipe.of(filesystem), filesystem
             _bound_waits(filesystem)
+        Described(self._recipe.arguments)  # its credentials are in no message from now on
         super().__init__(root, uri or _uri_of(filesystem, root))
 
     @property
@@ -71,9 +73,9 @@ class FsspecStorage(AdaptedStorage):
         return self._client
 
     def describe(self) -> dict[str, Any] | None:
-        """Return class, arguments and root; None for memory and for arguments that JSON cannot hold."""
+        """Return class, arguments and root; None for memory, arguments JSON cannot hold, and classes of a script."""
         described = Described(self._recipe.arguments)
-        if "memory" in self._recipe.protocols or described.plain is None:
+        if "memory" in self._recipe.protocols or described.plain is None or not importable(self._recipe.kind):
             return None
         return {
             "kind": "fsspec",
@@ -185,9 +187,8 @@ class FsspecStorage(AdaptedStorage):
             fs.rm_file(full)
             self._prune(fs, posixpath.dirname(full))
 
-    @property
-    def copies_itself(self) -> bool:
-        """Whether the file system has a copy of its own."""
+    def _can_copy(self) -> bool:
+        """Tell whether the file system has a copy of its own."""
         from fsspec.asyn import AsyncFileSystem
         from fsspec.spec import AbstractFileSystem
 
@@ -266,7 +267,7 @@ def from_uri(uri: str) -> Storage:
     plain = f"{scheme.removeprefix(_PREFIX)}://{rest}"
     fsspec = require("fsspec", extra="fsspec", purpose=f"{scheme}:// locations")
     name = scheme.removeprefix(_PREFIX)
-    if name not in fsspec.available_protocols():
+    if name not in fsspec.registry and name not in fsspec.available_protocols():
         raise ConfigError(f"location {_without_password(uri)!r}: no storage knows this scheme, nor does fsspec")
     if name in _CACHES or "::" in rest:
         raise ConfigError(f"location {_without_password(uri)!r}: chained and cached file systems serve old content")
@@ -274,8 +275,19 @@ def from_uri(uri: str) -> Storage:
         kind = fsspec.get_filesystem_class(name)
     except ImportError as error:
         raise MissingExtraError(f"{scheme}:// locations need a package of their own: {error}") from error
-    root = str(kind._strip_protocol(plain))
-    recipe = _Recipe(kind, (), dict(kind._get_kwargs_from_urls(plain)))
+    try:
+        root = str(kind._strip_protocol(plain))
+        recipe = _Recipe(kind, (), dict(kind._get_kwargs_from_urls(plain)))
+    except Exception as error:  # noqa: BLE001 - of some twenty packages; their words quote what may be a password
+        raise ConfigError(
+            f"location {_without_password(uri)!r}: {kind.__name__} of fsspec does not take this URL "
+            f"({type(error).__name__}); write {scheme}://HOST/PATH, or give filesystem="
+        ) from None
+    if "?" in root:
+        raise ConfigError(
+            f"location {_without_password(uri)!r}: files below a URL cannot all have its query; give what stands in it "
+            "as options of a file system object (filesystem=)"
+        )
     return _adapt(None, recipe, root.rstrip("/") or root, _without_password(uri).rstrip("/"))
 
 
@@ -295,14 +307,12 @@ def from_description(
     """Rebuild what `FsspecStorage.describe` described.
 
     Raises:
-        ConfigError: the class named is no file system of fsspec, or its credentials are not known here.
+        ConfigError: the class named cannot be imported or is no file system of fsspec, or its credentials are not known
+            here.
     """
     from fsspec.spec import AbstractFileSystem
 
-    module, _, name = client.partition(":")
-    kind: Any = importlib.import_module(module)
-    for part in name.split("."):
-        kind = getattr(kind, part)
+    kind = load(client)
     if not (isinstance(kind, type) and issubclass(kind, AbstractFileSystem)):
         raise ConfigError(f"storage description: {client!r} is no file system of fsspec")
     known = rebuild_options(arguments, secrets, uri)
@@ -311,7 +321,9 @@ def from_description(
 
 def _adapt(filesystem: Any, recipe: _Recipe, root: str, uri: str | None) -> Storage:
     if recipe.protocols & _CACHES:
-        raise ConfigError(f"filesystem={filesystem!r}: it serves old content from its cache; give the one below it")
+        raise ConfigError(
+            f"filesystem=<{recipe.kind.__qualname__}>: it serves old content from its cache; give the one below it"
+        )
     if "dir" in recipe.protocols and filesystem is not None:
         below = f"{str(filesystem.path).rstrip('/')}/{root.lstrip('/')}".rstrip("/")
         return from_filesystem(filesystem.fs, below or "/")
@@ -413,4 +425,4 @@ def _uri_of(filesystem: Any, root: str) -> str:
 
 
 def _without_password(uri: str) -> str:
-    return re.sub(r"^([^:/]+://[^/@:]*):[^/@]*@", r"\1@", uri)
+    return masked(re.sub(r"^([^:/]+://[^/@:]*):(?!\d+/).*@", r"\1@", uri))

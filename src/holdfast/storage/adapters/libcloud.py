@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, quote, unquote
 
 from holdfast._not_here import removed
 from holdfast._optional import require
+from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError, StorageError
 
 from ..base import FileReader, FileWriter, Storage, check_view
@@ -91,6 +92,7 @@ class LibcloudObjectStore(AdaptedStorage):
         # The local driver writes in place; its files can be renamed, though, as those of no other provider.
         self._is_disk = self._provider == "local"
         path = f"/{prefix.strip('/')}" if prefix.strip("/") else ""
+        self.secrets()  # they are in no message from now on
         super().__init__(prefix.strip("/"), f"libcloud://{self._provider}/{quote(container)}{path}")
 
     def describe(self) -> dict[str, Any] | None:
@@ -111,7 +113,9 @@ class LibcloudObjectStore(AdaptedStorage):
         named = {given["environ"] for given in self._arguments.values() if _is_named(given)}
         # Writer processes have an environment of their own: values of this environment are sent with the rest.
         values = {f"{_NAMED}{name}": self._environ.get(name) or os.environ.get(name) for name in named}
-        return {**self._described.secrets, **{name: value for name, value in values.items() if value}} or None
+        found = {name: value for name, value in values.items() if value}
+        conceal(found.values())
+        return {**self._described.secrets, **found} or None
 
     @property
     def _described(self) -> Described:

@@ -7,11 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError
 
 __all__ = ["Described", "rebuild_options"]
 
-_SECRET = re.compile(r"pass(word|wd|phrase)|secret|token|credential|signature|sas|_key$|^key$|^pkey$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"pass(word|wd|phrase)|secret|token|credential|signature|sas|api_?key|_key$|^p?key$|^auth|cookie|connection_?string",
+    re.IGNORECASE,
+)
 # Credentials of clients described here, so that a handle that was pickled and comes back finds them. Never leaves us.
 _known: dict[str, dict[str, str]] = {}
 
@@ -28,7 +32,8 @@ class Described:
 
     def __init__(self, options: Any) -> None:
         self.secrets: dict[str, str] = {}
-        plain = self._split(options, "")
+        plain = self._split(options, "", is_secret=False)
+        conceal(self.secrets.values())
         try:
             text = json.dumps(plain, sort_keys=True)
             self.plain: Any = plain if json.loads(text) == plain else None
@@ -37,18 +42,19 @@ class Described:
         if self.plain is not None and self.secrets:
             _known[text] = self.secrets
 
-    def _split(self, value: Any, path: str) -> Any:
+    def _split(self, value: Any, path: str, *, is_secret: bool) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._value(name, inner, f"{path}/{name}") for name, inner in value.items()}
+            is_secret = is_secret and set(value) != {"environ"}  # the name of a variable, not its value
+            return {
+                name: self._split(inner, f"{path}/{name}", is_secret=is_secret or bool(_SECRET.search(str(name))))
+                for name, inner in value.items()
+            }
         if isinstance(value, (list, tuple)):
-            return [self._split(inner, f"{path}/{number}") for number, inner in enumerate(value)]
-        return value
-
-    def _value(self, name: Any, value: Any, path: str) -> Any:
-        if isinstance(value, str) and value and _SECRET.search(str(name)):
+            return [self._split(inner, f"{path}/{n}", is_secret=is_secret) for n, inner in enumerate(value)]
+        if is_secret and isinstance(value, str) and value:
             self.secrets[path] = value
             return {"$secret": path}
-        return self._split(value, path)
+        return value
 
 
 def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, where: str) -> Any:

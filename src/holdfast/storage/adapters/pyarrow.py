@@ -48,6 +48,7 @@ class PyarrowStorage(AdaptedStorage):
 
     def __init__(self, filesystem: Any, root: str = "", *, uri: str | None = None) -> None:
         self.filesystem = filesystem
+        Described(_client_of(filesystem))  # its credentials are in no message from now on
         super().__init__(root, uri or _uri_of(filesystem, root))
 
     def describe(self) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError
 
 __all__ = ["SECRETS", "BucketConfig", "find_place", "looked_for", "split_settings"]
@@ -173,15 +174,15 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
     scheme, _, rest = uri.partition("://")
     netloc, _, prefix = rest.partition("/")
     if "?" in rest or "#" in rest:
-        raise ConfigError(f"location {_shown(uri)!r}: settings go into options or the environment, not into the URI")
+        raise ConfigError(f"location {uri!r}: settings go into options or the environment, not into the URI")
     if ":" in netloc or not _BUCKET.fullmatch(netloc):
         # A URI is shown, logged and stored: credentials in it would be too.
-        raise ConfigError(
-            f"location {_shown(uri)!r}: write scheme://bucket/prefix; credentials belong into the environment"
-        )
+        raise ConfigError(f"location {uri!r}: write scheme://bucket/prefix; credentials belong into the environment")
     given = {name: _text(value) for name, value in {**options, **secrets}.items() if value is not None}
     kind, find = _FINDERS[scheme]
     store, bucket, settings = find(netloc, given)
+    secrets = {name: value for name, value in sorted(settings.items()) if name in SECRETS}
+    conceal(secrets.values())
     return BucketConfig(
         store=store,
         scheme=kind,
@@ -189,7 +190,7 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
         bucket=bucket,
         prefix=prefix.strip("/"),
         options={name: value for name, value in sorted(settings.items()) if name not in SECRETS},
-        secrets={name: value for name, value in sorted(settings.items()) if name in SECRETS},
+        secrets=secrets,
         extra={"S3Store": "s3", "GCSStore": "gcs", "AzureStore": "azure"}[store],
     )
 
@@ -210,11 +211,6 @@ def looked_for(place: BucketConfig) -> tuple[str, ...]:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _shown(uri: str) -> str:
-    """Leave out what may be a password: everything in front of an "@", everything behind a "?"."""
-    return re.sub(r"//[^/]*:[^/]*@", "//***@", uri.partition("?")[0])
 
 
 def _with_environment(given: dict[str, str], table: _Table) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast._optional import require
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
+from ..base import StorageTraits
 from .bucket import BucketConfig
 from .errors import errors_of, said
 
@@ -31,10 +32,11 @@ class BucketClient:
         place: as given.
         uri: scheme and bucket.
         tag_name: field that conditional writes compare: "version" or "e_tag".
-        num_parallel: requests worth having under way at once: they wait for the network, not for a core.
+        traits: requests wait for the network, not for a core; files of a checkpoint are small enough to be sent again,
+            and to be copied by the server in one request.
     """
 
-    num_parallel = 16
+    traits = StorageTraits(num_parallel=16, max_file_bytes=256 << 20)
 
     def __init__(self, place: BucketConfig, limits: Mapping[str, float]) -> None:
         self.place, self._limits = place, limits

@@ -7,6 +7,7 @@ General layout: `bucket` says which bucket with which settings, `client` talks t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -22,7 +23,7 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 
-from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, StorageTraits, check_path, check_prefix
 from .again import again_if_broken
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
 from .client import BucketClient
@@ -229,19 +230,10 @@ class ObjectStorage(Storage):
         return conditions_of(self._client, self._prefix)
 
     @property
-    def num_parallel(self) -> int:
-        """Requests wait for the network, not for a core."""
-        return self._client.num_parallel
-
-    @property
-    def deletes_at_once(self) -> int:
-        """How many objects one request deletes: a thousand, unless the store has shown that it cannot."""
-        return self._deleter.at_once
-
-    @property
-    def max_file_bytes(self) -> int:
-        """Files of a checkpoint are small enough to be sent again, and copied by the server in one request."""
-        return 256 << 20
+    def traits(self) -> StorageTraits:
+        """Requests wait for the network; files are small enough to be sent again, and copied in one request."""
+        # A thousand at once, unless the store has shown that it cannot.
+        return dataclasses.replace(self._client.traits, deletes_at_once=self._deleter.at_once)
 
     def describe(self) -> dict[str, Any] | None:
         """Return the place and its settings, without credentials; `secrets` has those."""

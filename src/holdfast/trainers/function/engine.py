@@ -134,10 +134,12 @@ class Capacity:
 
     Attributes:
         num_workers: places that a group could be started on.
+        num_ready: those of them where a worker starts at once, as a group that grows wants it; None: all.
         detail: what there is and what is missing, for people.
     """
 
     num_workers: int
+    num_ready: int | None = None
     detail: str = ""
 
 

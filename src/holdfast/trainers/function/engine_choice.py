@@ -17,7 +17,7 @@ from .engines.local.engine import LocalEngine
 
 __all__ = ["make_engine", "runs_on_ray", "threads"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _SPARES = "HOLDFAST_SPARE_NODES"
 _MOST_SPARES = "2"
 
@@ -40,13 +40,16 @@ def runs_on_ray(scaling: ScalingConfig) -> bool:
     return False
 
 
-def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) -> LocalEngine | ClusterEngine:
+def make_engine(
+    scaling: ScalingConfig, storage: Storage, *, max_failures: int, silence_s: float | None = None
+) -> LocalEngine | ClusterEngine:
     """Make the engine; it begins to load what workers need while its caller goes on.
 
     Args:
         scaling: what was asked for.
         storage: root of the run.
         max_failures: failures after which the run ends; with 0 nothing is kept ready on spare nodes.
+        silence_s: a node that says nothing for so long is given up; None: the engine's own limit.
 
     Raises:
         ConfigError: there is no cluster, or it cannot do this.
@@ -72,7 +75,8 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
         labels=scaling.label_selector,
         spares=_spares() if max_failures else 0,
     )
-    return ClusterEngine(RayNodes(ray_api.connect(), wanted), storage=storage)
+    nodes = RayNodes(ray_api.connect(), wanted, silence_s=silence_s or 0.0)
+    return ClusterEngine(nodes, storage=storage, silence_s=silence_s)
 
 
 def threads(scaling: ScalingConfig) -> dict[str, str]:
@@ -103,15 +107,12 @@ def _resources(scaling: ScalingConfig) -> dict[str, float]:
     Raises:
         ConfigError: more than one GPU, or nothing at all.
     """
-    resources = {"CPU": 1.0, **(scaling.resources_per_worker or {})}
-    if scaling.use_gpu:
-        resources = {"GPU": 1.0, **resources}
-        if resources["GPU"] != 1:
-            raise ConfigError(
-                f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
-                "gets one GPU, other amounts are not built yet; start more workers, or leave 'GPU' out"
-            )
-    found = {name: amount for name, amount in resources.items() if amount}
+    found = scaling.reserved_per_worker
+    if scaling.use_gpu and found["GPU"] != 1:
+        raise ConfigError(
+            f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
+            "gets one GPU, other amounts are not built yet; start more workers, or leave 'GPU' out"
+        )
     if not found:
         raise ConfigError(
             f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray a worker has to "

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import platform
 import secrets
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeAlias
 
 from holdfast._version import __version__
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import verify
 from holdfast.config import (
     CheckpointConfig,
     CheckpointStrategy,
@@ -25,13 +23,12 @@ from holdfast.config import (
     ScalingConfig,
     ValidationConfig,
 )
-from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
 from .callbacks import RunContext
-from .control.actions import End
 from .control.drive import Driver, ExecutorOptions, Stops
 from .control.messages import say
 from .control.plan import RunSpec, WaitLimits
@@ -40,7 +37,7 @@ from .control.result import Result
 from .engine_choice import make_engine, runs_on_ray, threads
 from .engines.local.inline import InlineEngine
 from .location import describe_location, pack_secrets
-from .transit import pack_call, pack_value, takes_config
+from .transit import pack_call, pack_result, pack_value, takes_config, unpack_result
 from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
 
 __all__ = ["TorchTrainer"]
@@ -158,77 +155,70 @@ class TorchTrainer:
         """
         name = self._run.name or _default_name(self._function)
         storage = self._root(name)
-        inline = InlineEngine() if self._scaling.num_workers == 0 else None
         failure = self._run.failure_config or FailureConfig()
+        if self._scaling.num_workers == 0:
+            return self._fit_here(name)
         # It loads torch while we go on.
-        engine = inline or make_engine(self._scaling, storage, max_failures=failure.max_failures)
+        engine = make_engine(self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s)
+        driver, keep = self._driver(name, storage, engine)
+        with Stops(driver.stop) as stops:
+            try:
+                end = driver.run()
+            finally:
+                driver.close()
+        say(driver.last_words())
+        if end.error is not None:
+            raise end.error
+        stops.raise_again()
+        return self._result(driver, keep, unpack_result(driver.controller.returned))
+
+    def _driver(self, name: str, storage: Storage, engine: Any, *, launched: int = 1) -> tuple[Driver, Keep]:
+        """Make the driver of a run; the engine is closed if that fails."""
         try:
             options = self._options(name, storage)
-            driver = Driver(self._plan(name, storage), options, storage, engine)
+            return Driver(self._plan(name, storage, launched=launched), options, storage, engine), options.keep
         except BaseException:
             engine.close()
             raise
-        if inline is not None:
-            self._run_here(driver, inline)
-        else:
-            with Stops(driver.stop) as stops:
-                try:
-                    end = driver.run()
-                finally:
-                    driver.close()
-            say(driver.last_words())
-            if end.error is not None:
-                raise end.error
-            stops.raise_again()
+
+    def _result(self, driver: Driver, keep: Keep, value: Any) -> Result:
         memory, newest = driver.controller.commits.known.memory, driver.controller.commits.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()
-        return Result(storage, keep=options.keep, memory=values)
+        return Result(driver.storage, keep=keep, memory=values, return_value=value)
 
-    def _run_here(self, driver: Driver, engine: InlineEngine) -> None:
-        """Drive the run in a thread, and call the train function here each time it is to start."""
-        from .worker.main import run_here  # loads torch
+    def _fit_here(self, name: str) -> Result:
+        """Train in this process; under torchrun together with the others that it has started."""
+        from .here import drive_here, work_here  # load torch
+        from .launched import Launched, ranks_of_launcher
+        from .worker._session import in_session
+        from .worker.group import launched_group
 
-        outcome: Future[End] = Future()
-        raised: list[BaseException] = []
-
-        def drive() -> None:
+        # A worker of ours has the variables of a launcher, too: what it starts is its own.
+        info = None if in_session() else ranks_of_launcher()
+        if info is None:
+            engine = InlineEngine()
+            driver, keep = self._driver(name, self._root(name), engine)
+            value = drive_here(driver, engine, self._function, self._config)
+            return self._result(driver, keep, value)
+        with launched_group(info, use_gpu=self._scaling.use_gpu):
+            launched = Launched.meet(info, name=name, named=self._run.name is not None, place=self._root("").uri)
+            storage = self._root(launched.name)
             try:
-                outcome.set_result(driver.run())
-            except BaseException as error:  # noqa: BLE001 - a thread edge: raised below
-                outcome.set_exception(error)
-            engine.close()
-
-        def ended(status: int, error: BaseException | None) -> None:
-            raised[:] = [] if error is None else [error]
-            engine.ended(status)
-
-        @functools.wraps(self._function)
-        def function(*arguments: Any) -> None:
-            try:
-                self._function(*arguments)
-            except KeyboardInterrupt:
-                driver.stop("SIGINT")  # before the controller hears of a failure, which it would recover from
+                if info.rank:
+                    packed = work_here(launched, self._function, self._config)
+                    return Result(storage, keep=_keep(self._run.checkpoint_config), return_value=unpack_result(packed))
+                engine = InlineEngine(launched.workers)
+                driver, keep = self._driver(launched.name, storage, engine, launched=info.world_size)
+                value = drive_here(driver, engine, self._function, self._config)
+                launched.tell_end(None, pack_result(value) or b"")
+                return self._result(driver, keep, value)
+            except BaseException as error:
+                launched.tell_end(error, b"")
                 raise
-
-        driving = threading.Thread(target=drive, name="holdfast-drive")
-        driving.start()
-        try:
-            while (channel := engine.next_call()) is not None:
-                run_here(channel, function, self._config, ended=ended)
-        except BaseException:
-            driver.stop("an error")
-            raise
-        finally:
-            driving.join()
-            driver.close()
-        say(driver.last_words())
-        if raised and isinstance(raised[0], KeyboardInterrupt):
-            raise raised[0]
-        end = outcome.result()
-        if end.error is not None:
-            raise end.error from (raised[0] if raised else end.error.__cause__)
+            finally:
+                launched.close()
 
     def _root(self, name: str) -> Storage:
         """Return the root of the run of this name.
@@ -243,16 +233,22 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
+            if base.uri.startswith("memory://"):
+                raise ConfigError(
+                    f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
+                    "and can neither read nor write it; give a directory"
+                )
             raise ConfigError(
-                f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
-                "can neither read nor write it; give a directory"
+                f"storage_path: {base.uri}: workers are processes of their own, and {type(base).__qualname__} does not "
+                "say how another process makes it: let its describe() return {'kind': 'module:Class', ...} "
+                "(docs/storage.md)"
             )
         root = storage.local_root
         if root is not None and root.exists() and not root.is_dir():
             raise ConfigError(f"{root} is a file; a run needs a directory: give another name or storage_path")
         return storage
 
-    def _plan(self, name: str, storage: Storage) -> RunSpec:
+    def _plan(self, name: str, storage: Storage, *, launched: int = 1) -> RunSpec:
         failure = self._run.failure_config or FailureConfig()
         score, strategy = _scores(self._run.checkpoint_config)
         location, memory, _ = self._first
@@ -262,12 +258,15 @@ class TorchTrainer:
             storage=storage.describe() or {},
             uri=storage.uri,
             local_dir=self._local_dir(storage),
-            num_workers=self._scaling.most_workers or 1,
+            num_workers=self._scaling.most_workers or launched,
             min_workers=count[0] if isinstance(count, tuple) else None,
             finds_places=on_ray,
             where="on the Ray cluster" if on_ray else "on this machine",
             inline=count == 0,
-            policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions),
+            # Processes that torchrun has started are started again by it, not by us.
+            policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions)
+            if launched == 1
+            else FailurePolicy(max_failures=0, max_preemptions=0),
             limits=self._limits(failure),
             score=score,
             strategy=strategy,
@@ -298,7 +297,7 @@ class TorchTrainer:
         limits = WaitLimits(
             report_s=_seconds(_REPORT_TIMEOUT),
             place_s=_seconds(_PLACEMENT_TIMEOUT),
-            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            grow_after_s=_seconds(_GROW_AFTER) if os.environ.get(_GROW_AFTER) else None,
             hang_s=failure.hang_timeout_s,
         )
         task = None if self._validation is None else self._validation.task_config
@@ -372,7 +371,11 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
     root = given.storage.local_root
     if root is not None and not (root / given.directory).exists():
         raise CheckpointNotFoundError(f"resume_from_checkpoint: there is nothing at {given.uri}; check the path")
-    _ = given.manifest  # a damaged or uncommitted checkpoint is refused here
+    manifest = given.manifest  # a damaged or uncommitted checkpoint is refused here
+    if root is not None and manifest is not None and manifest.with_role("user"):  # nobody compares them later
+        found = verify(given.storage, given.directory, deep=("user",), beside=False)
+        if not found.ok:
+            raise CorruptCheckpointError(f"resume_from_checkpoint: {given.uri} is damaged: {'; '.join(found.problems)}")
     if given.storage.describe() is None:
         return None, pack_checkpoint(given), ()
     return describe_location(given.storage, given.directory), None, (given.storage,)
@@ -385,8 +388,8 @@ def _default_name(function: Any) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
 
 
-def _seconds(name: str, default: str = "600") -> float:
-    text = os.environ.get(name, default)
+def _seconds(name: str) -> float:
+    text = os.environ.get(name, "600")
     try:
         seconds = float(text)
     except ValueError:

@@ -48,6 +48,7 @@ class State:
         train_dataloader, eval_dataloaders: the data; evaluation by label.
         train_spec, evaluators: how their batches are treated; evaluators by label.
         train_metrics, eval_metrics: metric objects by name; those of evaluation by label first.
+        own_eval_metrics: what is saved while ``eval_metrics`` shows those of an evaluation on other data; else None.
         train_metric_values, eval_metric_values: what they last came to.
         evaluated_at: the batch after which that was, by label.
         batch, outputs, loss: of the current batch.
@@ -97,6 +98,7 @@ class State:
         }
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
+        self.own_eval_metrics: dict[str, dict[str, Any]] | None = None
         self.train_metric_values: dict[str, Any] = {}
         self.eval_metric_values: dict[str, dict[str, Any]] = {}
         self.evaluated_at: dict[str, int] = {}
@@ -201,7 +203,8 @@ class State:
         if name == "train_metrics":  # each rank has gathered its own part of the epoch
             return PerRank(value) if value and self.save_metrics else {}
         if name == "eval_metrics":
-            return value if self.save_metrics else {}
+            own = value if self.own_eval_metrics is None else self.own_eval_metrics
+            return own if self.save_metrics else {}
         return {} if value is None else value
 
     def _metadata(self) -> dict[str, Any]:
@@ -213,6 +216,11 @@ class State:
             "world_size": self.ranks.world_size,
             "train_dataloader_batch_size": getattr(self.train_dataloader, "batch_size", None),
         }
+
+    def show_own_metrics(self) -> None:
+        """Let ``eval_metrics`` be those of the trainer's own data again."""
+        if self.own_eval_metrics is not None:
+            self.eval_metrics, self.own_eval_metrics = self.own_eval_metrics, None
 
     def take(self, loaded: Mapping[str, Any]) -> None:
         """Take over the plain data of a loaded checkpoint; objects have got theirs already.

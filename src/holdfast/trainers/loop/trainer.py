@@ -52,7 +52,7 @@ from .training.steps import Evaluation, TrainStep
 
 __all__ = ["Trainer"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 EXIT_CODE_FOR_REQUEUE = 85
 
 
@@ -254,10 +254,10 @@ class Trainer:
         """Connect everybody who hears of events: callbacks, loggers (on rank 0), savers, in this order."""
         state = self.state
         self._bar = ProgressBar()
-        shown = [*destinations, *([self._bar] if progress_bar else [])]
+        self._group = SaverGroup(state, self._savers, destinations)
+        shown = [*destinations, *([self._bar] if progress_bar else []), self._group.history]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
-        self._group = SaverGroup(state, self._savers, destinations)
         self._engine = EventEngine(state, self.logger)
         self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
 
@@ -305,6 +305,12 @@ class Trainer:
                 )  # fmt: skip
             self._complete()
             return
+        state.show_own_metrics()
+        if next(state.model.parameters(), None) is None:
+            raise ConfigError(
+                f"fit() of a {type(state.model).__name__} without parameters: there is nothing to train; assign layers "
+                "to attributes of the module (those in a plain list are not seen), or call eval()"
+            )
         if not state.timestamp.count("batch"):
             refresh(state.schedulers)
         for every in self._evals:
@@ -388,6 +394,7 @@ class Trainer:
         subset = check_subset(subset_num_batches, "subset_num_batches")
         if not other and not state.eval_dataloaders:
             raise ConfigError("eval() needs eval_dataloader")
+        state.show_own_metrics()
         with self._evaluating(other) if other else contextlib.nullcontext():
             labels = list(state.eval_dataloaders)
             self._engine.run(Event.EVAL_STANDALONE_START)
@@ -397,9 +404,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _evaluating(self, other: Mapping[str, Evaluator]) -> Iterator[None]:
-        """Have other data for one evaluation, with metrics like those that the trainer has."""
+        """Have other data for one evaluation, with metrics like those that the trainer has; they stay to be read."""
         state = self.state
-        kept = (state.evaluators, state.eval_dataloaders, state.eval_metrics, dict(state.evaluated_at))
+        kept = (state.evaluators, state.eval_dataloaders, dict(state.evaluated_at))
         metrics = {
             label: copy.deepcopy(metric_set) for label, metric_set in state.eval_metrics.items() if label in other
         }
@@ -408,12 +415,13 @@ class Trainer:
         metrics.update(eval_metric_sets(copy.deepcopy(given), state.model, new, with_loss=self._loss_fn is not None))
         for metric_set in metrics.values():
             move_metrics(metric_set, state.device)
-        state.evaluators, state.eval_metrics = dict(other), metrics
+        state.own_eval_metrics, state.eval_metrics = state.eval_metrics, {**state.eval_metrics, **metrics}
+        state.evaluators = dict(other)
         state.eval_dataloaders = {label: evaluator.dataloader for label, evaluator in other.items()}
         try:
             yield
         finally:
-            state.evaluators, state.eval_dataloaders, state.eval_metrics, state.evaluated_at = kept
+            state.evaluators, state.eval_dataloaders, state.evaluated_at = kept
             for label in other:  # a checkpoint of this moment must not record what came of other data
                 state.evaluated_at.pop(label, None)
 

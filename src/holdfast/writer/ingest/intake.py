@@ -20,9 +20,9 @@ from holdfast.errors import (
     StorageFullError,
 )
 from holdfast.format.commit import commit, make_folders
-from holdfast.format.digest import file_digest
+from holdfast.format.digest import check_blanks, close_by_blanks, file_digest
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
-from holdfast.format.names import join
+from holdfast.format.names import METADATA_FILE, join
 from holdfast.format.parts import clear_planned, plan_name, put_plan, read_plan
 from holdfast.storage.base import FileBatch, Storage
 from holdfast.storage.local.beneath import Beneath
@@ -38,7 +38,7 @@ from .digesting import SMALL_BYTES, Copier, changed, opened
 from .file_list import FileList, manifest_fields
 from .incoming import read_incoming, remove_incoming
 from .merge import MergedFile, MergePlan, contested, merge
-from .sources import METADATA, Contents, damaged, scan
+from .sources import Contents, damaged, scan
 
 __all__ = ["Intake"]
 
@@ -131,7 +131,8 @@ class Intake:
                         listing.add_file(item.path, item.size, table, writer=item.rank)
             self._written += listing.put_digests(storage, job.directory)
             if plan.metadata is not None:
-                storage.put(join(job.directory, METADATA), plan.metadata)
+                metadata = plan.metadata if check_blanks(plan.metadata) is not None else close_by_blanks(plan.metadata)
+                storage.put(join(job.directory, METADATA_FILE), metadata)
         with self._timed("commit"):
             if run is not None:
                 run.before_commit()
@@ -153,7 +154,7 @@ class Intake:
         digests = {(file.rank, file.name): file_digest(self._tables[file.source]) for file in needed}
         plan = merge(sources, digests)
         paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
-        paths |= {METADATA} if plan.metadata is not None else set()
+        paths |= {METADATA_FILE} if plan.metadata is not None else set()
         skip = len(job.directory) + 1
         taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
         if taken == [MANIFEST_NAME] and run is not None and run.is_void(job.directory):
@@ -293,7 +294,7 @@ class Intake:
                     home.delete_tree(name)
                 else:
                     home.delete(name)
-                    home.delete(f".{name}{METADATA}")
+                    home.delete(f".{name}{METADATA_FILE}")
         except HoldfastError as error:
             _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
 

@@ -17,10 +17,10 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.format.codec import decode, encode
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry
-from holdfast.format.names import REMOVING_NAME, SIDECARS
+from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS
 
 from .file_list import known_fields
-from .sources import METADATA, Contents, SourceFile
+from .sources import Contents, SourceFile
 
 __all__ = ["MergePlan", "MergedFile", "contested", "merge", "suffixed"]
 
@@ -272,8 +272,8 @@ def _about_metadata(found: Sequence[tuple[int, bytes]]) -> list[str]:
     if not others:
         return []
     return [
-        f"{METADATA} of rank {found[0][0]} was kept; what rank {', '.join(map(str, others[:_NAMED]))} has in its own "
-        "is left out: set metadata on one rank only"
+        f"{METADATA_FILE} of rank {found[0][0]} was kept; what rank {', '.join(map(str, others[:_NAMED]))} has in its "
+        "own is left out: set metadata on one rank only"
     ]
 
 

@@ -15,7 +15,7 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.manifest import MAX_FOLDERS, MAX_MANIFEST_BYTES, FileEntry, Manifest
-from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
+from holdfast.format.names import MANIFEST_NAME, METADATA_FILE, REMOVING_NAME, SIDECARS, check_path
 from holdfast.format.parts import is_passing
 from holdfast.run.record import METRICS_FILE
 from holdfast.storage.base import TEMPORARY
@@ -23,9 +23,8 @@ from holdfast.storage.local.ops import errors_of
 
 from ..messages import IngestSource
 
-__all__ = ["METADATA", "Contents", "SourceFile", "check_contents", "damaged", "scan"]
+__all__ = ["Contents", "SourceFile", "check_contents", "damaged", "scan"]
 
-METADATA = ".metadata.json"
 _NAMED = 5
 
 
@@ -89,7 +88,7 @@ def scan(source: IngestSource) -> Contents:
         if name in (MANIFEST_NAME, REMOVING_NAME, *SIDECARS):
             raise ConfigError(f"{root} (rank {source.rank}): checkpoints keep something of their own under this name")
         file = SourceFile(rank=source.rank, name=name, source=root, size=os.stat(root).st_size, movable=movable)
-        metadata = _read(f"{head}/.{name}{METADATA}")
+        metadata = _read(f"{head}/.{name}{METADATA_FILE}")
         return check_contents(root, Contents(rank=source.rank, files=(file,), metadata=metadata))
     if not os.path.isdir(root):
         raise CheckpointNotFoundError(
@@ -101,9 +100,9 @@ def scan(source: IngestSource) -> Contents:
         walk = _walk(source, root, "", movable, (os.path.realpath(root),), bare)
         found = sorted(walk, key=lambda file: file.name)
     manifest = _manifest(source, found)
-    metadata = _read(os.path.join(root, METADATA))
+    metadata = _read(os.path.join(root, METADATA_FILE))
     if manifest is None:
-        files = tuple(file for file in found if file.name != METADATA)
+        files = tuple(file for file in found if file.name != METADATA_FILE)
         return check_contents(
             root, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare)))
         )
@@ -202,7 +201,7 @@ def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Mani
             )
     kept = []
     for file in found:
-        own = file.name in (MANIFEST_NAME, METRICS_FILE, METADATA) or file.name.startswith(TEMPORARY)
+        own = file.name in (MANIFEST_NAME, METRICS_FILE, METADATA_FILE) or file.name.startswith(TEMPORARY)
         if file.name in listed:
             # Not `dataclasses.replace`: ten thousand files would take 30 ms.
             kept.append(

@@ -15,6 +15,7 @@ before anything acts on them: what goes wrong behind that check is a mistake of 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import resource
@@ -76,6 +77,7 @@ _WISHES = ("settle", "save", "stop")
 _OTHER_FILES = 64  # files of a save, shared memory, logs, connections that have not proved yet who they are
 MAX_MESSAGE = 64 << 20
 _CHUNK = 1 << 18
+_NO_NETWORK = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _TURN_BYTES = 8 << 20  # what one connection may say before the others are heard
 
 Message = dict[str, Any]
@@ -147,23 +149,29 @@ class Link:
 
     Args:
         sock: connected (or connecting).
+        unanswered_s: the system ends the connection when the other machine has not answered for so long. It tries again
+            ever more rarely: after a minute without a network the next attempt may be another minute away, while a new
+            connection is made within seconds.
 
     Attributes:
         hung_up: the system of the other side has closed the connection, in order or not; False as long as it may be
             the network that fails.
+        unreachable: the system has given the other machine up: there is no network, or not for now.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, unanswered_s: float | None = None) -> None:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if unanswered_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unanswered_s))
         self._sock = sock
         self._hello = bytearray()
         self._decoder = FrameDecoder(
             "a rank on the control channel", max_header_bytes=MAX_MESSAGE, max_attached_bytes=0
         )
         self._outgoing = bytearray()
-        self.hung_up = False
+        self.hung_up = self.unreachable = False
 
     def fileno(self) -> int:
         """Descriptor, for a selector."""
@@ -244,6 +252,7 @@ class Link:
 
     def _fail(self, error: OSError) -> None:
         self.hung_up = self.hung_up or isinstance(error, ConnectionResetError | BrokenPipeError)
+        self.unreachable = self.unreachable or error.errno in _NO_NETWORK
 
     def close(self) -> None:
         """Close the connection; idempotent."""

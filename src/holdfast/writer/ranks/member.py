@@ -69,6 +69,7 @@ class ControlMember:
         self._link: Link | None = None
         self._judged: Message | None = None  # the last verdict
         self._heard = time.monotonic()
+        self._cut_off = False  # by the network: the time since rank 0's writer was heard counts
         self._closing: float | None = None
         self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-member", daemon=True)
@@ -127,10 +128,15 @@ class ControlMember:
 
     def _connect(self) -> bool:
         """Connect, and try again within `stale_s`; False after that (`lost`), or when this member was closed."""
-        begun = time.monotonic()
+        begun = self._heard if self._cut_off else time.monotonic()
+        before, refused_since = time.monotonic(), None
         pause_s = _PAUSE_S[0]
         problem = ""
         while True:
+            now = time.monotonic()
+            if now - before > max(self._stale_s / 2, 2 * self._beat_s, 2 * _CONNECT_S * len(self._addresses)):
+                begun = now  # as in `_talk`
+            before = now
             refused = True
             for address in self._addresses:
                 try:
@@ -139,11 +145,14 @@ class ControlMember:
                     problem = f"{address[0]}:{address[1]}: {error}"
                     refused = refused and isinstance(error, ConnectionRefusedError)
                     continue
-                self._link = Link(sock)
+                self._link = Link(sock, unanswered_s=self._stale_s / 2)
                 return True
             # Rank 0's trainer holds the listening socket for a writer that is started again: if nobody holds it, both
             # are gone.
-            if time.monotonic() - begun > (min(ENDED_S, self._stale_s / 3) if refused else self._stale_s):
+            now = time.monotonic()
+            refused_since = (refused_since or before) if refused else None
+            ended = refused_since is not None and now - refused_since > min(ENDED_S, self._stale_s / 3)
+            if ended or now - begun > self._stale_s:
                 self.lost = (
                     f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
                 )
@@ -196,7 +205,9 @@ class ControlMember:
             if self.lost is not None:
                 return True
         link.close()
-        self._heard = time.monotonic()  # the search for it begins
+        self._cut_off = link.unreachable
+        if not self._cut_off:
+            self._heard = time.monotonic()  # the search for it begins
         return False
 
     def _shake_hands(self, link: Link) -> bool | None:

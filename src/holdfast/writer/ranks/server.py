@@ -80,7 +80,8 @@ class ControlServer:
     ) -> None:
         self._listener, self._token, self._world_size, self._commit = listener, token, world_size, commit
         self._beat_s, self._stale_s = beat_s, stale_s
-        self._rejoin_s = stale_s / 3  # a writer that was killed is started again, and joins again, long before this
+        # A writer that was killed is started again, and joins again, long before this.
+        self._rejoin_s = min(stale_s, STALE_S) / 3
         self._ended_s = min(ENDED_S, self._rejoin_s)
         self.saves = JointSaves(world_size, timeout_s=timeout_s)
         self.steps = StepAgreement(world_size)
@@ -88,7 +89,8 @@ class ControlServer:
         self._parts: dict[str, dict[int, Message]] = {}  # of staged saves, until they have ended
         now = time.monotonic()
         self._members = [_Member(now) for _ in range(world_size)]
-        self._back_by: dict[int, float] = {}  # ranks whose connection broke: when they have to have joined again
+        # Ranks whose connection broke: when they have to have joined again, and what it means if they have not.
+        self._back_by: dict[int, tuple[float, str]] = {}
         self._early: list[tuple[int, str]] = []  # questions of before all ranks had joined
         self._strangers: dict[Link, _Stranger] = {}  # the oldest first
         self._ranks: dict[Link, int] = {}
@@ -157,7 +159,7 @@ class ControlServer:
     def _turn(self) -> None:
         now = time.monotonic()
         due = [self._next_beat, *([] if self.saves.deadline is None else [self.saves.deadline])]
-        due += self._back_by.values()
+        due += [back_by for back_by, _ in self._back_by.values()]
         due += [stranger.until for stranger in islice(self._strangers.values(), 1)]
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
             if key.fileobj is self._listener:
@@ -186,20 +188,24 @@ class ControlServer:
         if slept > max(self._stale_s / 2, 2 * self._beat_s):
             for member in self._members:  # we were stopped ourselves, perhaps with all the others (a suspended job)
                 member.heard = now
-            self._back_by = dict.fromkeys(self._back_by, now + self._rejoin_s)
+            self._back_by = {rank: (max(by, now + self._rejoin_s), why) for rank, (by, why) in self._back_by.items()}
         self._act(self.saves.expire(now))
         while self._strangers and now > (oldest := next(iter(self._strangers.items())))[1].until:
             self._drop(oldest[0])
-        for rank in [rank for rank, back_by in self._back_by.items() if now >= back_by]:
+        for rank, why in [(rank, why) for rank, (back_by, why) in self._back_by.items() if now >= back_by]:
             nonsense = self._members[rank].nonsense
-            self._lose(rank, "its writer process has died" if nonsense is None else _NONSENSE.format(nonsense))
+            self._lose(rank, why if nonsense is None else _NONSENSE.format(nonsense))
         if now < self._next_beat:
             return
         self._next_beat = now + self._beat_s
         self._send_all({"do": "beat"})
         for rank, member in enumerate(self._members):
             if member.gone is None and member.link is not None and now - member.heard > self._stale_s:
-                self._lose(rank, f"its writer process gives no sign of life for {self._stale_s:g} s")
+                self._lose(rank, self._silence)
+
+    @property
+    def _silence(self) -> str:
+        return f"its writer process gives no sign of life for {self._stale_s:g} s"
 
     def _lose(self, rank: int, why: str) -> None:
         _LOG.warning("rank %d: %s", rank, why)
@@ -231,7 +237,7 @@ class ControlServer:
         if len(self._strangers) >= self._world_size + _MORE_STRANGERS:
             self._drop(next(iter(self._strangers)))
         try:
-            link = Link(sock)
+            link = Link(sock, unanswered_s=self._stale_s / 2)
         except OSError:  # it is gone already
             sock.close()
             return
@@ -336,10 +342,13 @@ class ControlServer:
             return
         link.close()
         if rank is not None and self._members[rank].link is link:
-            self._members[rank].link = None
-            if self._members[rank].gone is None:
-                ended = link.hung_up and self._members[rank].held
-                self._back_by[rank] = time.monotonic() + (self._ended_s if ended else self._rejoin_s)
+            member = self._members[rank]
+            member.link = None
+            if member.gone is None and link.unreachable:
+                self._back_by[rank] = max(member.heard + self._stale_s, time.monotonic() + self._ended_s), self._silence
+            elif member.gone is None:
+                back_s = self._ended_s if link.hung_up and member.held else self._rejoin_s
+                self._back_by[rank] = time.monotonic() + back_s, "its writer process has died"
 
     def _interest(self, link: Link) -> None:
         if link not in self._ranks and link not in self._strangers:

@@ -123,7 +123,9 @@ class FileUploads:
         self._pointed: dict[str, tuple[int, int, str]] = {}
         self._held: dict[str, bytes | None] = {}  # what a pointer held when we last looked
         self._alone = False
-        self._is_store = target.num_parallel > 1  # objects are there whole or not at all; elsewhere they grow in place
+        self._is_store = (
+            target.traits.num_parallel > 1
+        )  # objects are there whole or not at all; elsewhere they grow in place
         self._paths: dict[str, threading.Lock] = {}  # jobs of one path go one after another
         self._died_at = math.inf
         self._looking = threading.Lock()

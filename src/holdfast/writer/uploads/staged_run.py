@@ -21,7 +21,7 @@ from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import is_staged, staged_name
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat
-from holdfast.run.record import Record, record_from_manifest
+from holdfast.run.record import Record, Sidecar, record_from_manifest
 from holdfast.storage.base import Storage
 
 from ..messages import MirrorLimits
@@ -230,4 +230,4 @@ def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:
 
 
 def _record(name: str, manifest: Manifest) -> Record:
-    return record_from_manifest(name, manifest, metrics={}, pinned=False)
+    return record_from_manifest(name, manifest, Sidecar())

@@ -72,6 +72,7 @@ class Controller:
         attempt: number of the attempt that runs.
         restarts: how often the workers were started again.
         first: what the first group started from.
+        returned: what train_func returned on rank 0, packed; None if it has not, or returned None.
     """
 
     def __init__(self, plan: RunSpec) -> None:
@@ -82,6 +83,7 @@ class Controller:
         self.reports = Reports(plan, self.commits, self._out)
         self.attempt = self.restarts = 0
         self._run_id = self._start_id = ""
+        self.returned: bytes | None = None
         self._past: list[str] = []  # start ids of attempts that have ended, the newest last
         self._group: WorkerGroup | None = None
         self._teardown: Teardown | None = None
@@ -96,6 +98,7 @@ class Controller:
         self._room = Room(plan)
         self._not_before = 0.0
         self._handover: Handover | None = None
+        self._growing_since: float | None = None
         self._last_sign = 0.0
         self._ending: Ending | None = None
         self._rows_lost = False
@@ -273,9 +276,13 @@ class Controller:
                 self._clock.end("start", self._now)
                 self._room.satisfied()
                 group.running_since = self._now
+                if self._growing_since is not None:
+                    group.growth_s, self._growing_since = self._now - self._growing_since, None
                 self._become(RunState.RUNNING)
         elif on == "finished":
             group.finished.add(rank)
+            if rank == 0:
+                self.returned = attachments[0] if attachments else None
             if header.get("left"):
                 group.left.add(rank)
             self.reports.ledger.finished.add(rank)
@@ -319,7 +326,7 @@ class Controller:
         """Return when the group should be ended in order to grow; None: it should not."""
         if group.running_since is None or self._handover is not None or self._teardown is not None or group.finished:
             return None
-        return self._room.growth(group.size, group.running_since)
+        return self._room.growth(group.size, group.running_since, group.growth_s)
 
     def _advance_moves(self, group: WorkerGroup) -> None:
         due = self._growth(group)
@@ -336,6 +343,7 @@ class Controller:
                 self._hand_over(group, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
         elif handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
             group.moved = (handover.cause, handover.why)
+            self._growing_since = self._now if handover.cause is Cause.RESIZE else None
             self._clock.begin(self._now)
             self._tear_down()
             return

@@ -54,7 +54,10 @@ def find_start(
     dead: Collection[str] = (),
     validations: bool = False,
 ) -> RunContents:
-    """Find the newest checkpoint whose files are all there; reads names and sizes, and the bytes of ``deep``.
+    """Find the newest checkpoint whose files are all there and, if nobody compares them later, whose bytes are right.
+
+    What was saved as a state is compared with its digests when it is loaded, and a download while it comes. Files that
+    users reported to a run on a disk are opened by them where they lie: they are read here once, before a life begins.
 
     Args:
         storage: root of the run.
@@ -70,9 +73,10 @@ def find_start(
         StorageError: the storage failed.
     """
     kept = [unpack(row) for row in rows]
+    where_they_lie = ("user",) if storage.local_root is not None else ()
 
     def check(record: Record) -> str | None:
-        outcome = verify(storage, record.name, deep=record.name in deep)
+        outcome = verify(storage, record.name, deep=record.name in deep or where_they_lie, beside=False)
         if outcome.ok:
             return None
         if outcome.state == "missing":

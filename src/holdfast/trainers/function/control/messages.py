@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
 from holdfast.config import Keep
 from holdfast.writer.messages import RunOpened
@@ -21,7 +22,7 @@ _SHOWN = 8
 
 def say(*lines: str) -> None:
     """Print lines for people."""
-    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
+    print("\n".join(visible(masked(line)) for line in lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
 
 
 def listed(names: Iterable[str]) -> str:
@@ -47,6 +48,8 @@ def start_block(
         f"holdfast: {headline}",
         f"  storage   {plan.uri}",
         "  workers   none: train_func runs in this process"
+        if plan.inline and plan.num_workers == 1
+        else f"  workers   {plan.num_workers} processes that torchrun has started, which restarts them{group}"
         if plan.inline
         else f"  workers   {_workers(plan)} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",

@@ -19,7 +19,8 @@ class WaitLimits:
     Attributes:
         place_s: how long room for the workers is waited for.
         settle_capacity_s: how long a number of workers below the largest is looked at before it is taken.
-        grow_after_s: how long a group has run at least before it is ended in order to grow.
+        grow_after_s: how long a group has run at least before it is ended in order to grow; None: see
+            `holdfast.trainers.function.control.policy.growth_pause_s`.
         start_s: from the start of a group until train_func runs on all ranks.
         report_s: from the first rank that enters a report with data until the last.
         settle_s: after an error of a worker, how long to wait for the exit of another that may have caused it.
@@ -33,7 +34,7 @@ class WaitLimits:
 
     place_s: float = 600.0
     settle_capacity_s: float = 3.0
-    grow_after_s: float = 60.0
+    grow_after_s: float | None = None
     start_s: float = 600.0
     report_s: float = 600.0
     settle_s: float = 1.0
@@ -58,7 +59,7 @@ class RunSpec:
         min_workers: the fewest that a group is started with; None: always ``num_workers``.
         finds_places: the engine says how many workers there is room for, and nothing starts before.
         where: where the workers run, for people.
-        inline: the only worker is a call in the driver's process.
+        inline: workers are calls in processes that exist, one of them in the driver's.
         policy: how often the run may fail.
         limits: bounds of all waits.
         score: {"attribute", "order"} of a CheckpointConfig that ranks by a metric.

@@ -6,6 +6,7 @@ from holdfast.errors import TrainingError
 
 from ..engine import Capacity
 from .plan import RunSpec
+from .policy import growth_pause_s
 
 __all__ = ["Room"]
 
@@ -25,6 +26,7 @@ class Room:
     def __init__(self, plan: RunSpec) -> None:
         self._plan, self._policy = plan, plan.scaling
         self.num_workers: int | None = None if plan.finds_places else plan.num_workers
+        self._num_ready: int | None = None
         self._detail = "nothing is known of the cluster yet"
         self._since = 0.0
         self._waiting_since: float | None = None
@@ -34,7 +36,7 @@ class Room:
         """Take in what the engine says."""
         if event.num_workers != self.num_workers:
             self._since = now
-        self.num_workers, self._detail = event.num_workers, event.detail
+        self.num_workers, self._num_ready, self._detail = event.num_workers, event.num_ready, event.detail
 
     def wait(self, now: float) -> None:
         """Begin to wait for the start of a group; a wait that was not `satisfied` goes on."""
@@ -78,12 +80,17 @@ class Room:
             "Add nodes, end what else runs there, or ask for less in ScalingConfig; the same command again goes on"
         )
 
-    def growth(self, size: int, running_since: float) -> float | None:
-        """Return when a group of ``size`` that runs since ``running_since`` should grow; None: it should not."""
-        if self.num_workers is None or min(self.num_workers, self._policy.most) <= size:
+    def growth(self, size: int, running_since: float, growth_s: float) -> float | None:
+        """Return when a group of ``size`` that runs since ``running_since`` should grow; None: it should not.
+
+        It trains on until workers start at once in the new places. ``growth_s``: see `growth_pause_s`.
+        """
+        room = None if self.num_workers is None else min(self.num_workers, self._policy.most)
+        if room is None or room <= size or (self._num_ready is not None and self._num_ready < room):
             return None
         limits = self._plan.limits
-        return max(self._since + limits.settle_capacity_s, running_since + limits.grow_after_s)
+        pause_s = growth_pause_s(limits.grow_after_s, growth_s)
+        return max(self._since + limits.settle_capacity_s, running_since + pause_s)
 
     @property
     def _wanted(self) -> str:

@@ -62,6 +62,7 @@ class WorkerGroup:
         unplaced: there was no room for a worker.
         moved: why they were ended although nothing had failed, with the cause that counts; None: they were not.
         running_since: when train_func was running on all of them; None before.
+        growth_s: from the end of a smaller group until then; 0 if this one has not grown.
         heard: when each rank last gave a sign of life.
     """
 
@@ -78,6 +79,7 @@ class WorkerGroup:
         self.preempted = self.unplaced = False
         self.moved: tuple[Cause, str] | None = None
         self.running_since: float | None = None
+        self.growth_s = 0.0
         self.heard = [now] * size
 
     @property

@@ -11,6 +11,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.writer.frames import Channel
 
 from ..location import checkpoint_at, open_root
@@ -23,7 +24,7 @@ from .handoff import HandoffArea
 from .link import ControllerLink
 from .requests import UploadFn, check_request
 
-__all__ = ["Session", "current_session"]
+__all__ = ["Session", "current_session", "in_session"]
 
 _SYNC = CheckpointUploadMode.SYNC
 _current: Session | None = None
@@ -92,6 +93,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
         *,
         state: Mapping[Any, Any] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
         checkpoint_dir_name: str | None = None,
         checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
         delete_local_checkpoint_after_upload: bool | None = None,
@@ -99,13 +101,14 @@ class Session:
         validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
         """See `holdfast.report`."""
-        if checkpoint is None and state is None and not (validation and self.rank == 0):
+        if checkpoint is None and state is None and model_files is None and not (validation and self.rank == 0):
             self._report_metrics(metrics)
             return
         request = check_request(
             metrics,
             checkpoint,
             state=state,
+            model_files=model_files,
             name=checkpoint_dir_name,
             mode=checkpoint_upload_mode,
             delete=delete_local_checkpoint_after_upload,
@@ -261,6 +264,11 @@ class Session:
     def forget_in_child(self) -> None:
         """Let go of what belongs to the parent, in a forked child such as a worker of a DataLoader."""
         self._link.forget_in_child()
+
+
+def in_session() -> bool:
+    """Whether this process runs a train function."""
+    return _current is not None
 
 
 def current_session(function: str) -> Session:

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.errors import CheckpointError, ConfigError, SessionError
+from holdfast.model_files import ModelFiles
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
@@ -260,14 +261,22 @@ class Delivery:
         self._root()  # before the report is entered: opening it may fail
         header = self._header(request, index, "state")
         go = self._link.answer(self._link.call(header), index).header["value"]["go"]
-        self._submit("state", request.state, go, index)
+        self._submit("state", request.state, go, index, request.model_files)
 
-    def _submit(self, kind: str, state: Mapping[Any, Any], go: Mapping[str, Any], index: int) -> None:
+    def _submit(
+        self,
+        kind: str,
+        state: Mapping[Any, Any],
+        go: Mapping[str, Any],
+        index: int,
+        model_files: ModelFiles | None = None,
+    ) -> None:
         self._link.expect(index)
         try:
             self._get_shares(kind).submit(
                 state,
                 go,
+                model_files=model_files,
                 sealed=partial(self._link.sealed, index),
                 staged=partial(self._link.staged, index),
                 ended=partial(self._link.part_ended, index),
@@ -296,7 +305,7 @@ class Delivery:
                 snapshotter = Snapshotter(rank=self._area.rank, world_size=self._begin["world_size"])
             else:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
-            snapshotter.max_file_bytes = self._root().max_file_bytes
+            snapshotter.max_file_bytes = self._root().traits.max_file_bytes
             timeout_s: float = self._begin["report_timeout_s"]
             staging = self._staging() if kind == "state" else None
             found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s, staging=staging)

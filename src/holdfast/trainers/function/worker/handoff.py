@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.checkpoint.handle import METADATA_FILE, Checkpoint
+from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying.local import clone_tree, private_directory
 from holdfast.errors import CheckpointNotFoundError, ConfigError
-from holdfast.format.names import MANIFEST_NAME
+from holdfast.format.names import MANIFEST_NAME, METADATA_FILE
 from holdfast.run.names import is_checkpoint_name
 from holdfast.run.remains import INCOMING
 from holdfast.storage.base import Storage
@@ -29,7 +29,7 @@ from holdfast.writer.messages import IngestSource
 
 __all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "remove_local", "take"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _SIBLING = re.compile(r"\.holdfast-(?P<start>[0-9a-f]{8,64})-(?P<index>[0-9a-f]+)-(?P<rank>\d+)(\.doomed)?")
 
 

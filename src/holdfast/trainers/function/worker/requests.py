@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.names import RUN_NAMES, is_checkpoint_name
 from holdfast.storage.base import check_path
 
@@ -27,6 +28,7 @@ class Request:
     metrics: dict[str, Any]
     checkpoint: Checkpoint | None
     state: Mapping[Any, Any] | None
+    model_files: ModelFiles | None
     name: str | None
     mode: CheckpointUploadMode
     delete: bool | None
@@ -39,6 +41,7 @@ def check_request(
     checkpoint: Checkpoint | None,
     *,
     state: Mapping[Any, Any] | None,
+    model_files: ModelFiles | Mapping[str, Content] | None,
     name: str | None,
     mode: CheckpointUploadMode,
     delete: bool | None,
@@ -57,6 +60,11 @@ def check_request(
         )
     if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"report(state={_show(state)}): give a mapping such as {{'model': model}}")
+    if model_files is not None and state is None:
+        raise ConfigError(
+            "report(model_files=...) goes with state=, whose tensors they describe; into a directory that you report "
+            "put the files yourself"
+        )
     if state is not None and checkpoint is not None:
         raise ConfigError(
             "report() got both checkpoint= and state=: a report makes a single checkpoint; use one of them"
@@ -80,6 +88,7 @@ def check_request(
         metrics=plain_metrics(metrics),
         checkpoint=checkpoint,
         state=state,
+        model_files=model_files_of(model_files),
         name=None if name is None else _check_name(name),
         mode=mode,
         delete=delete,

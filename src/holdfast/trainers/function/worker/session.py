@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
+from holdfast.model_files import Content, ModelFiles
 
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
 from ._session import Session, current_session
@@ -38,6 +39,7 @@ def report(
     validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     *,
     state: Mapping[Any, Any] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | None = None,
     **values: Any,
 ) -> None:
     """Report metrics, and with them a checkpoint: a directory (`checkpoint`) or live objects (`state`).
@@ -61,6 +63,7 @@ def report(
             they are. In the background under ASYNC; the directory then has to stay until it is done.
         validation: run the trainer's validation function on this checkpoint. A dict gives it arguments,
             `ValidationTaskConfig` a time limit as well.
+        model_files: with ``state``: small files committed beside it, for other libraries; see `holdfast.save`.
         values: metrics, in place of ``metrics``.
 
     Raises:
@@ -81,6 +84,7 @@ def report(
         metrics,
         checkpoint,
         state=state,
+        model_files=model_files,
         checkpoint_dir_name=checkpoint_dir_name,
         checkpoint_upload_mode=checkpoint_upload_mode,
         delete_local_checkpoint_after_upload=delete_local_checkpoint_after_upload,

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from holdfast.errors import HoldfastError, SessionError
+from holdfast.model_files import ModelFiles
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -42,6 +43,7 @@ class Shares:
         state: Mapping[Any, Any],
         go: Mapping[str, Any],
         *,
+        model_files: ModelFiles | None,
         sealed: Callable[[], None],
         staged: Callable[[Mapping[str, Any]], None],
         ended: Callable[[BaseException | None], None],
@@ -51,6 +53,7 @@ class Shares:
         Args:
             state: the whole state.
             go: "directory", "save_id" and "manifest" of the checkpoint.
+            model_files: what rank 0 commits beside the tensors.
             sealed: called when the writer has everything and will finish even if this process dies; never, where the
                 share is stored on this node first.
             staged: called instead there, with what the node needs to finish the share if this process dies.
@@ -71,6 +74,7 @@ class Shares:
             waited = True
             if self._client is None or self._client.closed:
                 self._client = WriterClient.start(self._target)
+            self._snapshotter.model_files = model_files
             submitted = self._snapshotter.submit(
                 state,
                 self._client,

@@ -26,7 +26,7 @@ from .schema import as_torch_file, expand
 
 __all__ = ["AsyncSaver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class AsyncSaver:
@@ -54,7 +54,7 @@ class AsyncSaver:
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
-            max_file_bytes=folder.storage.max_file_bytes,
+            max_file_bytes=folder.storage.traits.max_file_bytes,
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from holdfast._log import get_logger
 from holdfast.errors import (
@@ -19,13 +20,16 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.interop.unpickle import read_torch_stream
 from holdfast.run.record import Record, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
+from holdfast.storage.stream import InputStream
 
 from ..times.timestamp import Timestamp
 from .files import read_note
 from .naming import is_later
+from .of_composer import is_composers
 
 __all__ = [
     "CONTAINERS",
@@ -33,12 +37,13 @@ __all__ = [
     "container_of",
     "is_foreign",
     "is_in_the_way",
+    "is_sharded_of_torch",
     "look",
     "look_at",
     "names_in",
 ]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",
@@ -87,6 +92,7 @@ class FolderEntry:
         created: seconds since 1970.
         metrics: recorded with it.
         training: which training saved it, over all its lives; "" if it does not say.
+        of_composer: Composer wrote it: it is resumed from, and never deleted.
     """
 
     name: str
@@ -99,6 +105,7 @@ class FolderEntry:
     epoch: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     training: str = ""
+    of_composer: bool = False
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -107,7 +114,7 @@ class FolderEntry:
 
     def record(self, storage: Storage) -> Record:
         """Return what retention decides by."""
-        pinned = self.container == "directory" and read_sidecar(storage, self.name).pinned
+        pinned = self.of_composer or (self.container == "directory" and read_sidecar(storage, self.name).pinned)
         return Record(
             name=self.name, attempt=self.attempt, step=self.step, epoch=self.epoch, created=self.created,
             metrics=self.metrics, pinned=pinned,
@@ -128,10 +135,21 @@ def names_in(storage: Storage, *, nested: bool) -> list[str]:
             names.add(path[:-1])
         elif path.endswith(f"/{MANIFEST_NAME}"):
             names.add(path[: -len(MANIFEST_NAME) - 1])
-        elif PurePosixPath(path).suffix in CONTAINERS and PurePosixPath(path).suffix:
+        elif PurePosixPath(path).suffix in CONTAINERS and PurePosixPath(path).suffix and not _is_alias(storage, path):
             names.add(path)
     # Files of a directory (model-....safetensors) are no checkpoints of their own.
     return sorted(name for name in names if not any(str(above) in names for above in PurePosixPath(name).parents))
+
+
+def _is_alias(storage: Storage, path: str) -> bool:
+    """Tell whether a file is a link to another name of this folder, as that to the newest is: that one is listed too.
+
+    A link that leads out of the folder is no alias: opening it is refused, so that nothing is passed over silently.
+    """
+    root = storage.local_root
+    if root is None or not (link := root / path).is_symlink():
+        return False
+    return link.resolve().is_relative_to(root.resolve())
 
 
 def look(storage: Storage, *, nested: bool, wanted: Callable[[str], object] | None = None) -> list[FolderEntry]:
@@ -155,23 +173,28 @@ def look(storage: Storage, *, nested: bool, wanted: Callable[[str], object] | No
 
 
 def look_at(storage: Storage, name: str) -> FolderEntry | None:
-    """Describe a checkpoint; None for a name that Holdfast did not make, or did not complete."""
+    """Describe a checkpoint; None for a name that neither Holdfast nor Composer made, or that is not complete."""
     container = CONTAINERS.get(PurePosixPath(name).suffix, "directory")
     try:
         if container == "directory":
             return _directory(storage, name)
         note = read_note(storage, name)
+        if note is None:
+            return _of_composer(storage, name) if container == "torch" else None
     except (IncompleteCheckpointError, CheckpointNotFoundError, StorageNotFoundError):
         return None
     except (CorruptCheckpointError, CheckpointError, ConfigError) as error:
         return FolderEntry(name=name, container=container, problem=str(error))
-    if note is None:
-        return None
     return FolderEntry(
         name=name, container=container, attempt=int(note.get("attempt", 0)), step=int(note.get("step", 0)),
         weights_only=bool(note.get("weights_only")), created=float(note.get("created", 0.0)),
         epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}), training=str(note.get("training", "")),
     )  # fmt: skip
+
+
+def is_sharded_of_torch(storage: Storage, name: str) -> bool:
+    """Tell whether a directory is one of torch.distributed.checkpoint, such as Composer saves of a sharded model."""
+    return storage.exists(f"{name}/.metadata") and not storage.exists(f"{name}/{MANIFEST_NAME}")
 
 
 def is_foreign(storage: Storage, name: str) -> bool:
@@ -204,4 +227,23 @@ def _directory(storage: Storage, name: str) -> FolderEntry:
         name=name, container="directory", attempt=manifest.attempt, step=manifest.step or 0, metrics=metrics,
         weights_only=manifest.extra.get("content") == "weights", created=timestamp(manifest.created),
         epoch=manifest.epoch, training=str(manifest.extra.get("training", "")),
+    )  # fmt: skip
+
+
+def _of_composer(storage: Storage, name: str) -> FolderEntry | None:
+    """Describe a file of Composer; None for one of another program.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged.
+    """
+    with storage.open(name) as reader:
+        stream = cast("io.BufferedReader", io.BufferedReader(InputStream(reader), 1 << 20))
+        found = read_torch_stream(stream, f"{storage.uri}/{name}", map_location="meta")  # no tensor is read
+    if not isinstance(found, Mapping) or not is_composers(found):
+        return None
+    stamp = found["state"].get("timestamp", {}).get("Timestamp")
+    counters = stamp if isinstance(stamp, Mapping) else {}
+    return FolderEntry(
+        name=name, container="torch", step=int(counters.get("batch", 0)), epoch=counters.get("epoch"),
+        weights_only=not counters, created=storage.stat(name).modified, of_composer=True,
     )  # fmt: skip

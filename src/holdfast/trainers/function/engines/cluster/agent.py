@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
@@ -35,12 +35,11 @@ from ..local.launch import threads_for
 from ..local.supervisor import Supervisor
 from .nodes import AgentCall
 
-__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent", "version"]
+__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 BEAT_S = 2.0
 _CONNECT_S = 30.0
-_SILENCE_S = 120.0
 _KEEP = 8  # both sides count in the same way
 _HOLD_S = 1.0
 _SEEN_S = 10.0  # for a file that the driver has just written, on a network file system
@@ -50,7 +49,7 @@ _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLE
 
 def run_agent(call: AgentCall) -> str:
     """Run the agent of this node until the driver leaves; return why it ended."""
-    return Agent(join_cluster(call)).serve()
+    return Agent(join_cluster(call), silence_s=call.silence_s).serve()
 
 
 def join_cluster(call: AgentCall) -> socket.socket:
@@ -91,7 +90,7 @@ class Agent:
         silence_s: a driver that says nothing for so long is gone.
     """
 
-    def __init__(self, sock: socket.socket, *, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
         self._sock, self._silence_s = sock, silence_s
         self._channel, self._inbox = Channel(sock), Inbox(sock)
         self._supervisor = Supervisor(
@@ -276,15 +275,10 @@ class _Sink:
         self._tell({"on": "closed", "child": self._child, "stream": self._stream})
 
 
-def version() -> str:
-    """Return the version of Holdfast that is installed here."""
-    return importlib.metadata.version("holdfast")
-
-
 def _facts() -> dict[str, Any]:
     return {
         "on": "here",
-        "holdfast": version(),
+        "holdfast": __version__,
         "python": platform.python_version(),
         "torch": importlib.util.find_spec("torch") is not None,
         "pid": os.getpid(),

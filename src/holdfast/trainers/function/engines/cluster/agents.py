@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast._log import get_logger
+from holdfast._version import __version__
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import Capacity, Reason, node_name
 from holdfast.writer.frames import Message
 
-from .agent import BEAT_S, version
+from .agent import BEAT_S
 from .links import AgentLink, AgentListener
 from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
 from .places import NodePlace
@@ -26,9 +27,10 @@ from .probe import StorageProbe
 
 __all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "Unfit"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
+_AGENT_SILENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Agents:
         self._draining: set[str] = set()
         self._drained: set[str] = set()  # the same, until the node stays after all or another node has its places
         self._barred: set[str] = set()  # nodes that cannot run workers, found out while a run went on
-        self._suspects: set[str] = set()  # nodes whose agent is gone, until another agent is connected
+        self._suspects: dict[str, str] = {}  # nodes whose agent is gone, until another one is connected -> why it is
         self._links: dict[str, AgentLink] = {}
         self._calls: dict[int, str] = {}  # number of an agent that was started -> node
         self._starting: dict[str, tuple[int, float]] = {}  # node -> agent that has not connected, and its limit
@@ -127,7 +129,7 @@ class Agents:
 
     def usable(self) -> list[NodePlace]:
         """Return the places that workers can be started on, now or when their node's agent is ready."""
-        out = self._suspects | self._draining | self._barred
+        out = self._suspects.keys() | self._draining | self._barred
         return [place for place in self._places if place.node not in out]
 
     def ready(self, node: str) -> AgentLink | None:
@@ -157,14 +159,15 @@ class Agents:
             return None
         found = self.usable()
         detail = f"there is room for {len(found)}"
-        lost = sorted({node_name(p.node, p.address) for p in self._places if p.node in self._suspects})
-        detail += f"; {', '.join(lost)} is lost" if lost else ""
+        lost = {node_name(p.node, p.address): self._suspects[p.node] for p in self._places if p.node in self._suspects}
+        detail += "".join(f"; {node} is lost ({why})" for node, why in sorted(lost.items()))
         going = sorted({node_name(p.node, p.address) for p in self._places if p.node in self._draining})
         detail += f"; {', '.join(going)} is about to go" if going else ""
         barred = sorted(node_name(node) for node in self._barred)
         detail += f"; no workers can run on {', '.join(barred)}" if barred else ""
         detail += f"; {self._missing}" if self._missing else ""
-        return Capacity(num_workers=len(found), detail=detail)
+        ready = sum(1 for place in found if self.ready(place.node) is not None)
+        return Capacity(num_workers=len(found), num_ready=ready, detail=detail)
 
     def use(self, places: Collection[NodePlace]) -> None:
         """Note which places a group has; empty: there is no group."""
@@ -264,8 +267,8 @@ class Agents:
         where = f"{node_name(link.node)} ({facts['host']})"
         ours = platform.python_version()
         problem = None
-        if facts["holdfast"] != version():
-            problem = f"{where} has Holdfast {facts['holdfast']}, the driver {version()}: install one version"
+        if facts["holdfast"] != __version__:
+            problem = f"{where} has Holdfast {facts['holdfast']}, the driver {__version__}: install one version"
         elif facts["python"].rpartition(".")[0] != ours.rpartition(".")[0]:
             problem = f"{where} has Python {facts['python']}, the driver {ours}: functions do not travel between them"
         elif not facts["torch"]:
@@ -294,7 +297,7 @@ class Agents:
             self.bar(link.node, error)
             return
         link.ready = True
-        self._suspects.discard(link.node)
+        self._suspects.pop(link.node, None)
 
     # ---- what nodes do
 
@@ -307,7 +310,7 @@ class Agents:
             self._places, self._missing, self._spares = tuple(event.places), event.missing, tuple(event.spares)
             placed = {place.node for place in self._places}
             listed = placed | set(self._spares)
-            self._suspects &= listed
+            self._suspects = {node: why for node, why in self._suspects.items() if node in listed}
             self._again = {node: due for node, due in self._again.items() if node in listed}
             # A node that is listed and not about to go any more stays after all; a node that is gone was drained.
             self._drained = (self._drained | event.draining.keys()) - (placed - event.draining.keys())
@@ -338,7 +341,13 @@ class Agents:
         self._calls[self._number] = node
         self._starting[node] = (self._number, time.monotonic() + _AGENT_S)
         self._again.pop(node, None)
-        call = AgentCall(host=self._nodes.host, port=self._listener.port, token=self._token, number=self._number)
+        call = AgentCall(
+            host=self._nodes.host,
+            port=self._listener.port,
+            token=self._token,
+            number=self._number,
+            silence_s=max(_AGENT_SILENCE_S, 2 * self._silence_s),  # the agent is the last to give up
+        )
         self._nodes.launch(node, call)
 
     def _join(self, number: int, sock: socket.socket) -> None:
@@ -355,7 +364,7 @@ class Agents:
         _LOG.warning("no workers can be started on %s: %s", node_name(node), why)
         del self._starting[node]
         self._nodes.end(number)
-        self._suspects.add(node)
+        self._suspects[node] = why
         self._again[node] = time.monotonic() + _AGAIN_S
         self._give_up(node, f"workers cannot be started there: {why}", "node")
 
@@ -364,7 +373,7 @@ class Agents:
         self._drop_agent(link.node)
         if not self._closed:
             self._nodes.doubt(link.node)
-            self._suspects.add(link.node)
+            self._suspects[link.node] = why
             self._give_up(link.node, why, reason)
 
     def _drop_agent(self, node: str) -> None:

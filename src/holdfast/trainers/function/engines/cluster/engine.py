@@ -90,11 +90,11 @@ class ClusterEngine:
         nodes: finds nodes and starts agents; closed by `close`.
         storage: root of the run, which every node has to see; None: not checked.
         entry: "module:function" that workers run, as in the local engine.
-        silence_s: an agent that sends nothing for so long is given up.
+        silence_s: an agent that sends nothing for so long is given up; None: 20 seconds.
     """
 
     def __init__(
-        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float = _SILENCE_S
+        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float | None = None
     ) -> None:
         self._entry = entry
         self._ready: list[Event] = []
@@ -119,7 +119,12 @@ class ClusterEngine:
         self._closed = False
         self._read_at = time.monotonic()
         self._agents = Agents(
-            nodes, storage, selector=self._selector, post=self._post, tell=self._on_agents, silence_s=silence_s
+            nodes,
+            storage,
+            selector=self._selector,
+            post=self._post,
+            tell=self._on_agents,
+            silence_s=_SILENCE_S if silence_s is None else silence_s,
         )
 
     # ---- workers

@@ -23,12 +23,14 @@ class AgentCall:
         port: of the driver.
         token: proves that agent and driver belong together.
         number: of this agent among all that were ever started.
+        silence_s: a driver that says nothing for so long is gone.
     """
 
     host: str
     port: int
     token: str = field(repr=False)
     number: int
+    silence_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from .reservations import Changes, Reservation, choose_spares, matches, plan_cha
 
 __all__ = ["RayNodes", "Wanted"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 T = TypeVar("T")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # when all places are known
@@ -88,9 +88,11 @@ class RayNodes:
     Args:
         api: of the cluster.
         wanted: what the run needs.
+        silence_s: a cluster that does not answer for so long is given up, and not before half a minute has passed.
     """
 
-    def __init__(self, api: RayApi, wanted: Wanted) -> None:
+    def __init__(self, api: RayApi, wanted: Wanted, *, silence_s: float = 0.0) -> None:
+        self._patience_s = max(_PATIENCE_S, silence_s)
         self._api, self._wanted = api, wanted
         self.host = api.host
         self._post: Callable[[NodeEvent], Any] = lambda _: None
@@ -189,8 +191,8 @@ class RayNodes:
         seen, silent_s = self._rounds, 0.0
         while not self._stop.wait(_IDLE_S):
             seen, silent_s = self._rounds, silent_s + _IDLE_S if seen == self._rounds else 0.0
-            if silent_s >= _PATIENCE_S:
-                self._post(Refused(error=self._silence(f"has not answered for {_PATIENCE_S:.0f} s")))
+            if silent_s >= self._patience_s:
+                self._post(Refused(error=self._silence(f"has not answered for {self._patience_s:.0f} s")))
                 return
 
     def _silence(self, what: str) -> HoldfastError:
@@ -384,6 +386,21 @@ def _fits(wanted: Mapping[str, float], resources: Mapping[str, float]) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "No module named" in line]
-    return (telling or lines or [type(error).__name__])[0][:500]
+    """Return the cause in an error of Ray, for people: what the actor raised, or why it is dead.
+
+    The text of a RayTaskError is a traceback that begins with the name of the actor and ends with the exception; that
+    of a RayActorError says that the actor died, then facts, indented, then why.
+    """
+    text = str(error)
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException) and str(cause).strip():
+        found = [f"{type(cause).__name__}: {cause}"]
+    else:
+        lines = [line for line in text.splitlines() if line.strip()]
+        indented = [at for at, line in enumerate(lines) if line[0].isspace()]
+        if any(line.lstrip().startswith('File "') for line in lines):
+            lines = lines[indented[-1] + 1 :] or lines[-1:]
+        found = [line for line in lines if not line[0].isspace()] or lines
+    if "No module named" in text and "No module named" not in " ".join(found):
+        found = [line for line in text.splitlines() if "No module named" in line]
+    return " ".join(" ".join(found).split())[:500] or type(error).__name__

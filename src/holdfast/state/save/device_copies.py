@@ -1,0 +1,365 @@
+"""Copies from an accelerator: most of them late, on a stream of their own, and checked when they have arrived.
+
+Training does not change parameters and optimizer state between two optimizer steps, as a rule. So they are copied on a
+side stream while it goes on with forward and backward; a hook that torch calls before every ``optimizer.step`` makes
+the current stream wait for the copies. Everything else is copied on the current stream, ahead of whatever training does
+next: buffers such as BatchNorm statistics change in forward.
+
+Nothing keeps other code from changing a parameter in between (averaged weights swapped in for an evaluation, a layer
+that is reset, a replayed graph), so no late copy is believed: the device takes a checksum of each tensor at the
+boundary (`checksums`), and the bytes that have arrived must have the same. Where they have not, the save is dropped
+before the writer may commit it, and the tensor is copied at the boundary from then on; after a second such save
+everything is.
+
+Whatever has streams and events goes this way (CUDA, ROCm, XPU, NPU, backends of others), by the module that
+``torch.get_device_module`` names. Only the pinning of the arena is CUDA's alone (ROCm has the same call): torch offers
+no other backend a way to pin memory that it has not allocated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast._log import get_logger
+from holdfast.errors import TornSaveError
+from holdfast.writer.arena import Arena
+from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.serial_executor import SerialExecutor
+
+from ..tree.flatten import Flat
+from .checksums import Checksums, is_checked
+from .plan import Layout
+from .staging import arena_tensor, stage
+
+__all__ = ["DeviceCopies", "needed", "try_pinning"]
+
+_LOG = get_logger("state")
+_PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
+_FOLLOW = 96 << 20  # checked bytes between two messages to the writer, which writes what is checked
+_NAMED = 5  # tensors in a message
+
+
+def needed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether any tensor lives on an accelerator."""
+    return not all(tensor.is_cpu for tensor in tensors)
+
+
+@dataclass(slots=True)
+class _LateCopies:
+    """Tensors of one device that are copied late, and their checksums in host memory once the device is done."""
+
+    numbers: list[int]
+    sums: torch.Tensor
+
+
+class DeviceCopies:
+    """The copies from devices for one snapshotter; those of one save at a time are in flight.
+
+    Attributes:
+        late_bytes: how much of the last save was copied late.
+    """
+
+    def __init__(self) -> None:
+        self.late_bytes = 0
+        self._checksums = Checksums()
+        self._pinned: int | None = None
+        # (device module, device, event): the stream of that device waits for the event before the optimizer's step
+        self._fences: list[tuple[Any, torch.device, Any]] = []
+        self._streams: dict[torch.device, Any] = {}
+        self._sums: dict[torch.device, torch.Tensor] = {}  # pinned memory for checksums
+        self._sealer = SerialExecutor("holdfast-seal")
+        self._sealing: Future[None] | None = None
+        self._torn: set[str] = set()  # names of tensors that changed while they were copied late
+        self._num_torn = 0  # saves dropped for it
+        self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self._before_step())
+
+    def prepare(self, flat: Flat, arena: Arena) -> None:
+        """Do ahead of the first save what makes training wait for the devices: pin the arena, bring what is needed."""
+        self._pin(arena)
+        for device, tensors in _by_device(flat, range(len(flat.tensors))).items():
+            if _has_streams(device):
+                self._checksums.prepare(device)
+                self._pinned_sums(device, len(tensors))
+
+    def submit(
+        self,
+        flat: Flat,
+        layout: Layout,
+        arena: Arena,
+        client: WriterClient,
+        hand_over: Callable[[int | None], SaveFuture],
+        *,
+        lazy: bool,
+    ) -> Future[Any]:
+        """Start all copies. The save is sealed once their bytes have arrived unchanged, on a thread of its own.
+
+        Args:
+            flat: the state; tensors of an optimizer and its parameters may be copied late.
+            layout: where each tensor goes.
+            arena: holds the whole layout.
+            client: the writer.
+            hand_over: submits the job, with the number of bytes of the arena that are there; None: all.
+            lazy: False waits for every copy before returning.
+
+        Returns:
+            The future of the save. It fails with `TornSaveError` if a tensor changed while it was copied.
+        """
+        self._pin(arena)
+        copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
+        # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
+        on_cpu = [n for n in copied if not _has_streams(flat.tensors[n].device)]
+        events: list[Any] = []
+        late_copies: list[_LateCopies] = []
+        for device, numbers in _by_device(flat, sorted(set(copied).difference(on_cpu))).items():
+            late = self._late(flat, numbers) if lazy else []
+            sums = self._take_sums(flat, device, late)
+            if sums is None:
+                late = []
+            module = torch.get_device_module(device)
+            current = module.current_stream(device)
+            is_late = set(late)
+            for number in numbers:
+                if number not in is_late:
+                    _copy(flat, layout, arena, number)
+            if sums is not None:
+                late_copies.append(_LateCopies(late, sums))
+                events.append(self._copy_late(flat, layout, arena, device, late))
+            event = module.Event()
+            event.record(current)
+            events.append(event)
+        self.late_bytes = sum(layout.sizes[number] for copies in late_copies for number in copies.numbers)
+        sub = _Subset(layout, on_cpu)
+        stage(sub, [flat.tensors[number] for number in on_cpu], arena.address, arena.view)  # type: ignore[arg-type]
+        if not lazy:
+            for event in events:
+                event.synchronize()
+            return hand_over(None)
+        names = layout.signature.names  # the state itself is not kept: its tensors may be freed while they are copied
+        check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
+        result: Future[Any] = Future()
+        self._sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
+        return result
+
+    def _late(self, flat: Flat, numbers: Sequence[int]) -> list[int]:
+        """Return which tensors of a device may be copied late."""
+        # A captured graph that is replayed updates parameters without calling any hook: then everything is copied on
+        # the current stream, ahead of the next replay.
+        if not self._guarded or self._num_torn > 1:
+            return []
+        may = flat.optimized - self._torn
+        return [number for number in numbers if flat.names[number] in may and is_checked(flat.tensors[number])]
+
+    def _take_sums(self, flat: Flat, device: torch.device, numbers: Sequence[int]) -> torch.Tensor | None:
+        """Let the current stream take checksums; return where they arrive in host memory, None if there are none."""
+        if not numbers:
+            return None
+        try:
+            sums = self._checksums.of([flat.tensors[number] for number in numbers])
+        except RuntimeError as error:  # no memory left on the device, or a backend without these operations
+            _LOG.debug("%s: no checksums, so nothing is copied late: %s", device, error)
+            return None
+        return self._pinned_sums(device, len(numbers)).copy_(sums, non_blocking=True)
+
+    def _pinned_sums(self, device: torch.device, num: int) -> torch.Tensor:
+        memory = self._sums.get(device)
+        if memory is None or len(memory) < num:
+            # Pinned, or the copy would make training wait for the device.
+            memory = self._sums[device] = torch.empty(num, dtype=torch.int64, pin_memory=True)
+        return memory[:num]
+
+    def _copy_late(self, flat: Flat, layout: Layout, arena: Arena, device: torch.device, numbers: Sequence[int]) -> Any:
+        """Queue copies on the side stream, behind what the current stream has to do; return the event at their end."""
+        module = torch.get_device_module(device)
+        side = self._streams.setdefault(device, module.Stream(device))
+        side.wait_stream(module.current_stream(device))
+        with module.stream(side):
+            for number in numbers:
+                flat.tensors[number].record_stream(side)  # freed by training, its memory is not used again before
+                _copy(flat, layout, arena, number)
+            event = module.Event()
+            event.record(side)
+        self._fences.append((module, device, event))
+        return event
+
+    def _check(
+        self, names: Sequence[str], layout: Layout, arena: Arena, late_copies: Sequence[_LateCopies],
+        checked: Callable[[int], object],
+    ) -> None:  # fmt: skip
+        """Compare what has arrived with what stood on the devices at the boundary.
+
+        Args:
+            names: of the tensors.
+            layout: where they lie.
+            arena: holds them.
+            late_copies: which of them to check.
+            checked: called from time to time with the number of bytes at the start of the arena that are good.
+
+        Raises:
+            TornSaveError: something else has arrived.
+        """
+        expected = {
+            number: value
+            for copies in late_copies
+            for number, value in zip(copies.numbers, copies.sums.tolist(), strict=True)
+        }
+        told = 0
+        torn: list[str] = []
+        for number in sorted(expected, key=layout.offsets.__getitem__):
+            offset, size = layout.offsets[number], layout.sizes[number]
+            if not torn and offset - told >= _FOLLOW:
+                checked(told := offset)
+            if self._checksums.of_memory(arena.view, offset, size) != expected[number]:
+                torn.append(names[number])
+        if torn:
+            self._torn.update(torn)
+            self._num_torn += 1
+            more = f" and {len(torn) - _NAMED} more" if len(torn) > _NAMED else ""
+            raise TornSaveError(
+                f"{', '.join(sorted(torn)[:_NAMED])}{more} changed while this save was copied from the device, after "
+                "the end of the step and before the next optimizer.step(): something other than an optimizer changes "
+                "them (averaged weights swapped in for an evaluation, a layer that is reset, a replayed graph). "
+                + ("These are" if self._num_torn == 1 else "Everything is")
+                + " copied at the end of the step from now on, which holds training a little longer"
+            )
+
+    def stepped(self) -> None:
+        """Note the end of a step of the loop. Only if the hook ran in it may the next copies be late."""
+        self.fence()
+        self._guarded, self._seen = self._seen, False
+
+    def _before_step(self) -> None:
+        self._seen = True
+        self.fence()
+
+    def fence(self) -> None:
+        """Make the current stream wait for copies of the side streams; costs the CPU nothing."""
+        fences, self._fences = self._fences, []
+        for module, device, event in fences:
+            module.current_stream(device).wait_event(event)
+
+    def unpin(self) -> None:
+        """Release the pinning of the arena before it is unmapped, once nothing copies into it any more."""
+        if self._sealing is not None:
+            wait([self._sealing])
+            self._sealing = None
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+            self._pinned = None
+
+    def close(self) -> None:
+        """Wait for copies in flight and take the hook out; idempotent."""
+        self._sealer.close()
+        self._hook.remove()
+        self.unpin()
+
+    def _pin(self, arena: Arena) -> None:
+        if self._pinned == arena.address or not torch.cuda.is_available():
+            return
+        self.unpin()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = cudart.cudaHostRegister(arena.address, arena.size, _PINNED_PORTABLE)
+        if int(status) != 0:
+            _LOG.warning("the arena could not be pinned (cuda error %s): copies from the device are slower", status)
+            return
+        self._pinned = arena.address
+
+
+class _Subset:
+    """The part of a layout that `stage` copies from the CPU."""
+
+    def __init__(self, layout: Layout, numbers: list[int]) -> None:
+        self.offsets = [layout.offsets[number] for number in numbers]
+        self.sizes = [layout.sizes[number] for number in numbers]
+
+
+def _copy(flat: Flat, layout: Layout, arena: Arena, number: int) -> None:
+    tensor = flat.tensors[number].detach()
+    arena_tensor(arena.view, layout.offsets[number], layout.sizes[number], tensor).copy_(tensor, non_blocking=True)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "current_stream")
+
+
+def _by_device(flat: Flat, numbers: Iterable[int]) -> dict[torch.device, list[int]]:
+    groups: dict[torch.device, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(flat.tensors[number].device, []).append(number)
+    return groups
+
+
+def _seal_later(
+    events: Sequence[Any],
+    client: WriterClient,
+    hand_over: Callable[[int | None], SaveFuture],
+    arena: Arena,
+    check: Callable[[Callable[[int], object]], None] | None,
+    result: Future[Any],
+) -> None:
+    try:
+        for event in events:
+            event.synchronize()
+        if check is None:
+            submitted = hand_over(None)
+        else:
+            submitted = hand_over(0)  # the writer writes what is checked, and commits when all of it is
+            try:
+                check(partial(client.fill, submitted.job_no))
+            except TornSaveError as error:
+                client.abandon(submitted.job_no, error)  # the future fails with it when the files are gone
+            except BaseException:
+                client.abandon(submitted.job_no)
+                raise
+            else:
+                client.fill(submitted.job_no, arena.size)
+    except BaseException as error:  # noqa: BLE001 - a thread edge: the future of the save raises it
+        result.set_exception(error)
+        return
+    submitted.add_done_callback(lambda done: _pass_on(done, result))
+
+
+def _pass_on(done: Future[Any], result: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(done.result())
+
+
+def try_pinning(size: int) -> tuple[list[str], float]:
+    """Pin ``size`` bytes as a save does, copy to them from the device, and release them.
+
+    Returns:
+        The names of the devices, and the seconds that pinning took.
+
+    Raises:
+        RuntimeError: torch sees no device, or the driver refuses.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} sees no device")
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with Arena.create(size) as arena:
+        memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+        memory.fill_(0)  # makes its pages, which exist before a save as well
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, _PINNED_PORTABLE))
+        seconds = time.perf_counter() - start
+        try:
+            memory.copy_(torch.ones(size, dtype=torch.uint8, device="cuda"))
+            if int(memory[-1]) != 1:
+                raise RuntimeError("a copy from the device to pinned memory did not arrive")
+        finally:
+            torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
+            del memory
+    return names, seconds
