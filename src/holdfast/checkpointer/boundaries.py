@@ -217,6 +217,7 @@ class StepBoundary:
             self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
             announce=lambda name: self.log.flush(step, name=name),
         )  # fmt: skip
+        progress.ledger.saved()
         return True
 
     def save_now(self, metrics: dict[str, Any]) -> None:

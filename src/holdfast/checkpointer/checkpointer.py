@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
+from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
@@ -20,6 +21,7 @@ from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
@@ -89,6 +91,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
             docs/model-directory.md.
+        on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
+            what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
+            batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -107,6 +112,7 @@ class Checkpointer:
         3
     """
 
+    @suggests(also={"directory": "path", "interval": "every", "save_interval": "every", "autoresume": "resume"})
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -132,6 +138,7 @@ class Checkpointer:
         unsupported: str = "raise",
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        on_data_mismatch: str = "raise",
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -143,7 +150,7 @@ class Checkpointer:
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files,
+            alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -169,7 +176,10 @@ class Checkpointer:
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
         alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
-        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        self._progress = Progress(
+            seed_samples=options.seed_samples, rank=rank, world_size=world_size,
+            on_data_mismatch=options.on_data_mismatch,
+        )  # fmt: skip
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
@@ -225,6 +235,7 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
+        reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
@@ -235,19 +246,28 @@ class Checkpointer:
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
-                course.end_after(f"{kind.__name__}: {error}")
+                course.end_after(reason)
         finally:
             self._signals.remove()
             course.close()
+            self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
-            why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
+            why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
                 safe = session.stats.last_durable_step
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
+
+    def _reason(self, session: RunSession, error: BaseException) -> str:
+        """Say why the body was left: a rank that is gone before the error that this is to the others."""
+        gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
+        if gone is None:
+            return f"{type(error).__name__}: {error}"
+        _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
+        return str(gone)
 
     # -- the loop
 
@@ -273,6 +293,7 @@ class Checkpointer:
         self._step_s = step_s = entered - self._left - course.held_s
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
+        session.note_step(progress.step)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
@@ -463,6 +484,11 @@ class Checkpointer:
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
+        if self._watcher is not None:
+            progress.ledger.tell = self._watcher.mismatched
+        place = self.storage.local_root
+        ring = None if place is None else DataRing(place, session.meeting.rank)
+        progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())

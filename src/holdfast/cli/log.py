@@ -18,6 +18,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.record import flat_metrics
 from holdfast.run.retention import is_number
 
+from .log_data import print_ledger
 from .targets import reach, run_at
 from .terminal import console, fits, number, print_json, printable, strict, table
 
@@ -32,8 +33,17 @@ _HEIGHT, _WIDEST = 14, 100
 @click.option("--format", "kind", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last N rows; 0: all [default: 30 of a table].")
 @click.option("--plot", metavar="METRIC", help="Draw this metric over the steps in the terminal.")
+@click.option("--data", "of_data", is_flag=True, help="Print the ledger: the batches that were trained on last.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: str | None, as_json: bool) -> None:
+def log(
+    run: str,
+    metrics: tuple[str, ...],
+    kind: str,
+    tail: int | None,
+    plot: str | None,
+    of_data: bool,
+    as_json: bool,
+) -> None:
     """Print the metrics that RUN has reported, oldest first, those of checkpoints included.
 
     Rows of attempts that a resume went back behind are left out.
@@ -41,6 +51,11 @@ def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: s
     if plot is not None and (metrics or kind != "table" or as_json):
         raise ConfigError("--plot METRIC draws that metric alone: leave out --metric, --format and --json")
     catalog = run_at(reach(run), run)
+    if of_data:
+        if plot is not None or metrics or kind == "csv":
+            raise ConfigError("--data prints the ledger of batches: leave out --metric, --plot and --format csv")
+        print_ledger(catalog, tail, as_json=as_json, as_lines=kind == "jsonl")
+        return
     rows = _rows(catalog)
     count = Counter(name for row in rows for name in row["metrics"])
     for name in (*metrics, *([plot] if plot is not None else [])):

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
 from holdfast.format.names import MANIFEST_NAME
@@ -20,7 +21,17 @@ from holdfast.storage.resolve import resolve
 
 from .terminal import printable
 
-__all__ = ["Choice", "choose", "find", "pick_options", "ranking", "reach", "run_at", "warn_of_quarantine"]
+__all__ = [
+    "Choice",
+    "choose",
+    "find",
+    "pick_options",
+    "ranking",
+    "reach",
+    "run_at",
+    "span_option",
+    "warn_of_quarantine",
+]
 
 _Command = Callable[..., None]
 _SHOWN = 8
@@ -205,3 +216,15 @@ def _at_step(catalog: Catalog, step: int) -> Record:
     near = sorted({record.step for record in records}, key=lambda other: (abs(other - step), other))[:_SHOWN]
     has = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "it has none at all"
     raise CheckpointError(f"the run {catalog.storage.uri} has no checkpoint of step {step}: {has}")
+
+
+def span_option(option: str, text: str) -> float:
+    """Return the seconds that an option asks for.
+
+    Raises:
+        ConfigError: it is no time.
+    """
+    seconds = parse_span(text.strip().lower().replace(" ", ""))
+    if seconds is None:
+        raise ConfigError(f"{option} {text}: give a time such as 30s, 15min, 12h or 1d")
+    return seconds

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._outgoing import masked, on_one_line
+from holdfast._outgoing import brief, masked, on_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +33,7 @@ __all__ = [
 
 _PIPE_WIDTH = 160
 _LONG = 1000
+_LONG_BITS = 14_000  # Python writes no more than 4 300 digits
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 
@@ -115,8 +116,10 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their names."""
+    """Replace NaN and infinities, which JSON lacks, by their names, and numbers of thousands of digits by their hex."""
     if type(value) in _AS_THEY_ARE:
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return hex(value)
         return masked(value) if type(value) is str and "://" in value else value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -162,4 +165,4 @@ def number(value: Any) -> str:
     """Print a metric or a count compactly."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "-" if value is None else str(value)
+    return "-" if value is None else brief(value, _LONG)

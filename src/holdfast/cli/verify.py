@@ -80,7 +80,8 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
     """
     catalog = Catalog(storage)
     yield from _folder(catalog, deep)
-    yield from _about_run(catalog)
+    if catalog.index.damage != "missing" or catalog.index.rows:  # else there is no run
+        yield from _about_run(catalog)
     for name in catalog.foreign:
         below = _below(storage, name, deep)
         yield from below or [_unchecked(storage, name, "foreign")]
