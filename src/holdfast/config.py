@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast._suggest import suggests_fields
+
 from ._not_here import removed
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
@@ -35,6 +37,7 @@ _T = TypeVar("_T")
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 1.0, 86_400.0
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints of a run stay: the union of all rules given.
@@ -94,6 +97,7 @@ class Keep:
         return cls(**data)
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A local directory in front of a remote run: saves go there first and are uploaded in the background.
@@ -183,6 +187,17 @@ class ScalingConfig:
     def most_workers(self) -> int:
         """The most workers that a group may have."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def reserved_per_worker(self) -> dict[str, float]:
+        """What an engine that schedules reserves for each worker: a CPU unless configured otherwise, and its GPU."""
+        given = {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpu else {}), **(self.resources_per_worker or {})}
+        return {name: amount for name, amount in given.items() if amount}
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """What all workers together reserve; of an elastic range, the most of them."""
+        return {name: amount * self.most_workers for name, amount in self.reserved_per_worker.items()}
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, (tuple, list)):

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
+from holdfast._suggest import suggests
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.restore import Loaded, load_state
+from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter, Submitted
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
 
+from .progress import RESERVED
 from .rendezvous import Alone, Meeting, meet
 from .save_target import open_place
 
@@ -69,6 +72,7 @@ class SaveHandle:
         return self._submitted.future.exception()
 
 
+@suggests()
 def save(
     path: str | os.PathLike[str] | Checkpoint,
     state: Mapping[Any, Any],
@@ -136,6 +140,7 @@ def save(
     return place.target
 
 
+@suggests()
 def save_async(
     path: str | os.PathLike[str] | Checkpoint,
     state: Mapping[Any, Any],
@@ -188,6 +193,7 @@ def save_async(
     return SaveHandle(submitted, place.target)
 
 
+@suggests(also={"device": "map_location", "map": "map_location", "weights_only": "only", "keys": "only"})
 def load(
     source: str | os.PathLike[str] | Checkpoint,
     into: Mapping[Any, Any] | None = None,
@@ -206,7 +212,8 @@ def load(
     """Load a checkpoint.
 
     With ``into`` tensors are restored in place, objects through their ``load_state_dict``, and the mapping is
-    returned with the stored plain data in it. Without it, nested dicts with new tensors come back.
+    returned with the stored plain data in it. Without it, nested dicts with new tensors come back. What a run adds to
+    its checkpoints (`holdfast`: step, data position, generators) is left out of ``into`` unless ``only`` names it.
 
     Args:
         source: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
@@ -231,6 +238,11 @@ def load(
         CorruptCheckpointError: stored bytes are damaged; names file and tensor.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
+    if into is not None and not isinstance(into, Mapping):
+        raise ConfigError(
+            f"load(..., into={type(into).__name__}(...)): a state is a mapping {{name: value}}: wrap it with the name "
+            "that it was saved under, as in {'model': model}"
+        )
     if ranks not in ("all", "this"):
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
     info = current_ranks()
@@ -251,6 +263,7 @@ def load(
     (checkpoint,), (group,) = found, groups
     apart = (group or tuple(range(info.world_size))) if is_apart else None
     outcome: list[Loaded] = []
+    asked = only is not None and covers((only,) if isinstance(only, str) else tuple(only), RESERVED)
 
     def read(checkpoint: Checkpoint) -> None:
         loaded = load_state(
@@ -268,6 +281,7 @@ def load(
             world_size=info.world_size,
             swap=meeting.swap if together else None,
             apart=apart,
+            bookkeeping=None if asked else RESERVED,
         )
         outcome.append(loaded)
 

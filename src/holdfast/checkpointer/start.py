@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast._units import format_bytes
+from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import StorageFullError
@@ -23,9 +23,11 @@ from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
+from holdfast.state.tree.optimizers import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
+from .auto_interval import FIRST_S
 from .console import ResumeBlock, listed
 from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions
@@ -37,7 +39,16 @@ from .run_session import RunSession
 __all__ = ["StartedRun", "check_room", "start_run"]
 
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
-_ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
+_ALIKE = (
+    "intervals",
+    "auto",
+    "keep",
+    "when_busy",
+    "on_full",
+    "timeout_s",
+    "exit_code",
+    "resume",
+)  # the same on all ranks
 _MARGIN = 16 << 20
 # State tensors of parameter size that an optimizer creates with its first step; others count as one tensor.
 _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
@@ -51,11 +62,16 @@ class StartedRun:
         checkpoint: what was resumed, None for a fresh start.
         has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
+        is_own: the checkpoint is one of this run.
     """
 
     checkpoint: Checkpoint | None
     has_generators: bool
     finished_epochs: int | None
+    is_own: bool
+
+
+_DEEP = 6  # levels of a state in which parameters are looked for
 
 
 def start_run(
@@ -102,6 +118,8 @@ def start_run(
         room = _check_storages(session, needs, live, options, probes)
         return {"room": room, "seed": progress.own_seed()}
 
+    # Before any rank takes memory: each looks at what all of them share.
+    short = snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu"))
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
@@ -111,10 +129,11 @@ def start_run(
         finished = int(before.get("epoch", 0))
     if session.leads:
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
-        block.notes.extend(inexact)
+        block.notes.extend([*inexact, *_without_model(home)])
+        block.notes.extend([] if short is None else [short])
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(outcome.checkpoint, has_generators, finished)
+    return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
 
 
 def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:
@@ -319,8 +338,41 @@ def _most_kept(keep: Keep | None) -> int | None:
     return (keep.last or 0) + (keep.best or 0)
 
 
-def _future_optimizer_bytes(values: Any) -> int:
-    """Estimate the optimizer state that does not exist before the first step."""
+def _without_model(state: Mapping[Any, Any]) -> list[str]:
+    """Say which optimizers train parameters that nothing in the state holds: a resume would not bring those back."""
+    held: set[int] = set()
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    def look(value: Any, path: str, depth: int) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            optimizers[path] = value
+        elif isinstance(value, torch.nn.Module):
+            held.update(map(id, value.parameters()))
+        elif isinstance(value, torch.Tensor):
+            held.add(id(value))
+        elif isinstance(value, (Mapping, list, tuple)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items if depth else ():
+                look(item, f"{path}/{key}" if path else str(key), depth - 1)
+        elif hasattr(value, "state_dict"):  # an object with a model of its own
+            for item in [*getattr(value, "__dict__", {}).values()] if depth else ():
+                if isinstance(item, torch.nn.Module):
+                    look(item, path, depth - 1)
+
+    look(state, "", _DEEP)
+    said = []
+    for path, optimizer in optimizers.items():
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if is_plain(optimizer) and params and not any(id(param) in held for param in params):
+            said.append(
+                f"the optimizer state[{path!r}] trains {len(params)} parameters of no model in the state: they are NOT "
+                "saved and a resume does not bring them back; put their model into the state, as in {'model': model}"
+            )
+    return said
+
+
+def _future_optimizer_bytes(values: Any, *, on: str | None = None) -> int:
+    """Estimate the optimizer state that does not exist before the first step; that ``on`` one kind of device only."""
     total = 0
     for value in values:
         if isinstance(value, torch.optim.Optimizer):
@@ -331,12 +383,12 @@ def _future_optimizer_bytes(values: Any) -> int:
                 param.numel() * param.element_size()
                 for group in value.param_groups
                 for param in group["params"]
-                if param.requires_grad and param not in value.state
+                if param.requires_grad and param not in value.state and on in (None, param.device.type)
             )
         elif isinstance(value, Mapping):
-            total += _future_optimizer_bytes(value.values())
+            total += _future_optimizer_bytes(value.values(), on=on)
         elif isinstance(value, (list, tuple)):
-            total += _future_optimizer_bytes(value)
+            total += _future_optimizer_bytes(value, on=on)
     return total
 
 
@@ -398,6 +450,11 @@ def _start_block(
             f"and brings it to {storage.uri}"
         )
     notes.append(room)
+    if options.auto:
+        notes.append(
+            f"every='auto': the first save comes after {format_duration(FIRST_S)} at most, unless the run knows what "
+            "saves cost"
+        )
     return block
 
 

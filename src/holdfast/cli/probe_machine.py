@@ -8,13 +8,13 @@ import os
 import platform
 import time
 from collections.abc import Generator
-from pathlib import Path
 
 import holdfast
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import can_share_memory
 from holdfast.writer.client import WriterClient
+from holdfast.writer.free_memory import free_memory
 
 from .finding import Finding, bad, good, warn
 
@@ -23,7 +23,7 @@ try:
 except ImportError:  # pragma: no cover - Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["free_memory", "probe_machine"]
+__all__ = ["probe_machine"]
 
 _FEW_BYTES = 1 << 30
 _FEW_SHM = 1 << 30
@@ -62,29 +62,15 @@ def _cores() -> Finding:
     return good("cores", f"{count}", "a checkpoint is written beside the training", count=count)
 
 
-def free_memory() -> int | None:
-    """Return the bytes this process and its children may still take, by the kernel and the control group."""
-    rows = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        rows.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            rows.append(int(Path(limit).read_text()) - int(Path(used).read_text()))  # "max" is no number
-    return min(rows) if rows else None
-
-
 def _memory() -> Finding:
-    free = free_memory()
-    if free is None:
+    found = free_memory()
+    if found is None:
         return good("memory", "unknown on this platform", "a save needs memory for one copy of the state")
-    text = f"{format_bytes(max(free, 0))} free"
+    free = found.bytes
+    text = f"{format_bytes(max(free, 0))} free ({found.bound})"
     if free < _FEW_BYTES:
-        return warn("memory", text, "a save needs memory for one copy of the state",
-                    "give the process more, or Checkpointer(max_staging_bytes=...)", free_bytes=free)  # fmt: skip
+        return warn("memory", text, "a save takes one copy of the state; a larger state goes through windows, and "
+                    "holds training meanwhile", "give the process more memory", free_bytes=free)  # fmt: skip
     means = "a copy of the state up to this size fits, less what training itself takes"
     return good("memory", text, means, free_bytes=free)
 

@@ -21,7 +21,7 @@ from holdfast.run.lease import is_claim
 from holdfast.run.reports import LOGS, REPORTS, read_history
 from holdfast.storage.base import Storage
 
-from .targets import Choice, choose, find, pick_options
+from .targets import PATH, Choice, choose, find, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["verify"]
@@ -31,7 +31,7 @@ _LEVELS = 3  # of folders within folders: save_folder of many runs, with file na
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option(
     "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
 )
@@ -80,7 +80,8 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
     """
     catalog = Catalog(storage)
     yield from _folder(catalog, deep)
-    yield from _about_run(catalog)
+    if catalog.index.damage != "missing" or catalog.index.rows:  # else there is no run
+        yield from _about_run(catalog)
     for name in catalog.foreign:
         below = _below(storage, name, deep)
         yield from below or [_unchecked(storage, name, "foreign")]

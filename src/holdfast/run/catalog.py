@@ -56,6 +56,7 @@ from .record import (
 from .remains import is_remains, sweep_names
 from .reports import LOGS, REPORTS
 from .retention import RetentionIndex, Verdict, is_number, rank, warn_unranked
+from .trash import Trash
 
 __all__ = ["Catalog", "is_remains"]
 
@@ -117,6 +118,7 @@ class Catalog:
         self.rebuilt = False
         self.holds_resumed = True
         self.side = ""
+        self.trash: Trash | None = None  # where deleted checkpoints go; None: nowhere
         self._says_unranked = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
         # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
@@ -143,9 +145,10 @@ class Catalog:
 
     def _refresh(self, names: set[str]) -> None:
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
-        for gone in [*(self.index.rows.keys() - names), *self._outside()]:
-            self.index.rows.pop(gone, None)
+        for outside in self._outside():
+            self.index.rows.pop(outside, None)
         self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
+        self._all_still_there(sorted(self.index.rows.keys() - names))  # a listing may be older than run.json
         manifests = self._classify_all(sorted(names - self.index.rows.keys()))
         for name in self._enter(manifests):
             self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
@@ -355,11 +358,8 @@ class Catalog:
             fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
             if not fresh:
                 break
-            # A checkpoint that was removed by hand must not take the place of another that stays.
-            gone, files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
+            files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
             known.update(files)
-            for name in gone:
-                del self.index.rows[name]
             if not trusted:
                 self._reread_changed()
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
@@ -374,15 +374,15 @@ class Catalog:
     def _bite(self) -> int:
         return _BITE if self.storage.traits.deletes_at_once == 1 else _BITE_AT_ONCE
 
-    def _look_around(
-        self, names: Sequence[str], *, and_at_names: bool
-    ) -> tuple[list[str], Mapping[str, Collection[str]]]:
-        """Return the rows whose checkpoints are gone and, at a store, the files of the checkpoints ``names``."""
+    def _look_around(self, names: Sequence[str], *, and_at_names: bool) -> Mapping[str, Collection[str]]:
+        """Drop rows of checkpoints removed by hand, which would take places of others; return files of ``names``."""
         looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
         if self.storage.traits.num_parallel > 1:
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
         present, *files = together(self.storage, looks)
-        return [] if present is None else sorted(self.index.rows.keys() - present), files[0] if files else {}
+        if present is not None:
+            self._all_still_there(sorted(self.index.rows.keys() - present))
+        return files[0] if files else {}
 
     def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
         """Tell whether a listing shows the files that the attempt of the row wrote and no later file (a sidecar)."""
@@ -544,7 +544,10 @@ class Catalog:
         """Delete a checkpoint; after a failure it is either still whole, or no checkpoint any more (`_half`)."""
         name = verdict.name
         try:
-            remove(self.storage, name)
+            if self.trash is None or name in self._half:
+                remove(self.storage, name)
+            else:
+                self.trash.take(name)
         except StorageError as error:
             _log.warning("checkpoint %s/%s could not be deleted: %s", self.storage.uri, name, error)
             is_whole = False

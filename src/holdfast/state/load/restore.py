@@ -75,6 +75,7 @@ def load_state(
     idle_names: bool = False,
     added: Callable[[Any], Collection[str]] | None = None,
     apart: tuple[int, ...] | None = None,
+    bookkeeping: str | None = None,
 ) -> Loaded:
     """Load the checkpoint at the root of ``storage``, or an opened checkpoint. See `holdfast.load` for the arguments.
 
@@ -86,6 +87,7 @@ def load_state(
     paths of values that came into the state during training: if ``into`` lacks them, they come back as values.
     ``apart`` are the ranks that hold the same as this rank, where others hold other entries (None: all hold the same):
     then the checkpoint may have entries that ``into`` lacks. With ``swap`` some rank must hold each of them.
+    ``bookkeeping`` is the entry that a run adds to its checkpoints, which ``into`` need not have.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -108,9 +110,11 @@ def load_state(
                 added=frozenset(added(stored.tree) if added is not None else ()),
             )  # fmt: skip
             state, requests = matcher.run(into), matcher.targets.requests
+            if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
+                matcher.problems.unexpected.remove(bookkeeping)
             others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
-                raise _mismatch(refused, stored.storage.uri)
+                raise _mismatch(refused, stored.storage.uri, names=list(into))
         digests = stored.digests_of({request.file for request in requests}) if verify else None
     except Exception:
         if swap is not None:
@@ -213,8 +217,7 @@ def _plan_fresh(
             own = targets.dtype(entry.dtype)
             cast = dtype if dtype is not None and own.is_floating_point and ref.kind != "array" else own
             home = torch.device("cpu") if ref.kind == "array" or device is None else device
-            by_tensor[original] = torch.empty(entry.shape, dtype=cast, device=home)
-            targets.append(original, by_tensor[original])
+            by_tensor[original] = targets.fresh(original, dtype=cast, device=home)
         ref.value = by_tensor[original]
     return tree, targets.requests
 
@@ -290,7 +293,7 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
     return refs
 
 
-def _mismatch(problems: Problems, where: str) -> StateMismatchError:
+def _mismatch(problems: Problems, where: str, *, names: Sequence[Any]) -> StateMismatchError:
     lines = [f"the checkpoint {where} does not fit the state; nothing was changed."]
     everything: list[str] = []
     for title, kind, entries in (
@@ -306,6 +309,9 @@ def _mismatch(problems: Problems, where: str) -> StateMismatchError:
             everything.extend(f"{kind}: {entry}" for entry in sorted(entries))
     if hint := _prefix_hint(problems.missing, problems.unexpected):
         lines.append(f"  {hint}")
+    if problems.unexpected and not problems.missing and not problems.wrong and "/" not in "".join(problems.unexpected):
+        only = [str(name) for name in names]
+        lines.append(f"  to load what the state has and nothing else: only={(only[0] if len(only) == 1 else only)!r}")
     lines.append(
         "  what to do: allow_missing=[...] for entries that are new, skip=[...] for entries not wanted, "
         "rename={old: new} for other names, or strict=False to take what fits"

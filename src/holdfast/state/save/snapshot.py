@@ -19,6 +19,8 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
+from holdfast._ranks import current_ranks
+from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, chunk_digests
@@ -26,10 +28,12 @@ from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
+from ..tree.names import Modules, parameter_names
 from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
@@ -40,8 +44,12 @@ _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
+_ANSWER_S = 1.0  # between the answer to a window and the end of its save
 _ELEMENTS = 16  # elements of a tensor in its fingerprint
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL_COPY = 16 << 20  # a copy of this size is made without looking
+_SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
+_MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
@@ -98,7 +106,7 @@ class Snapshotter:
         world_size: how many ranks save together: each writes its share of the replicated tensors, rank 0 the rest.
         max_file_bytes: larger files are split.
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
-            until the last window has been taken.
+            until the last window has been taken. None: a copy of the state, or windows where memory is short.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
         unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
         alike: the ranks that hold the same as this rank, where others hold other tensors; None: the state says which.
@@ -131,6 +139,9 @@ class Snapshotter:
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
+        self.shortage: str | None = None  # why saves go through windows although nobody asked for it
+        self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
+        self._looked = False  # at memory, for the present layout
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
 
     def plan(self, state: Mapping[Any, Any], *, unsupported: str | None = None) -> Layout:
@@ -141,10 +152,21 @@ class Snapshotter:
         """
         return self._layout(self._flatten(state, unsupported))
 
+    def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
+        """Decide whether a copy of the state fits into memory; return what it costs if it does not.
+
+        Args:
+            state: what will be saved.
+            reserve: bytes that training itself has yet to take, without gradients.
+        """
+        self._fit_memory(state, self._layout(self._flatten(state)), reserve=reserve, says=False)
+        return self.shortage
+
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
         flat = self._flatten(state)
         layout = self._layout(flat)
+        self._fit_memory(state, layout)
         if not self._windowed(layout):
             arena = self._arena(layout)
             if device_copies.needed(flat.tensors):
@@ -191,6 +213,7 @@ class Snapshotter:
         flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
+        self._fit_memory(state, layout)
         on_device = device_copies.needed(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
@@ -442,15 +465,46 @@ class Snapshotter:
         return self.layout
 
     def _drop_layout(self) -> None:
-        self.layout = None
+        self.layout = self._fitting = None
+        self._looked = False
         if self.arena is not None:
             if self.copies is not None:
                 self.copies.unpin()
             self.arena.close()
             self.arena = None
 
+    def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
+        """Look, before a copy is made, whether it fits into memory, and go through windows if not.
+
+        A kernel gives memory that it does not have, and kills for it later, without a word.
+        """
+        if self._looked or self.arena is not None or layout.arena_bytes < _SMALL_COPY or self._windowed(layout):
+            return
+        self._looked = True
+        free = free_memory()
+        if free is None:
+            return
+        room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
+        before, self.shortage = self.shortage, None
+        if layout.arena_bytes <= room:
+            return
+        self._fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
+        self.shortage = (
+            f"memory is short: a copy of the state takes {format_bytes(layout.arena_bytes)}, and of the "
+            f"{format_bytes(max(0, free.bytes))} that are free ({free.bound}) {format_bytes(max(0, room))} can be had "
+            f"for it. Saves go through {format_bytes(self._fitting)} instead (as with max_staging_bytes), and hold "
+            "training until the whole state is written"
+        )
+        if says and before is None:
+            _LOG.warning("%s", self.shortage)
+
+    def _bound(self) -> int | None:
+        given = [bound for bound in (self.max_staging_bytes, self._fitting) if bound is not None]
+        return min(given, default=None)
+
     def _windowed(self, layout: Layout) -> bool:
-        return self.max_staging_bytes is not None and layout.arena_bytes > self.max_staging_bytes
+        bound = self._bound()
+        return bound is not None and layout.arena_bytes > bound
 
     def _arena(self, layout: Layout) -> Arena:
         if self.arena is None:
@@ -459,9 +513,10 @@ class Snapshotter:
         return self.arena
 
     def _window_arena(self) -> Arena:
-        assert self.max_staging_bytes is not None
+        bound = self._bound()
+        assert bound is not None
         if self.arena is None:
-            self.arena = Arena.create(self.max_staging_bytes // MIN_WINDOW * MIN_WINDOW)
+            self.arena = Arena.create(bound // MIN_WINDOW * MIN_WINDOW)
         return self.arena
 
     def _stream(
@@ -498,6 +553,14 @@ class Snapshotter:
                     waiting.append((sent, slot))
             for done, _ in waiting:
                 self._taken(done)
+        except HoldfastError as error:
+            # A window may be refused because its save has failed, which is heard of a moment later.
+            wait([save], timeout=_ANSWER_S)
+            cause = save.exception() if save.done() else None
+            client.abandon(save.job_no)
+            if cause is not None:
+                raise cause from error
+            raise
         except BaseException:
             client.abandon(save.job_no)
             raise
@@ -511,6 +574,14 @@ class Snapshotter:
                 "very slow; training cannot count on it"
             )
         window.result()
+
+
+def _gradient_bytes(state: Mapping[Any, Any]) -> int:
+    """Return what the gradients will take in memory that are not there (yet, or since they were set to None)."""
+    modules: Modules = {}
+    parameter_names(state, modules)
+    params = {id(param): param for module, _ in modules.values() for param in module.parameters()}
+    return sum(param.nbytes for param in params.values() if param.is_cpu and param.requires_grad and param.grad is None)
 
 
 def _sample_name(flat: Flat, number: int) -> str:
