@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test test-frameworks lint reference bench house sweep clean
+.PHONY: demo test test-frameworks lint reference bench house sweep mutants clean
 
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,8 +40,12 @@ lint: $(STAMP)  ## style, types, layers, no large files
 reference: $(STAMP)  ## write docs/reference.md from the docstrings
 	$(BIN)/python docs/make_reference.py
 
+mutants: $(STAMP)  ## small mistakes, one at a time: each has to fail a test
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
+
 sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
 	$(BIN)/python -m pytest -n 2 -m "$(SWEEP)"
+	$(BIN)/python tests/mutants/run.py --tenth
 
 bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-bench.txt

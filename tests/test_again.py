@@ -43,7 +43,9 @@ def test_one_that_passes_alone_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "2 failed, 1 passed" in done.stdout
     assert "test_these.py::test_second_time[one]" in done.stdout.split("once more, alone")[1]
-    assert "passed alone, failed beside others" in done.stdout
+    end = done.stdout.rpartition("failed beside others, passed alone: ")[2]
+    assert "assert known" in end  # the text of the first failure
+    assert "2 passed alone, failed beside others" in done.stdout.strip().splitlines()[-1]
 
 
 def test_one_that_fails_again_fails_the_run(tmp_path: Path) -> None:
@@ -52,6 +54,15 @@ def test_one_that_fails_again_fails_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "once more, alone" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
+
+
+def test_three_that_pass_alone_are_red(tmp_path: Path) -> None:
+    """Three bounds that do not fit, or three meetings with a race, are no accident of a busy machine."""
+    (tmp_path / "test_more.py").write_text(_TESTS.replace("two/[x] y", "three").replace("never", "nothing"))
+    done = _pytest(tmp_path, 5)
+    assert done.returncode == 1, done.stdout
+    assert "3 passed alone, failed beside others" in done.stdout.strip().splitlines()[-1]
+    assert "as this run" in done.stdout.strip().splitlines()[-1]
 
 
 def test_many_are_no_accident(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path, monkeypatch):
         with hf.Checkpointer(storage, {"w": torch.zeros(3)}, every=1) as ck:
             ck.step(loss=1.0)
             ck.step(loss=0.5)
-        return f"{ck.latest!r} {ck.stats!r}"
+        return f"{ck.latest()!r} {ck.stats!r}"
 
     said = shown(train) + shown(train)
     assert "resumed" in said

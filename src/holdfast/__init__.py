@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
-from ._not_here import missing
+from ._not_here import answer_imports, missing
 from ._paused_gc import paused_gc
 from ._version import __version__ as __version__
 
@@ -115,6 +115,7 @@ _HOME = {
 }
 _MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
 __all__ = sorted(_HOME)  # noqa: PLE0605
+answer_imports()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import opcode
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any, TypeVar, cast
 
 from .errors import ConfigError
 
-__all__ = ["NOT_HERE", "answering", "missing", "removed"]
+__all__ = ["NOT_HERE", "answer_imports", "answering", "missing", "removed"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -18,7 +19,8 @@ _T = TypeVar("_T")
 _DATA = "Ray Data is not used: give each worker its part with holdfast.torch.prepare_data_loader"
 _GROUP = "the process group is gloo on CPUs and nccl on GPUs; start another one in the train function"
 _PREEMPTED = (
-    "a worker that has to go (SIGTERM, or exit status 85) is started again as often as "
+    "holdfast.should_save() is True on every worker when it is time to report a checkpoint, because one of them has "
+    "to go; a worker that goes (SIGTERM, or exit status 85) is started again as often as "
     "FailureConfig(max_preemptions=...) says; holdfast.Checkpointer saves on the signal"
 )
 _DIRECTLY = "use PyTorch itself: prepare_model and prepare_data_loader are all that is needed"
@@ -68,6 +70,59 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         "prepare_dataset_shard": _DATA,
     },
 }
+
+
+_CONFIGS = "RunConfig, ScalingConfig, CheckpointConfig and FailureConfig are in holdfast itself"
+# Paths that stand in scripts after `ray.train` or `composer` has become `holdfast`, by what is below the package.
+_MODULES_NOT_HERE = {
+    **{name: NOT_HERE["holdfast"][name] for name in ("horovod", "huggingface", "lightgbm", "session", "tensorflow")},
+    "xgboost": NOT_HERE["holdfast"]["xgboost"],
+    "air": f"{_CONFIGS}, as are report, get_checkpoint and get_context",
+    "algorithms": "Algorithm, EMA and LabelSmoothing are in holdfast.core",
+    "base_trainer": NOT_HERE["holdfast"]["BaseTrainer"],
+    "data_parallel_trainer": NOT_HERE["holdfast"]["DataParallelTrainer"],
+    "datasets": "data sets are not part of it: use torch.utils.data, or those of another package",
+    "functional": "there are no functional forms of algorithms; those in holdfast.core change the training loop",
+    "metrics": "use torchmetrics, or any function of (outputs, targets)",
+    "models": "give a torch.nn.Module with loss(outputs, batch), or any module together with loss_fn",
+    "profiler": "use torch.profiler in a callback of your own",
+    "trainer": "Trainer is in holdfast itself; TorchTrainer is in holdfast.torch",
+    "v2": "what Ray Train v2 has is in holdfast itself and in holdfast.torch",
+    **{f"core.{name}": "it is in holdfast.core" for name in (
+        "algorithm", "callback", "data_spec", "engine", "evaluator", "event", "precision", "state", "time", "types",
+    )},
+    **{f"callbacks.{name}": "it is in holdfast.callbacks" for name in (
+        "checkpoint_saver", "early_stopper", "load_checkpoint", "threshold_stopper",
+    )},
+    **{f"loggers.{name}": "it is in holdfast.loggers" for name in (
+        "console_logger", "logger", "logger_destination", "progress_bar_logger", "remote_uploader_downloader",
+        "tensorboard_logger",
+    )},
+    **{f"optim.{name}": "it is in holdfast.optim" for name in ("decoupled_weight_decay", "scheduler")},
+    **{f"utils.{name}": "it is in holdfast.utils" for name in ("checkpoint", "file_helpers", "object_store")},
+    "utils.dist": "use torch.distributed: the process group is the default one",
+    "utils.reproducibility": "give Trainer(seed=...), or call holdfast.torch.enable_reproducibility()",
+}  # fmt: skip
+
+
+class _Answers:
+    """The last finder of modules: answers the import of one that scripts for other trainers know, and we do not have.
+
+    ``import a.b`` does not ask attributes of ``a``, and its own words would be "No module named 'a.b'".
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        if package == "holdfast" and (advice := _MODULES_NOT_HERE.get(rest)) is not None:
+            raise ModuleNotFoundError(f"there is no module {name}: {advice}", name=name)
+        return None
+
+
+def answer_imports() -> None:
+    """Answer imports of modules that are not here, from now on; idempotent."""
+    if not any(getattr(finder, "__name__", "") == _Answers.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(_Answers)
 
 
 def missing(module: str, name: str) -> Exception:

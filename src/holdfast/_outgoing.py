@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 
-__all__ = ["conceal", "masked", "masked_client", "on_one_line", "visible"]
+__all__ = ["brief", "conceal", "masked", "masked_client", "on_one_line", "visible"]
 
 _MASK = "***"
 # A user part ends at the last "@" before a blank. "host:9000/" in front of an "@" in the path is no user part.
@@ -65,6 +65,19 @@ def masked_client(text: str) -> str:
     """Return the words of a client without what looks like a credential, or stands as one in the environment."""
     conceal(value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and not os.path.isabs(value))
     return masked(_BEARER.sub(rf"\1 {_MASK}", _NAMED.sub(rf"\1\2{_MASK}", text)))
+
+
+def brief(value: object, most: int) -> str:
+    """Return the first ``most`` characters of a value as text, for a message about it: whatever it is, nothing raises.
+
+    Example:
+        >>> brief([1, 2, 3], 4), brief(10**5000, 80)
+        ('[1, ', '<int that is too long to print>')
+    """
+    try:
+        return str(value)[:most]
+    except (ValueError, RecursionError):  # Python prints no more than 4 300 digits, also those inside of a list
+        return f"<{type(value).__name__} that is too long to print>"
 
 
 def visible(text: str) -> str:

@@ -6,4 +6,5 @@ from .trainers.loop.callbacks import Callback, EarlyStopper, EarlyStopping, Thre
 from .trainers.loop.saving.functions import LoadCheckpoint
 from .trainers.loop.saving.saver import CheckpointSaver
 
+__path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = ["Callback", "CheckpointSaver", "EarlyStopper", "EarlyStopping", "LoadCheckpoint", "ThresholdStopper"]

@@ -188,6 +188,17 @@ class ScalingConfig:
         """The most workers that a group may have."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
+    @property
+    def reserved_per_worker(self) -> dict[str, float]:
+        """What an engine that schedules reserves for each worker: a CPU unless configured otherwise, and its GPU."""
+        given = {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpu else {}), **(self.resources_per_worker or {})}
+        return {name: amount for name, amount in given.items() if amount}
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """What all workers together reserve; of an elastic range, the most of them."""
+        return {name: amount * self.most_workers for name, amount in self.reserved_per_worker.items()}
+
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, (tuple, list)):
             self._check_range(tuple(self.num_workers))

@@ -12,6 +12,7 @@ from .trainers.loop.trainer import Trainer
 from .trainers.loop.training.evaluator import DataSpec, Evaluator
 from .trainers.loop.training.precision import Precision
 
+__path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
     "EMA",
     "Algorithm",

@@ -7,6 +7,7 @@ from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from .trainers.loop.saving.uploads import RemoteUploaderDownloader
 from .trainers.loop.training.progress import ProgressBar
 
+__path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
     "ConsoleLogger",
     "JSONLLogger",

@@ -21,6 +21,7 @@ from .trainers.loop.times.schedulers import (
     compile_composer_scheduler,
 )
 
+__path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
     "ComposerScheduler",
     "ConstantScheduler",

@@ -7,6 +7,7 @@ from .storage.base import Storage as ObjectStore
 from .storage.resolve import resolve as maybe_create_object_store_from_uri
 from .trainers.loop.saving.functions import load_checkpoint, save_checkpoint
 
+__path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
     "LibcloudObjectStore",
     "ObjectStore",

@@ -403,7 +403,7 @@ class DeletedMeanwhile(PrefixStorage):
 
     def open(self, path):
         if path.endswith(".safetensors"):
-            remove(self._parent, "run/step_1")
+            remove(self.below, "run/step_1")
         return super().open(path)
 
 

@@ -5,8 +5,11 @@ Then rank 0 listens for the writers of the others: where they can reach it, and 
 
 from __future__ import annotations
 
+import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast._ranks import RankInfo
+from holdfast._version import code_id
 from holdfast.checkpointer import rank_group, rendezvous
 from holdfast.checkpointer.rendezvous import Alone, Rendezvous, meet, same_for_all
 from holdfast.errors import ConfigError
@@ -70,6 +74,47 @@ def test_groups_get_the_values_of_their_own_ranks() -> None:
         assert found == [[[turn, 0], [turn, 2]], [[turn, 1], [turn, 3]]] * 2
     assert each(ranks, lambda one: one.swap(f"of {one.rank}", None)) == [[None]] * 4
     assert Alone().swap("any", 5) == [5]
+
+
+def test_ranks_of_different_commits_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs in code is refused at the first word, naming both; the same code of two commits is fine."""
+    codes = {"0": "0.1.0 (commit aaaaaaaaaa, code 11111111)", "1": "0.1.0 (commit bbbbbbbbbb, code 22222222)"}
+    monkeypatch.setattr(rendezvous, "code_id", lambda: codes[threading.current_thread().name])
+
+    def named(one: Rendezvous) -> Any:
+        threading.current_thread().name = str(one.rank)
+        return one.agree("first", lambda: (1, 2), lambda values: [a + b + c for a, b, c in values])  # "too many values"
+
+    for error in each(meetings(2, dist.HashStore()), named):
+        assert isinstance(error, ConfigError)
+        assert codes["0"] in str(error)
+        assert codes["1"] in str(error)
+    codes["1"] = "0.1.0 (code 11111111)"
+
+    def same(one: Rendezvous) -> Any:
+        threading.current_thread().name = str(one.rank)
+        return one.agree("first", lambda: one.rank, sum)
+
+    assert each(meetings(2, dist.HashStore()), same) == [1, 1]
+
+
+def test_a_rank_from_before_versions_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older commit says nothing of its code: rank 0 says so instead of misreading its values."""
+    store = dist.HashStore()
+    ranks = meetings(2, store)
+    store.set("test/1/first/1", '{"value": 7}')  # as it was
+    with pytest.raises(ConfigError, match="rank 1 an older version"):
+        ranks[0].agree("first", lambda: 7)
+
+
+def test_the_code_is_known_by_its_bytes() -> None:
+    """The id has version and digest, and is the same in another process."""
+    said = subprocess.run(
+        [sys.executable, "-c", "from holdfast._version import code_id; print(code_id())"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    assert said == code_id()
+    assert re.fullmatch(r"[0-9.]+\S* \((commit [0-9a-f]{10}, )?code [0-9a-f]{8}\)", said)
 
 
 def test_one_error_for_all() -> None:
@@ -164,7 +209,7 @@ def test_a_wait_that_is_in_vain_ends() -> None:
     with pytest.raises(hf.HoldfastError, match="rank 1: it has died"):
         waiting.agree("topic", lambda: 0)
     given = meetings(2, dist.HashStore())
-    given[1]._set("topic/1", {"value": 1})
+    given[1]._set("topic/1", {"code": code_id(), "value": 1})
     given[0].watch = waiting.watch
     assert given[0].agree("topic", lambda: 0, sum) == 1
 

@@ -245,7 +245,7 @@ def test_folders_of_others_cost_verify_one_listing_each(monkeypatch) -> None:
     monkeypatch.setattr(MemoryStorage, "list", lambda self, *args, **kw: asked.append("") or list_of(self, *args, **kw))
     monkeypatch.setattr(MemoryStorage, "open", lambda self, path: asked.append(path) or open_of(self, path))
     assert [row["name"] for row in as_json("verify", storage.uri)["checkpoints"]] == ["data", "team/run/ep1"]
-    assert len(asked) < 40 + 25, asked
+    assert len(asked) <= 40 + 25, asked
 
 
 def test_verify_of_a_run_checks_all_of_them(run) -> None:
@@ -309,7 +309,7 @@ def test_errors_are_one_line(tmp_path) -> None:
     assert result.stderr.splitlines() == [f"holdfast: there is nothing at {tmp_path / 'none'}: check the path"]
     assert as_json("verify", tmp_path / "none", code=2)["error"] == "CheckpointNotFoundError"
     assert len(invoke("ls", "zz://a/b", code=2).stderr.splitlines()) == 1
-    invoke("ls", code=2)
+    invoke("show", code=2)
     assert "no checkpoints" in invoke("ls", tmp_path).stdout
 
 

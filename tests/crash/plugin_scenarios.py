@@ -14,7 +14,7 @@ def user_storage(folder):
     """Return a storage of a module that lies beside the user's script."""
     import my_storage
 
-    return my_storage.MyStorage(folder)
+    return my_storage.MyStorage(folder, {"key": "hunter2"})
 
 
 def trainer(location, found, *, of_user=False):

@@ -16,12 +16,23 @@ from holdfast.testing.crash import ForkServer
 SCENARIOS = str(Path(__file__).with_name("plugin_scenarios.py"))
 BOX = Path(__file__).parents[1] / "kits" / "box"
 MY_STORAGE = """
+    from holdfast.errors import StoragePermissionError
     from holdfast_box import BoxStorage
 
 
     class MyStorage(BoxStorage):
+        # Needs a key, which its description leaves out.
+
+        def __init__(self, folder, secrets=None):
+            if (secrets or {}).get("key") != "hunter2":
+                raise StoragePermissionError(f"{folder}: no key")
+            super().__init__(folder)
+
         def describe(self):
             return {"kind": f"{__name__}:MyStorage", "folder": self.folder}
+
+        def secrets(self):
+            return {"key": "hunter2"}
 """
 MY_FILES = """
     from fsspec.implementations.local import LocalFileSystem
@@ -70,9 +81,10 @@ def test_a_package_s_storage_survives_a_kill_of_its_trainer(server, tmp_path):
 
 
 def test_a_users_own_storage_survives_a_kill_of_its_trainer(server, tmp_path):
-    """A class of a module beside the script that describes itself: ten times of ten, the same."""
+    """A class of a module beside the script, with a key that only its own processes are told: the same."""
     found = found_by_lives(server, f"{tmp_path}/run", tmp_path / "found", of_user=True)
     assert found == [(step, step) for step in range(11)]
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"hunter2" in file.read_bytes()]
 
 
 def test_a_file_system_of_the_users_module_is_written_by_the_writer_process(server, tmp_path):
@@ -112,7 +124,7 @@ FIT = """
     if own == "own":
         import my_storage
 
-        run = {"storage_filesystem": my_storage.MyStorage(where)}
+        run = {"storage_filesystem": my_storage.MyStorage(where, {"key": "hunter2"})}
     for _ in range(2):
         result = TorchTrainer(train, run_config=hf.RunConfig(name="run", **run)).fit()
         print(type(result.checkpoint.storage.below).__name__, hf.load(result.checkpoint)["step"])

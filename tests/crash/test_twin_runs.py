@@ -30,9 +30,11 @@ def test_full_state_is_bitwise_equal(tmp_path, workers):
 @pytest.mark.parametrize("seed", range(10))
 def test_random_kills(tmp_path, seed):
     """Any choice of steps to die after gives the same."""
-    verify_resume(
+    report = verify_resume(
         partial(twin_training.train, every=1 + seed % 3, workers=2 * (seed % 2)), kills=5, seed=seed, keep_in=tmp_path
     )
+    assert len(report.lives) == 6  # five of them killed
+    assert (report.steps, report.items > 50) == (18, True)
 
 
 def test_a_script(tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import random
+import time
 import zipfile
 
 import fuzz_kit
@@ -63,7 +64,93 @@ def test_many_changes(run, tmp_path, what, part):
     attack(run, tmp_path, what, range(1000 + part * share, 1000 + (part + 1) * share))
 
 
+def attack_absurd(run, tmp_path, cases, *, commands):
+    """Use a run once for each absurd value; list those that end in another way than they may."""
+    wrong = []
+    for number, one in enumerate(cases):
+        case = fuzz_kit.copy_of(run, tmp_path / f"absurd-{number}")
+        try:
+            fuzz_kit.absurd(case, *one)
+            fuzz_kit.use(case, commands=commands)
+        except Exception as error:  # all findings are listed
+            wrong.append((str(one)[:80], repr(error)[:200]))
+        fuzz_kit.forget(case)
+    assert not wrong
+
+
+def test_some_absurd_values(run, tmp_path):
+    """Signed indexes and manifests that say what cannot be: loads, commands and verify put it into words."""
+    index = [case for case in fuzz_kit.ABSURD if case[0] in ("shape", "pieces", "dtype")]
+    manifest = [case for case in fuzz_kit.ABSURD if case[0] in ("field", "entry")]
+    chance = random.Random(1)
+    attack_absurd(run, tmp_path, [*index[::3], *chance.sample(manifest, 10)], commands=False)
+    attack_absurd(run, tmp_path, chance.sample(fuzz_kit.ABSURD, 2), commands=True)
+
+
+@pytest.mark.slow
+def test_all_absurd_values(run, tmp_path):
+    """A share of every absurd value in every field, another one each day."""
+    share = int(time.time() // 86400) % 20
+    attack_absurd(run, tmp_path, fuzz_kit.ABSURD[share::20], commands=True)
+
+
 # -- cases of their own
+
+
+@pytest.mark.parametrize("shape", [[2**50], [0, 2**61, 2**61], [4, 4, 2**50], [8, 4]])
+def test_verify_says_what_no_load_can_use(run, tmp_path, shape):
+    """A signed index whose tensor has other elements than are stored: `verify` finds it, and a load says so."""
+    case = fuzz_kit.copy_of(run, tmp_path / "case")
+    fuzz_kit.absurd(case, "shape", 0, shape)
+    found = hf.Checkpoint(fuzz_kit.newest(case)).verify()
+    assert not found.ok
+    assert "tensor" in found.problems[0]
+    with pytest.raises(hf.CorruptCheckpointError, match="tensor"):
+        hf.load(fuzz_kit.newest(case))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"), [([], "16 of its 16 elements are missing"), ([[0, 0, 32, [0, 0], [2, 4]]], "8 of")]
+)
+def test_verify_checks_that_tensors_are_whole(run, tmp_path, pieces, words):
+    """Every digest is right and a tensor is not there, or half of it: `verify` says so, and so does a load."""
+    case = fuzz_kit.copy_of(run, tmp_path / "case")
+    row = next(
+        number
+        for number, one in enumerate(json.loads(next(fuzz_kit.newest(case).glob("index-*")).read_bytes())["tensors"])
+        if one[2] == [4, 4]
+    )
+    fuzz_kit.absurd(case, "pieces", row, pieces)
+    found = hf.Checkpoint(fuzz_kit.newest(case)).verify()
+    assert words in found.problems[0]
+    with pytest.raises(hf.CorruptCheckpointError, match="elements are missing"):
+        hf.load(fuzz_kit.newest(case))
+
+
+def test_verify_misses_a_tensor_of_the_structure(run, tmp_path):
+    """The structure names a tensor that no index lists: `verify` names both."""
+    case = fuzz_kit.copy_of(run, tmp_path / "case")
+    fuzz_kit.replace(case, "state", lambda tree: {**tree, "more": {"$": "tensor", "n": "more/gone"}})
+    found = hf.Checkpoint(fuzz_kit.newest(case)).verify()
+    assert any("'more/gone' that no index lists" in problem for problem in found.problems)
+
+
+def test_names_forge_no_lines(tmp_path):
+    """Line breaks, escape codes and marks of direction in names make no line of output, and reach no terminal."""
+    evil = "x\nstep_00000009  ok\x1b[2J\u202e"
+    with hf.Checkpointer(tmp_path / "run", {f"w{evil}": torch.zeros(2), "p": {f"k{evil}": 1}}, every=1) as ck:
+        ck.step(**{f"loss{evil}": 1.0})
+        ck.step(**{f"loss{evil}": 2.0})
+    ck.latest().set_metadata({f"m{evil}": evil})
+    older = min(path for path in (tmp_path / "run").iterdir() if path.name.startswith("step_"))
+    for arguments in fuzz_kit.commands_of(tmp_path / "run", older):
+        said = fuzz_kit.command(*arguments)
+        assert not any(line.lstrip().startswith("step_00000009") for line in said.split("\n")), (arguments, said)
+        assert "\x1b" not in said
+        assert "\u202e" not in said
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(older, into={"v": torch.zeros(2)})
+    assert "\x1b" not in str(caught.value)
 
 
 def test_the_message_names_file_and_place(run, tmp_path):

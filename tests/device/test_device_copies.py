@@ -130,7 +130,7 @@ def test_a_lost_device_fails_the_save_alone(tmp_path):
 def test_a_device_without_streams_is_copied_while_we_wait(tmp_path):
     """An accelerator whose module has no streams (MPS, XLA) is copied as a CPU is."""
     with training(tmp_path, 7) as one:
-        with mock.patch.object(torch, "get_device_module", return_value=object()):
+        with mock.patch("holdfast.state.save.device_copies.has_streams", return_value=False):
             wanted, future, path = one.save()
         for param in one.model.parameters():
             param.data.zero_()
@@ -156,6 +156,22 @@ def test_the_arena_is_given_back_only_after_the_copies(tmp_path):
             one.snapshotter.copies.unpin()
             assert sealed
             future.result(60)
+
+
+@on_device
+def test_a_default_device_of_the_script_changes_nothing(tmp_path):
+    """Under ``torch.set_default_device`` what a save makes for itself lies where it has to."""
+    torch.set_default_device("late")
+    try:
+        with training(tmp_path, 10) as one:
+            wanted, future, path = one.save()
+            one.step(0)
+            future.result(60)
+            assert one.snapshotter.copies.late_bytes
+            torch.set_default_device(None)
+            assert_state_equal(wanted, read(path))
+    finally:
+        torch.set_default_device(None)
 
 
 @on_device

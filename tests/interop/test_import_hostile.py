@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -376,3 +377,21 @@ def test_a_pickle_cannot_change_classes(tmp_path) -> None:
     with pytest.raises(hf.CorruptCheckpointError, match="sets the state of a type"):
         read_metadata(data)
     assert not hasattr(Metadata, "xyz")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("torch.distributed.checkpoint.metadata", "dataclass"),
+        ("torch.distributed.checkpoint.planner", "io"),
+        ("pathlib", "os"),
+        ("collections", "namedtuple"),
+        ("builtins", "eval"),
+    ],
+)
+def test_metadata_names_nothing_beside_the_list(module, name):
+    """A `.metadata` gets the names of the allow-list, no other name of an allowed module, and nothing of it is run."""
+    data = b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"."
+    with pytest.raises(hf.CorruptCheckpointError, match=rf"asks for {re.escape(module)}\.{name}, which no metadata"):
+        read_metadata(data)

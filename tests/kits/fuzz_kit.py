@@ -19,15 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from click.testing import CliRunner
 
 import holdfast as hf
 from holdfast.checkpoint import summary
+from holdfast.cli.main import cli
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
 from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 
-__all__ = ["FILES", "copy_of", "forget", "fuzz", "limit", "make", "newest", "replace", "use"]
+__all__ = [
+    "ABSURD", "FILES", "absurd", "command", "commands_of", "copy_of", "forget", "fuzz", "limit", "make", "newest",
+    "replace", "use",
+]  # fmt: skip
 
 FILES = ("manifest", "index", "state", "rank", "metrics", "metadata", "run", "reports")
 SECONDS = 20  # a case takes milliseconds; one that runs for so long is a finding
@@ -230,6 +235,51 @@ def fuzz(run: Path, what: str, number: int) -> None:
         path.write_bytes(b"\n".join(_dump(row) for row in rows) if isinstance(rows, list) else _dump(rows))
 
 
+# -- absurd, and signed ------------------------------------------------------------------------------------------------
+
+SHAPES: tuple[Any, ...] = (
+    [2**50], [0, 2**61, 2**61], [2**61, 0, 2**61], [0, 2**40, 2**40], [2**62], [2**63], [2**64], [-1], [1.5], ["4"],
+    [[4]], [1] * 70, [], [True], [4, 4, 2**50], [10**400], None, "44", {"4": 4}, 7,
+)  # fmt: skip
+PIECES: tuple[Any, ...] = (
+    [], None, [[]], [[0, 0, 0]], [[0, 0, 2**50]], [[0, 2**61, 64]], [[99, 0, 64]], [[0, 0, 64], [0, 0, 64]],
+    [[0, 0, 32, [0, 0], [2, 4]]], [[0, 0, 32, [2, 0], [4, 4]]], [[0, 0, 64, [2**61, 0], [4, 4]]], [[0, 0, 10**400]],
+)  # fmt: skip
+BIG = {"$": "bigint", "v": "0x" + "f" * 5000}
+MANIFEST_FIELDS = (
+    "run_id", "checkpoint_id", "parent", "attempt", "step", "epoch", "created", "metrics", "world_size", "writers",
+    "versions", "total_bytes", "reused_bytes", "files", "extra", "format_version",
+)  # fmt: skip
+FILE_FIELDS = ("path", "size", "digest", "role", "writer", "reused_from", "chunks")
+_WORDS = (*VALUES, BIG, [BIG], {"a": BIG}, {"loss": BIG}, 10**400, [10**400])
+
+ABSURD: tuple[tuple[str, Any, Any], ...] = (
+    *(("shape", row, shape) for row in (0, 3) for shape in SHAPES),
+    *(("pieces", row, pieces) for row in (0, 3) for pieces in PIECES),
+    *(("dtype", 0, value) for value in ("float4096", "object", "", "int8", 7, None, BIG)),
+    *(("field", name, value) for name in MANIFEST_FIELDS for value in _WORDS),
+    *(("entry", name, value) for name in FILE_FIELDS for value in _WORDS),
+)
+"""Signed files that say what cannot be: (kind, place, value)."""
+
+
+def absurd(run: Path, kind: str, place: Any, value: Any) -> None:
+    """Put an absurd value into the newest checkpoint of a run, and make every digest right."""
+    if kind in ("shape", "pieces", "dtype"):
+        column = {"dtype": 1, "shape": 2, "pieces": 3}[kind]
+
+        def change(index: Any) -> Any:
+            index["tensors"][place][column] = copy.deepcopy(value)
+            return index
+
+        replace(run, "index", change)
+        return
+    home = newest(run)
+    body = json.loads((home / "manifest.json").read_bytes())
+    (body if kind == "field" else body["files"][0])[place] = copy.deepcopy(value)
+    _sign(home, body)
+
+
 # -- use --------------------------------------------------------------------------------------------------------------
 
 
@@ -253,10 +303,29 @@ def limit(seconds: int = SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def use(run: Path, what: str = "") -> list[str]:
+def commands_of(run: Path, home: Path) -> Iterator[tuple[str, ...]]:
+    """Iterate over commands that look at a run and a checkpoint."""
+    for more in ((), ("--json",)):
+        for name in ("ls", "stats", "verify", "log", "prune"):
+            yield (name, str(run), *more)
+        for name in ("show", "verify"):
+            yield (name, str(home), *more)
+        yield ("diff", str(home), str(home), *more)
+    yield ("page", str(run), "--json")
+
+
+def command(*arguments: str) -> str:
+    """Run a command; return what it printed on both streams. An error that it does not put into words comes through."""
+    result = CliRunner().invoke(cli, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout + result.stderr
+
+
+def use(run: Path, what: str = "", *, commands: bool = False) -> list[str]:
     """Do all that a user may do with a run and its newest checkpoint; return how each ended.
 
-    With the kind of file that was changed, only what reads such a file.
+    With the kind of file that was changed, only what reads such a file; with ``commands`` what is typed, too.
 
     Anything but success or an error of Holdfast's own comes through.
     """
@@ -300,6 +369,8 @@ def use(run: Path, what: str = "") -> list[str]:
     )
     if what in ("metrics", "metadata", "run", "reports"):
         doings = doings[4:]
+    if commands:
+        doings += tuple(lambda arguments=arguments: command(*arguments) for arguments in commands_of(run, home))
     for doing in doings:
         with limit():
             try:

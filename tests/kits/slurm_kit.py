@@ -26,7 +26,7 @@ from pathlib import Path
 PACKAGES = ("slurmctld", "slurmd", "slurm-client")
 INSTALL_S = 300
 REQUEUE_S = 5  # before a requeued job may start again; 120 by default
-KILL_S = 8  # from SIGTERM to SIGKILL at the time limit, at scancel and at preemption
+KILL_S = 20  # from SIGTERM to SIGKILL at the time limit, at scancel and at preemption
 AWAY_S = 10  # until a slurmd that does not answer counts as a dead node
 
 _CONF = """\

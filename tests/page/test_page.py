@@ -13,8 +13,9 @@ from page_kit import HOSTILE, killed, train
 
 import holdfast as hf
 from holdfast.cli.main import cli
+from holdfast.page.curves import clock, grouped, thin
 from holdfast.page.document import render
-from holdfast.page.facts import collect, run_facts, thin
+from holdfast.page.facts import collect, run_facts
 from holdfast.run.index import Attempt
 from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
@@ -67,6 +68,10 @@ def test_the_facts_of_a_run(run):
     assert second["from_name"] is not None
     assert (first["last_step"], second["first_step"], first["lost_steps"]) == (11, 10, 2), "steps 10 and 11, done again"
     assert facts["ranking"] == {"metric": "val", "mode": "min"}
+    about = good[0]["details"]
+    assert about["parent"] in {row["name"] for row in facts["checkpoints"]} or "no longer there" in about["parent"]
+    assert ("w", 1, 32) in [(item["name"], item["tensors"], item["bytes"]) for item in about["items"]]
+    assert about["checked"].startswith("manifest and sizes of all files are right")
 
 
 def test_a_life_that_was_killed(tmp_path):
@@ -158,6 +163,28 @@ def test_many_reports(tmp_path):
     assert [31_234, 9.0] in [list(point) for point in curve["points"]]
 
 
+def test_every_metric_is_drawn_in_order():
+    """The ranking metric, then losses, then groups by first parts of names; none is left out, few stay together."""
+    names = ["zz", "b/loss", "aloss", *(f"g/{at:02}" for at in range(70)), "alone/x", "plain", "val"]
+    rows = grouped([{"name": name} for name in names], "zz")
+    assert len(rows) == len(names)
+    assert [row["name"] for row in rows[:4]] == ["zz", "aloss", "b/loss", "g/00"]
+    assert [(row["name"], row["group"]) for row in rows[-3:]] == [(name, "other metrics") for name in names[-3:]]
+    assert {row["group"] for row in rows} == {"", "g", "other metrics"}
+    assert {row["group"] for row in grouped([{"name": name} for name in names[:9]], None)} == {""}
+
+
+def test_the_clock_of_a_run():
+    """Seconds since the first row, and epochs that run evenly between their first steps."""
+    rows = [{"step": step, "time": 1000.0 + step / 2, "epoch": step // 10} for step in range(25)]
+    ticks, began = clock([*rows, {"step": 99, "time": None, "epoch": 3}])
+    assert began == 1000
+    assert ticks[0] == [0, 0, 0]
+    assert ticks[5] == [5, 2.5, 0.5]
+    assert ticks[24] == [24, 12, 2.4]
+    assert len(clock([{"step": step, "time": 1.0 * step} for step in range(50_000)])[0]) <= 2001
+
+
 # ---- the file
 
 
@@ -208,6 +235,12 @@ def test_the_command(run, tmp_path):
     result = call("page", run.parent, "-o", tmp_path / "b.html")
     assert result.exit_code == 0, result.output
     facts = facts_in((tmp_path / "b.html").read_text())
+    apart = json.loads(call("page", run, run.parent / "other", run.parent / "other", "--json").output)
+    assert [one["name"] for one in apart["runs"]] == ["gpt", "other"]
+    assert apart["title"] == "2 runs"
+    result = call("page", run, tmp_path / "none", "--json")
+    assert result.exit_code == 2
+    assert "there is no run at" in result.output
     assert [one["name"] for one in facts["runs"]] == ["gpt", "other"]
     assert {metric["name"]: len(metric["curves"]) for metric in facts["metrics"]} == {"loss": 2, "val": 1}
     assert json.loads(call("page", run, "--json").output)["kind"] == "run"

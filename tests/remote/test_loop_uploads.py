@@ -17,7 +17,7 @@ from loop_kit import Crash, CrashAt, names, plain
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
-from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.loggers import LoggerDestination, RemoteUploaderDownloader
 from holdfast.storage import LibcloudObjectStore
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
@@ -138,7 +138,7 @@ def test_one_upload_that_is_refused_hides_no_other(
     uploader.storage = bucket = Bucket(f"refuses-{os.getpid()}")
     (tmp_path / "file").write_text("x")
     for name in "abcd":
-        uploader.upload_file(name, str(tmp_path / "file"))
+        uploader.upload_file(None, name, str(tmp_path / "file"))
     wait([one.ended for one in uploader._sent], timeout=60)
     assert len(list(copies.iterdir())) == 2
     met = threading.Barrier(2)
@@ -343,3 +343,17 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
     saved = FolderEntry(name="ba1", container="directory")
     kept.add(saved, Destinations(None, "ba1", None))
     assert events == ["uploads ba1", "deletes ba1"]
+
+
+def test_a_destination_of_ones_own_gets_files(tmp_path: Path) -> None:
+    """`upload_file` of a destination is called as in Composer: with the state, the name, a path, and ``overwrite``."""
+    got: list[Any] = []
+
+    class Mine(LoggerDestination):
+        def upload_file(self, state: Any, remote_file_name: str, file_path: Path, *, overwrite: bool = False) -> None:
+            got.append((state.run_name, remote_file_name, file_path.read_text(), overwrite))
+
+    (tmp_path / "notes.txt").write_text("x")
+    trainer = plain(None, loggers=Mine(), run_name="r")
+    trainer.logger.upload_file("{run_name}/notes.txt", tmp_path / "notes.txt", overwrite=True)
+    assert got == [("r", "r/notes.txt", "x", True)]

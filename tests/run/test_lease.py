@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import RunBusyError, StoragePermissionError
+from holdfast.errors import RunBusyError, StorageError, StoragePermissionError
 from holdfast.run import lease as lease_module
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
@@ -458,3 +458,51 @@ def test_a_lease_deleted_by_hand(tmp_path: Path) -> None:
     with pytest.raises(RunBusyError, match="was deleted"):
         lease.heartbeat()
     lease.release()
+
+
+class _Passing(MemoryStorage):
+    """Answers the next reads of a file with other bytes: a proxy's page, a part of the file, nothing."""
+
+    answers: list[bytes]
+
+    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
+        data, etag = super().read_tagged(path)
+        return (self.answers.pop(0), etag) if self.answers else (data, etag)
+
+    def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
+        data = super().read(path, offset, size)
+        return self.answers.pop(0) if self.answers else data
+
+
+@pytest.mark.parametrize("answer", [b"<html>busy</html>", b"", b'{"host": "x"', b"[]", b'{"host": 1, "start_id": "a"}'])
+def test_an_unreadable_lease_at_a_store_is_asked_for_again(monkeypatch, tmp_path, answer) -> None:
+    """One bad answer, or three, cost a second look each: the lease is still ours, and nothing ends."""
+    monkeypatch.setattr(lease_module, "_LOOK_AGAIN_S", (0.0, 0.0, 0.0))
+    storage = _Passing(f"lease-{tmp_path.name}")
+    storage.answers = []
+    held = Lease.acquire(storage, make_owner("ours"), wait_s=0)
+    for times in (1, 3):
+        storage.answers = [answer] * times
+        held.verify()
+        assert not storage.answers
+    held._etag = "of an answer that was lost"
+    storage.answers = [answer]
+    held.heartbeat()
+    held.verify()
+
+
+def test_a_lease_that_stays_unreadable_is_said_as_what_it_is(monkeypatch, tmp_path) -> None:
+    """Garbage in lease.json at a store is an error of the storage that says so, no loss of the run: it may end."""
+    monkeypatch.setattr(lease_module, "_LOOK_AGAIN_S", (0.0, 0.0, 0.0))
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    held = Lease.acquire(storage, make_owner("ours"), wait_s=0)
+    ours = storage.read(LEASE_FILE)
+    storage.put(LEASE_FILE, b"oops")
+    for ask in (held.verify, held.heartbeat, lambda: held.announce(["a"])):
+        with pytest.raises(StorageError, match="is no lease of Holdfast, at 4 looks") as caught:
+            ask()
+        assert not isinstance(caught.value, RunBusyError)
+    storage.put(LEASE_FILE, ours)
+    held.verify()
+    held.heartbeat()
+    held.verify()

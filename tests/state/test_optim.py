@@ -321,3 +321,25 @@ def test_state_dict_in_place_of_the_optimizer_is_explained():
     hf.save(place, {"optimizer": optimizer})
     with pytest.raises(hf.StateMismatchError, match="give the optimizer itself"):
         hf.load(place, {"optimizer": optimizer.state_dict()})
+
+
+def test_a_state_of_another_dtype_is_made_anew(tmp_path):
+    """float32 state in the checkpoint over live bfloat16 state of the same shape: the stored bits, not a cast."""
+
+    def made(dtype):
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        weight.grad = torch.full((3,), 0.3, dtype=torch.bfloat16)
+        optimizer.step()
+        optimizer.state[weight]["exp_avg"] = torch.tensor([0.1, 0.2, 0.3], dtype=dtype)
+        module = torch.nn.Module()
+        module.weight = weight
+        return {"model": module, "optimizer": optimizer}
+
+    hf.save(tmp_path / "ck", made(torch.float32))
+    live = made(torch.bfloat16)
+    hf.load(tmp_path / "ck", into=live)
+    (state,) = live["optimizer"].state.values()
+    assert state["exp_avg"].dtype == torch.float32
+    assert state["exp_avg"].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from torch.utils.data import (
 )
 
 from holdfast.state.data import batches
+from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree import rng
 
 
@@ -285,3 +289,82 @@ def test_set_epoch_of_a_custom_sampler_is_called():
             return iter([(index + self.epoch) % N for index in range(N)])
 
     assert flat(run(DataLoader(Ids(), sampler=ByEpoch(range(N)), batch_size=4), epoch=3)[0])[:2] == [3, 4]
+
+
+class _Remembers(Sampler[int]):
+    """Shuffles its own list in place, counts passes, draws from a generator in a list; the script sets its length."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.order, self.passes, self.dice, self.length = list(range(20)), 0, [random.Random(3)], length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        self.dice[0].shuffle(self.order)
+        self.order.append(self.order.pop(self.passes % 20))
+        return iter(self.order[: self.length])
+
+
+class _RemembersBatches(_Remembers):
+    """Yields batches of such an order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(super().__iter__())
+        return iter([order[start : start + 4] for start in range(0, len(order), 4)])
+
+
+def _epochs(loader: Any, position: Any, *, first: int, stop: int = -1) -> tuple[list[list[int]], Any]:
+    """Draw the epochs from ``first`` to 3; a curriculum sets the length before each. Stop after so many batches."""
+    seen: list[list[int]] = []
+    owner = loader.sampler if isinstance(loader.sampler, _Remembers) else loader.batch_sampler
+    for epoch in range(first, 4):
+        owner.length = 20 - 4 * (epoch % 2)
+        batches = ResumableBatches(loader, position, seed=5, epoch=epoch)
+        for batch in batches:
+            seen.append(batch.tolist())
+            if len(seen) == stop:
+                return seen, batches.state_dict()
+        position = batches.state_dict(is_over=True)
+    return seen, position
+
+
+@pytest.mark.parametrize("make", ["sampler", "batch sampler"])
+@pytest.mark.parametrize("stop", [2, 5, 7, 9, 12])
+def test_a_sampler_with_a_memory_is_given_back_what_it_held(make: str, stop: int) -> None:
+    """In the middle of an epoch and at its end a new process draws the order that an uninterrupted one draws."""
+
+    def loader() -> DataLoader[int]:
+        data = list(range(20))
+        if make == "sampler":
+            return DataLoader(data, 4, sampler=_Remembers())  # type: ignore[arg-type]
+        return DataLoader(data, batch_sampler=_RemembersBatches())  # type: ignore[arg-type]
+
+    whole, _ = _epochs(loader(), None, first=0)
+    begun, position = _epochs(loader(), None, first=0, stop=stop)
+    position = copy.deepcopy(position)
+    rest, _ = _epochs(loader(), position, first=position["epoch"])
+    assert begun + rest == whole
+
+
+def test_a_sampler_that_draws_another_order_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """What a sampler hides (a generator of its module) cannot be given back: the indices that come first tell it."""
+    order = random.Random(1)
+
+    class Hides(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(order.sample(range(20), 20))
+
+        def __len__(self) -> int:
+            return 20
+
+    def loader() -> DataLoader[int]:
+        return DataLoader(list(range(20)), 4, sampler=Hides())  # type: ignore[arg-type]
+
+    batches = ResumableBatches(loader(), None, seed=5, epoch=0)
+    next(iter(batches))
+    list(ResumableBatches(loader(), batches.state_dict(), seed=5, epoch=0))
+    assert "Hides does not give the order again in which it was begun: 4 samples" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        list(ResumableBatches(loader(), batches.state_dict(), seed=5, epoch=0, mismatch=lambda text: 1 // 0))

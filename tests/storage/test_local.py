@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+import holdfast as hf
 from holdfast.errors import (
     ConfigError,
     StorageError,
@@ -304,3 +305,9 @@ def test_errors_pickle(tmp_path):
         FaultyStorage(tmp_path, fail_on={"pwrite": errno.EDQUOT}).put("a", b"1")
     assert "quota" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_two_slashes_at_the_head_are_one(tmp_path):
+    """//home/x is /home/x on Linux: a run has one name, however its place is written."""
+    assert LocalStorage(f"/{tmp_path}").uri == LocalStorage(tmp_path).uri
+    assert hf.Checkpoint(f"/{tmp_path}/a") == hf.Checkpoint(tmp_path / "a") == hf.Checkpoint(f"file:///{tmp_path}/a")

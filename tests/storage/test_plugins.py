@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import pytest
 from docs_kit import ROOT, blocks
 
 import holdfast as hf
+from holdfast._outgoing import masked
 from holdfast.errors import ConfigError
 from holdfast.storage import (
     LocalStorage,
@@ -64,23 +64,18 @@ class TestBoxStorage(StorageTests):
         return BoxStorage(tmp_path / "root")
 
 
-@pytest.fixture(scope="module")
-def documented():
-    (block,) = (block for block in blocks(ROOT / "docs" / "storage.md", "python") if "class SqliteStorage" in block)
-    names: dict[str, Any] = {"__name__": "documented"}
-    exec(compile(block, "docs/storage.md", "exec"), names)
-    return names["SqliteStorage"]
-
-
 class TestDocumentedStorage(StorageTests):
-    """The example of docs/storage.md, word for word."""
+    """The example of docs/storage.md, word for word, as a module beside the script."""
 
     @pytest.fixture
-    def storage(self, documented, tmp_path) -> Storage:
-        return documented(tmp_path / "objects.db")
+    def storage(self, tmp_path, monkeypatch) -> Storage:
+        (block,) = (block for block in blocks(ROOT / "docs" / "storage.md", "python") if "class SqliteStorage" in block)
+        (tmp_path / "documented.py").write_text(block)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "documented", raising=False)
+        import documented
 
-    def test_description(self, storage: Storage) -> None:
-        assert storage.describe() == {"kind": "documented:SqliteStorage", "file": storage.file}
+        return documented.SqliteStorage(str(tmp_path / "objects.db"))
 
 
 class TestWrappedStorage(StorageTests):
@@ -255,4 +250,6 @@ def test_credentials_travel_apart(box, tmp_path, monkeypatch):
     assert from_description(storage.describe()).given is None
     assert from_description(storage.describe(), storage.secrets()).given == {"key": "hunter2"}
     assert from_description(storage.describe()).given == {"key": "hunter2"}
-    hf.save(hf.Checkpoint.at(resolve(f"box://{tmp_path}"), "one"), {"step": 1})
+    named = Locked(str(tmp_path), {"key": "correct-horse-battery"})
+    assert resolve(named) is named
+    assert masked("refused: correct-horse-battery") == "refused: ***"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -257,3 +258,97 @@ def test_a_directory_on_one_rank_and_an_upload_on_the_other(tmp_path: Path) -> N
         "other.rank-0.txt": "0",
     }
     assert len(os.listdir(tmp_path / "mine-0")) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_function_returns(tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """`Result.return_value` is what train_func returned on rank 0; what cannot travel is None, and said."""
+
+    def train(config: dict[str, Any]) -> Any:
+        if config.get("lock"):
+            return threading.Lock()
+        return {"rank": rank(), "tensor": torch.ones(2)}
+
+    found = make(tmp_path, train, workers=workers, train_loop_config={}).fit().return_value
+    assert found["rank"] == 0
+    assert torch.equal(found["tensor"], torch.ones(2))
+    assert hf.Result.from_path(tmp_path / "run").return_value is None
+    if workers:
+        assert make(tmp_path, train, workers=workers, train_loop_config={"lock": True}).fit().return_value is None
+        assert "cannot be sent to the driver" in "".join(
+            p.read_text() for p in (tmp_path / "run/logs").rglob("*-0.log")
+        )
+
+
+LAUNCHED = """
+import os, sys, tempfile
+from pathlib import Path
+import holdfast as hf, torch
+from holdfast.torch import TorchTrainer
+
+def train():
+    context = hf.get_context()
+    rank, start = context.get_world_rank(), 0
+    if (checkpoint := hf.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            start = int(Path(folder, "step").read_text()) + 1
+    for step in range(start, 3):
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        if rank == 1 and step == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "step" if rank == 0 else f"of-{rank}").write_text(str(step))
+            metrics = {"rank": rank, "step": step, "sum": total.item()}
+            hf.report(metrics, checkpoint=hf.Checkpoint.from_directory(folder))
+    hf.collective.barrier()
+    return [rank, context.get_world_size(), context.get_local_rank(), start]
+
+result = TorchTrainer(
+    train, scaling_config=hf.ScalingConfig(num_workers=0), run_config=hf.RunConfig(name="run", storage_path=sys.argv[1])
+).fit()
+print("RESULT", os.environ["RANK"], result.metrics, result.return_value, result.checkpoint.name, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_local_mode_under_torchrun(tmp_path: Path) -> None:
+    """The processes of torchrun are the ranks of one run, each with its files; after a kill torchrun restarts them."""
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += [str(script), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    told = "{'rank': 0, 'step': 2, 'sum': 2.0} [0, 2, 0, 1] checkpoint_000002"
+    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("RESULT")) == [
+        f"RESULT 0 {told}", f"RESULT 1 {told}",
+    ]  # fmt: skip
+    assert "2 processes that torchrun has started" in ended.stderr
+    assert "resumes from checkpoint_000000" in ended.stderr
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoint_000002").iterdir())
+    assert [name for name in kept if name in ("step", "of-1")] == ["of-1", "step"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_under_torchrun_ends_every_rank(tmp_path: Path, failing: int) -> None:
+    """A rank that raises ends the launch with its error named, though the other waits for it in a collective."""
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED.replace("os.kill(os.getpid(), 9)", "raise ValueError('no such thing')").replace(
+        "rank == 1 and", f"rank == {failing} and"
+    ))  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert f"rank {failing}: ValueError: no such thing" in ended.stderr
+    assert "RESULT" not in ended.stdout
+
+
+def test_local_mode_on_several_machines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun with several nodes the error says what there is instead."""
+    for name, value in {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(hf.ConfigError, match=r"4 processes, 2 of them on this machine: local mode is for one machine"):
+        make(tmp_path, lambda: None, workers=0).fit()

@@ -143,7 +143,7 @@ def test_a_killed_driver(tmp_path: Path) -> None:
         assert wait_gone(pid)
     result = make(tmp_path, train_loop_config={"epochs": 6}).fit()
     assert epochs(result) == [0, 1, 2, 3, 4, 5]
-    assert result.attempts[0].reason == "the trainer died"
+    assert result.attempts[0].reason.startswith("the trainer died")
     assert result.attempts[1].resumed_from is not None
 
 

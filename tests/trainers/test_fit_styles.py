@@ -207,9 +207,16 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
+    def before_run(self, run_context: Any) -> None:
+        self.heard.append(f"before {run_context.name}")
+        raise RuntimeError("a callback fails")
+
+    def after_run(self, run_context: Any) -> None:
+        self.heard.append(f"after {run_context.name}")
+
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
         self.heard.append((run_context.name, metrics[0]["epoch"], checkpoint and checkpoint.name))
-        if len(self.heard) == 1:
+        if len(self.heard) == 2:
             raise RuntimeError("a callback fails")
 
     def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
@@ -217,7 +224,7 @@ class Listener:
 
 
 def test_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They hear of every report and failure in the driver; one that fails does not stop the training."""
+    """They hear of start, reports, failures and end in the driver; one that fails does not stop the training."""
 
     def train() -> None:
         if attempt() == 1:
@@ -227,7 +234,9 @@ def test_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     listener = Listener()
     make(tmp_path, train, workers=1, failures=1, callbacks=[listener]).fit()
-    assert listener.heard == [("run", 0, None), ("run", 1, "checkpoint_000000"), {0: ValueError}]
+    reports = [("run", 0, None), ("run", 1, "checkpoint_000000")]
+    assert listener.heard == ["before run", *reports, {0: ValueError}, "after run"]
+    assert "before_run of" in caplog.text
     assert "after_report of" in caplog.text
 
 

@@ -69,6 +69,37 @@ def test_names_that_are_not_here_are_imported_with_advice() -> None:
     assert isinstance(missing("holdfast", "nonsense"), AttributeError)
 
 
+@pytest.mark.parametrize(("module", "words"), [
+    ("holdfast.huggingface", "holdfast.transformers"),
+    ("holdfast.huggingface.transformers", "holdfast.transformers"),
+    ("holdfast.tensorflow.keras", "holdfast.keras"),
+    ("holdfast.air.config", "RunConfig"),
+    ("holdfast.core.time", "it is in holdfast.core"),
+    ("holdfast.trainer", "Trainer is in holdfast itself"),
+])  # fmt: skip
+def test_modules_that_are_not_here_are_imported_with_advice(module: str, words: str) -> None:
+    """``import holdfast.air`` and ``from holdfast.core.time import Time`` say where it is."""
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(module)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'holdfast\.nonsense'"):
+        importlib.import_module("holdfast.nonsense")
+
+
+def test_total_resources() -> None:
+    """What all workers reserve, under Ray's name."""
+    assert hf.ScalingConfig(num_workers=2, use_gpu=True).total_resources == {"CPU": 2, "GPU": 2}
+    assert hf.ScalingConfig(3, resources_per_worker={"CPU": 4, "custom": 0.5}).total_resources == {
+        "CPU": 12, "custom": 1.5,
+    }  # fmt: skip
+    assert hf.ScalingConfig((1, 4)).total_resources == {"CPU": 4}
+
+
+def test_preemption_names_what_saves() -> None:
+    """The advice for `get_preemption_info` names `should_save`."""
+    with pytest.raises(ImportError, match=r"should_save\(\)"):
+        from holdfast import get_preemption_info  # noqa: F401
+
+
 def test_submodules_after_a_plain_import() -> None:
     """`holdfast.torch.TorchTrainer` needs no import of its own, and imports no torch."""
     code = "import sys, holdfast; holdfast.torch.__name__; holdfast.collective.barrier"

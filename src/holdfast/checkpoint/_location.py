@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage, absolute
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, resolve, split_uri
 
@@ -34,7 +34,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
         return storage.child(head), check_path(name)
     scheme, rest = ("file", check_slashes(text)) if isinstance(path, os.PathLike) else split_uri(text)
     if scheme == "file":
-        full = os.path.abspath(os.path.expanduser(rest))
+        full = absolute(os.path.expanduser(rest))
         # A link such as `latest` moves on while we read: what it means now is what this handle means.
         head, name = os.path.split(os.path.realpath(full) if os.path.islink(full) else full)
         if not name:

@@ -151,6 +151,7 @@ class StepBoundary:
             # faulted in the background, long before the first save is due.
             self._warm = True
             self._snapshotter.prepare(self._state(), session.client)
+            session.journal("began", step=self._progress.step)
         call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
         if call == "stop":
             self.stop()
@@ -216,6 +217,7 @@ class StepBoundary:
             self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
             announce=lambda name: self.log.flush(step, name=name),
         )  # fmt: skip
+        progress.ledger.saved()
         return True
 
     def save_now(self, metrics: dict[str, Any]) -> None:

@@ -10,16 +10,19 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import DataRing
+from holdfast.run.index import RunIndex
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -29,8 +32,9 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
+from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
-from .console import show_stop
+from .console import show_interval, show_stop
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -44,6 +48,8 @@ from .verification import watcher
 
 __all__ = ["Checkpointer"]
 
+_LOG = get_logger("checkpointer")
+
 
 class Checkpointer:
     """Saves a run, keeps what matters of it, and goes on from where it was.
@@ -55,6 +61,7 @@ class Checkpointer:
         path: root of the run: a path (made absolute now) or a URI.
         state: what to save, see docs/state.md. Step, epoch, data position and random generators are always added.
         every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
+            "auto": as often as loses least, by what saves cost and how often the run fails; see docs/checkpointer.md.
         keep: which checkpoints stay.
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
@@ -84,6 +91,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
             docs/model-directory.md.
+        on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
+            what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
+            batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
 
     Attributes:
         state: the mapping given, where the state lives: a resume puts plain values back into it.
@@ -128,6 +138,7 @@ class Checkpointer:
         unsupported: str = "raise",
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        on_data_mismatch: str = "raise",
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -139,7 +150,7 @@ class Checkpointer:
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files,
+            alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -165,7 +176,10 @@ class Checkpointer:
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
         alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
-        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        self._progress = Progress(
+            seed_samples=options.seed_samples, rank=rank, world_size=world_size,
+            on_data_mismatch=options.on_data_mismatch,
+        )  # fmt: skip
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
@@ -221,6 +235,7 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
+        reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
                 with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
@@ -231,19 +246,28 @@ class Checkpointer:
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
-                course.end_after(f"{kind.__name__}: {error}")
+                course.end_after(reason)
         finally:
             self._signals.remove()
             course.close()
+            self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
-            why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
+            why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
                 safe = session.stats.last_durable_step
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
+
+    def _reason(self, session: RunSession, error: BaseException) -> str:
+        """Say why the body was left: a rank that is gone before the error that this is to the others."""
+        gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
+        if gone is None:
+            return f"{type(error).__name__}: {error}"
+        _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
+        return str(gone)
 
     # -- the loop
 
@@ -269,6 +293,7 @@ class Checkpointer:
         self._step_s = step_s = entered - self._left - course.held_s
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
+        session.note_step(progress.step)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
@@ -459,10 +484,17 @@ class Checkpointer:
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
+        if self._watcher is not None:
+            progress.ledger.tell = self._watcher.mismatched
+        place = self.storage.local_root
+        ring = None if place is None else DataRing(place, session.meeting.rank)
+        progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
+        if options.auto and session.leads:
+            _follow_costs(session, schedule)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             session.team.board.calls(progress.step)
@@ -492,3 +524,30 @@ class Checkpointer:
             f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
             "which alone saves it: call ck there, or holdfast.save(path, state) here"
         )
+
+
+def _follow_costs(session: RunSession, schedule: Schedule) -> None:
+    """Save as often as loses least, from what earlier lives have paid for saves and what this one does; on rank 0."""
+    begun = time.monotonic()
+    try:
+        history = RunIndex.load(session.root).read_history()
+    except HoldfastError as error:
+        _LOG.warning("what earlier saves of the run have cost cannot be read, every='auto' begins anew: %s", error)
+        auto = AutoInterval(now=begun)
+    else:
+        auto = AutoInterval.of(history, attempt=session.opened.attempt, now=begun)
+
+    def adjust() -> None:
+        now = time.monotonic()
+        schedule.adjust(auto.seconds(now))
+        session.extra["every_s"] = round(auto.seconds(now), 3)
+        if (news := auto.news(now)) is not None:
+            show_interval(news)
+
+    def paid(cost_s: float, durable_s: float) -> None:
+        far = session.remote_watch
+        auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
+        adjust()
+
+    adjust()
+    session.paid = paid

@@ -1,4 +1,4 @@
-"""What a run prints on stderr: the block at its start, the line at its stop, and the bar of a long load."""
+"""What a run prints on stderr: the block at its start, lines on its interval and its stop, the bar of a long load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.storage.base import Storage
 
 from .progress import RESERVED
 
-__all__ = ["ResumeBlock", "listed", "load_bar", "show_stop"]
+__all__ = ["ResumeBlock", "listed", "load_bar", "show_interval", "show_stop"]
 
 _SHOWN = 8
 _OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
@@ -58,6 +58,11 @@ class ResumeBlock:
         """Print the block."""
         lines = (on_one_line(masked(line)) for line in self.lines())  # names in it come from files
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+
+
+def show_interval(news: str) -> None:
+    """Print, on stderr, how often a run saves that finds its interval itself."""
+    ResumeBlock(headline=news).show()
 
 
 def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -> None:

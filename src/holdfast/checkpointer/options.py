@@ -34,7 +34,12 @@ _MEANT: dict[object, str] = {
     None: "never", False: "never", True: "auto", "latest": "auto", "last": "auto", "newest": "auto", "always": "auto",
     "required": "must", "none": "never", "no": "never", "false": "never", "yes": "auto", "true": "auto",
 }  # fmt: skip
-_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
+_CHOICES = {
+    "when_busy": ("wait", "skip"),
+    "on_full": ("skip", "wait", "raise"),
+    "unsupported": ("raise", "drop"),
+    "on_data_mismatch": ("raise", "warn", "ignore"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,7 @@ class CheckpointerOptions:
 
     Attributes:
         intervals: the parsed ``every``.
+        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.auto_interval`.
         keep: rules of retention.
         resume: "auto", "must", "never" or the checkpoint.
         when_busy: "wait" or "skip".
@@ -78,6 +84,7 @@ class CheckpointerOptions:
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
         model_files: what is committed beside the tensors.
+        on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
     """
 
     intervals: tuple[Interval, ...]
@@ -96,7 +103,9 @@ class CheckpointerOptions:
     fit: Fit = Fit()
     unsupported: str = "raise"
     alike: Alike = None
+    auto: bool = False
     model_files: ModelFiles | None = None
+    on_data_mismatch: str = "raise"
 
     @classmethod
     def check(
@@ -122,13 +131,18 @@ class CheckpointerOptions:
         unsupported: str = "raise",
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        on_data_mismatch: str = "raise",
     ) -> CheckpointerOptions:
         """Check every argument.
 
         Raises:
             ConfigError: an argument is wrong.
         """
-        for name, value in (("when_busy", when_busy), ("on_full", on_full), ("unsupported", unsupported)):
+        chosen = {
+            "when_busy": when_busy, "on_full": on_full, "unsupported": unsupported,
+            "on_data_mismatch": on_data_mismatch,
+        }  # fmt: skip
+        for name, value in chosen.items():
             if value not in _CHOICES[name]:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
         if keep is not None and not isinstance(keep, Keep):
@@ -143,7 +157,8 @@ class CheckpointerOptions:
             )
         if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
-        intervals = parse_intervals(every)
+        auto, given = _divide(every)
+        intervals = parse_intervals(given)
         now = time.monotonic()
         Schedule(intervals, now=now)
         Snapshotter(max_staging_bytes=max_staging_bytes).close()
@@ -173,7 +188,9 @@ class CheckpointerOptions:
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
+            auto=auto,
             model_files=model_files_of(model_files),
+            on_data_mismatch=on_data_mismatch,
         )
 
 
@@ -182,6 +199,16 @@ def _meant(resume: str) -> str | None:
     if resume in _WORDS or not resume.isalpha() or os.path.exists(resume):
         return None
     return _MEANT.get(resume.lower()) or closest(resume.lower(), _WORDS)
+
+
+def _divide(
+    every: IntervalLike | Sequence[IntervalLike] | None,
+) -> tuple[bool, IntervalLike | Sequence[IntervalLike] | None]:
+    """Take "auto" out of what ``every`` names."""
+    if isinstance(every, (list, tuple)):
+        rest = [interval for interval in every if interval != "auto"]
+        return len(rest) < len(every), rest
+    return (True, None) if every == "auto" else (False, every)
 
 
 def _fit(

@@ -17,6 +17,8 @@ from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
+from .ledger import DataLedger
+
 __all__ = ["RESERVED", "Batches", "NumberedBatches", "Progress"]
 
 RESERVED = "holdfast"
@@ -44,11 +46,15 @@ class Progress:
         begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
         added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
+        ledger: what was trained on, compared with what resumed loaders give.
         first_seed: seed of the order of the data in a new run; all ranks need the same. None: a single process follows
             `torch.manual_seed`, several ranks (which may be seeded differently) take 0.
     """
 
-    def __init__(self, *, seed_samples: bool, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, *, seed_samples: bool, rank: int = 0, world_size: int = 1, on_data_mismatch: str = "raise"
+    ) -> None:
+        self.ledger = DataLedger(on_mismatch=on_data_mismatch, world_size=world_size)
         self.step = 0
         self.epoch = 0
         self.first_seed: int | None = None
@@ -120,6 +126,7 @@ class Progress:
         """Return everything as plain data."""
         positions = dict(self._positions)
         positions.update((name, self._position(name)) for name in self._live)
+        ledger = self.ledger.state_dict(positions)
         if self._world_size > 1:
             positions = {name: with_ranks_apart(position) for name, position in positions.items()}
         return {
@@ -129,6 +136,7 @@ class Progress:
             "seed": self._seed,
             "positions": positions,
             "added": sorted({*self._added_before, *self.added()}),
+            "ledger": ledger,
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
             "steps_an_epoch": self._steps_an_epoch,
@@ -141,6 +149,7 @@ class Progress:
         self._samples_before = int(state["samples_before"])
         self._seed = state["seed"]
         self._added_before = list(state.get("added", ()))
+        self.ledger.load_state_dict(state.get("ledger"))
         self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
         self._forget_passes()
         stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
@@ -239,6 +248,7 @@ class Progress:
             rank=self._rank,
             world_size=self._world_size,
             split=split,
+            mismatch=lambda text: self.ledger.say(name, f"step {self.step + 1}, {text}"),
         )
         if ahead and batches.kind == "stateful":
             raise ConfigError(
@@ -247,6 +257,7 @@ class Progress:
             )
         if self.num_passes == 0 and self.epoch and not self._by_epochs:
             self._remind_of_epochs()
+        self.ledger.opened(loader, name, batches, position)
         self._live[name] = batches
         self.num_passes += 1
         if before is None:
@@ -259,8 +270,13 @@ class Progress:
         self._index = self._drawn[name]
         return batches
 
-    def drew(self, name: str) -> None:
-        """Count a batch that is handed to the loop now."""
+    def drew(self, name: str, loader: Any, batch: Any) -> None:
+        """Count a batch of ``loader`` that is handed to the loop now.
+
+        Raises:
+            StateMismatchError: it is not the one that should come, see `DataLedger`.
+        """
+        self.ledger.given(loader, name, self._live[name], batch, index=self._drawn[name], step=self.step)
         marks = self._marks[name]
         self._index = self._drawn[name]
         self._drawn[name] += 1
@@ -269,8 +285,13 @@ class Progress:
         if marks.maxlen == 1:
             self._body, self._body_thread = name, threading.get_ident()
 
-    def exhausted(self, name: str) -> None:
-        """Note that ``name`` has no more batches: what was drawn ahead moves up."""
+    def exhausted(self, name: str, loader: Any) -> None:
+        """Note that ``name`` has no more batches: what was drawn ahead moves up.
+
+        Raises:
+            StateMismatchError: the epoch has more of them, see `DataLedger`.
+        """
+        self.ledger.ended(loader, name, self._live[name], index=self._drawn[name], step=self.step)
         self._marks[name].append((self._live[name].samples, self._drawn[name]))
         self._index = self._drawn[name] if self._by_epochs else 0
         self.left_body(name)
@@ -328,11 +349,9 @@ class Progress:
     def _position(self, name: str) -> dict[str, Any]:
         """Return the position after the last trained step."""
         batches = self._live[name]
-        position, trained = batches.state_dict(), self._trained[name]
-        if batches.kind != "stateful" and trained != (position["samples"], position["batches"]):
-            position["samples"], position["batches"] = trained
-            position["done"] = False
-        return position
+        trained = self._trained[name]
+        is_behind = batches.kind != "stateful" and trained != (batches.samples, batches.batches)
+        return batches.state_dict(at=trained if is_behind else None)
 
     def remind_at_end(self, *, was_finished: bool) -> None:
         """Say, where the body ends, what was not counted, and what a loop that asks at its bottom did too much.
@@ -400,7 +419,7 @@ class Progress:
         current = sum(batches.samples for batches in self._live.values())
         self._samples_before = self.samples + current - sum(self._trained[name][0] for name in self._live)
         for name, batches in self._live.items():
-            self._positions[name] = batches.state_dict()
+            self._positions[name] = batches.state_dict(is_over=True)
         if not self._live and self.epoch_steps:
             self._steps_an_epoch = self.epoch_steps
         self._forget_passes()
@@ -462,9 +481,9 @@ class Batches:
             batch = next(self._drawn)
         except StopIteration:
             self._ended = True
-            progress.exhausted(name)
+            progress.exhausted(name, self._loader)
             raise
-        progress.drew(name)
+        progress.drew(name, self._loader, batch)
         return batch
 
     def __del__(self) -> None:

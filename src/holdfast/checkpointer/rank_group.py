@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -25,6 +26,8 @@ from .rendezvous import Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 
+_WORD_S = 10.0
+_OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 ANSWER_MARGIN_S = 15.0
 """Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
 BEAT_S, SILENCE_S = 5.0, 30.0
@@ -101,6 +104,18 @@ class RankGroup:
         wait([asked], timeout=ANSWER_MARGIN_S)
         error = asked.exception() if asked.done() else None
         return error if isinstance(error, HoldfastError) else HoldfastError("a rank is gone, nobody knows why")
+
+    def explain(self, error: BaseException) -> HoldfastError | None:
+        """Return the reason behind an error of a collective: which rank is gone first, and why; None for other errors.
+
+        Waits for that word for up to ten seconds: the writer of the rank that is gone sends it.
+        """
+        if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_GROUP):
+            return None
+        until = time.monotonic() + _WORD_S
+        while (trouble := self.trouble()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return trouble
 
     def _ask(self, about: str, what: str) -> bool:
         asked = self.client.ask_ranks(about)

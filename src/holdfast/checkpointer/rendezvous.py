@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from holdfast._fork import after_fork_in_child
 from holdfast._ranks import RankInfo, rank_list
+from holdfast._version import code_id
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "meet", "same_for_all", "store_of_this_life"]
+__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "find_store", "meet", "same_for_all", "store_of_this_life"]
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come
@@ -106,9 +107,9 @@ class Rendezvous:
         if self.rank == 0:
             self._set(f"{topic}/come", True)
         try:
-            given = {"value": give()}
+            given = {"code": code_id(), "value": give()}
         except Exception as error:  # noqa: BLE001 - all ranks receive it, this rank raises it below
-            cause, given = error, {"error": error_to_ranks(error)}
+            cause, given = error, {"code": code_id(), "error": error_to_ranks(error)}
         except BaseException as error:
             # No rank reads what rank 0 gives: if rank 0 ends, that is the decision for all.
             self._set(f"{topic}/{self.rank or 'all'}", {"error": error_to_ranks(error)})
@@ -163,6 +164,7 @@ class Rendezvous:
         try:
             self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic, self._timeout_s)
             given = [mine, *(self._get(f"{topic}/{rank}") for rank in range(1, self.world_size))]
+            _check_code([answer.get("code", "an older version") for answer in given])
             failed = {rank: answer["error"] for rank, answer in enumerate(given) if "error" in answer}
             if failed:
                 return {"error": _joined(failed, self.world_size)}
@@ -225,7 +227,7 @@ def meet(info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Meet
     """
     if info.world_size == 1:
         return Alone()
-    return _meet_in(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+    return _meet_in(find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
 
 
 def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
@@ -244,6 +246,24 @@ def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rend
     return Rendezvous(life.join(timeout_s), info, name=name, timeout_s=timeout_s, look=life.look)
 
 
+def _check_code(codes: Sequence[str]) -> None:
+    """Refuse ranks that run other code: what one says would mean something else to another.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    # The digest decides: the same code may have come by another commit.
+    digest = codes[0].rpartition(" ")[2]
+    others = {rank: code for rank, code in enumerate(codes) if code.rpartition(" ")[2] != digest}
+    if others:
+        first = min(others)
+        raise ConfigError(
+            f"all ranks have to run the same holdfast: rank 0 runs {codes[0]}, rank {first} {others[first]}"
+            f"{'' if len(others) == 1 else f' (others: {rank_list(others)})'}: install the same on all nodes, and "
+            "start again"
+        )
+
+
 def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
     """Join the errors of some ranks: the first error, with the ranks that have the same."""
     first = failed[min(failed)]
@@ -253,7 +273,12 @@ def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any
     return {**first, "message": f"{rank_list(same)}: {first['message']}"}
 
 
-def _find_store(info: RankInfo, otherwise: str) -> Any:
+def find_store(info: RankInfo, otherwise: str) -> Any:
+    """Return the store of the process group, else that of torchrun.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

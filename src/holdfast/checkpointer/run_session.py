@@ -7,6 +7,8 @@ save is named and numbered, what its parent is, how it is followed, and what a l
 from __future__ import annotations
 
 import contextlib
+import os
+import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,7 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError,
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
+from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
 
@@ -38,6 +41,7 @@ from .transient import TRANSIENT_ERRORS, state_of
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
+_STEPS = struct.Struct("=q")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
@@ -109,6 +113,8 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        paid: called with the seconds that a save has cost training, and those until it was durable.
+        extra: entries of the manifest's ``extra`` for the next saves.
     """
 
     def __init__(
@@ -133,11 +139,15 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
+        self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
+        self._steps = Arena.create(_STEPS.size)  # outlives this process in its writer
+        self._owner = os.getpid()
         self.client = WriterClient.start(storage, remote=remote)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
@@ -211,7 +221,13 @@ class RunSession:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
+            steps=None if self._steps.fd is None else self._steps,
         )  # fmt: skip
+
+    def note_step(self, step: int) -> None:
+        """Let the writer know how many steps are done, so that the end of a killed trainer says it; costs no call."""
+        if self._owner == os.getpid():  # a forked child has not got that memory
+            _STEPS.pack_into(self._steps.view, 0, step)
 
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
@@ -276,6 +292,7 @@ class RunSession:
             checkpoint_id: parent of the next checkpoint.
         """
         self.saves.resume_at(step, name=name, checkpoint_id=checkpoint_id)
+        self.note_step(step)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
@@ -347,8 +364,8 @@ class RunSession:
                 )
                 if self.staged:
                     self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
-                if named.extra is not None:
-                    fields["extra"] = dict(named.extra)
+                if extra := {**self.extra, **(named.extra or {})}:
+                    fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
@@ -551,6 +568,7 @@ class RunSession:
         cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
         if steps_measured:
             cost["lost_s"] = lost - self._counted[1]
+            self.paid(cost["lost_s"], cost["durable_s"])
         self.journal("cost", step=save.step, name=save.name, **cost)
         self._counted = (held, lost)
 
@@ -640,6 +658,8 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
+        self._owner = 0
+        self._steps.close()
 
 
 def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:

@@ -40,9 +40,16 @@ class Schedule:
         self._samples = [int(interval.value) for interval in intervals if interval.unit == "sp"]
         self._epochs = [int(interval.value) for interval in intervals if interval.unit == "ep"]
         self._seconds = min((interval.value for interval in intervals if interval.unit == "sec"), default=None)
+        self._since = now  # the last save, or the start
         self.next_time = float("inf") if self._seconds is None else now + self._seconds
+        self.auto_s: float | None = None
         self.next_step: float = float("inf")
         self.next_sample: float = float("inf")
+
+    def adjust(self, seconds: float) -> None:
+        """Save at least every so many seconds, beside the intervals given; counted from the last save."""
+        self.auto_s = seconds
+        self.next_time = self._since + min(seconds, self._seconds or seconds)
 
     @property
     def counts_samples(self) -> bool:
@@ -65,7 +72,10 @@ class Schedule:
     def saved(self, *, step: int, samples: int, now: float) -> None:
         """Move the marks on after a save was started (or left out by policy)."""
         self.start(step=step, samples=samples)
-        if self._seconds is not None:
+        self._since = now
+        if self.auto_s is not None:
+            self.adjust(self.auto_s)
+        elif self._seconds is not None:
             self.next_time = now + self._seconds
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast._units import format_bytes
+from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import StorageFullError
@@ -27,6 +27,7 @@ from holdfast.state.tree.optimizers import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
+from .auto_interval import FIRST_S
 from .console import ResumeBlock, listed
 from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions
@@ -38,7 +39,16 @@ from .run_session import RunSession
 __all__ = ["StartedRun", "check_room", "start_run"]
 
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
-_ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
+_ALIKE = (
+    "intervals",
+    "auto",
+    "keep",
+    "when_busy",
+    "on_full",
+    "timeout_s",
+    "exit_code",
+    "resume",
+)  # the same on all ranks
 _MARGIN = 16 << 20
 # State tensors of parameter size that an optimizer creates with its first step; others count as one tensor.
 _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
@@ -52,11 +62,13 @@ class StartedRun:
         checkpoint: what was resumed, None for a fresh start.
         has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
+        is_own: the checkpoint is one of this run.
     """
 
     checkpoint: Checkpoint | None
     has_generators: bool
     finished_epochs: int | None
+    is_own: bool
 
 
 _DEEP = 6  # levels of a state in which parameters are looked for
@@ -121,7 +133,7 @@ def start_run(
         block.notes.extend([] if short is None else [short])
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(outcome.checkpoint, has_generators, finished)
+    return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
 
 
 def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:
@@ -438,6 +450,11 @@ def _start_block(
             f"and brings it to {storage.uri}"
         )
     notes.append(room)
+    if options.auto:
+        notes.append(
+            f"every='auto': the first save comes after {format_duration(FIRST_S)} at most, unless the run knows what "
+            "saves cost"
+        )
     return block
 
 

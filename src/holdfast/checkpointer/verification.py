@@ -54,6 +54,10 @@ class Watcher(Protocol):
         """Take note of metrics that were reported just now, and stop there if asked to."""
         ...
 
+    def mismatched(self, text: str) -> None:
+        """Take note of what the ledger of batches says of the batch that comes now; the step is made all the same."""
+        ...
+
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the same batches, each noted as it is drawn."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +14,17 @@ from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
 from holdfast.run.record import Record
 from holdfast.run.retention import decide
+from holdfast.run.trash import Trash
 from holdfast.storage.resolve import resolve
 
-from .targets import Choice, choose, find, pick_options, reach, run_at
-from .terminal import console, painted, print_json, printable
+from .targets import PATH, Choice, choose, find, pick_options, reach, run_at
+from .terminal import console, counted, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
 
@@ -28,7 +32,7 @@ _KEEP = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
 def pin(path: str, as_json: bool, pick: Choice) -> None:
@@ -37,7 +41,7 @@ def pin(path: str, as_json: bool, pick: Choice) -> None:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
 def unpin(path: str, as_json: bool, pick: Choice) -> None:
@@ -55,22 +59,32 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--force", is_flag=True, help="Also a checkpoint that is pinned, held, or the newest of its run.")
+@click.option("--now", is_flag=True, help="Delete for good, without a stay in the trash.")
+@click.option("--undo", is_flag=True, help="Bring PATHS back from the trash of their run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
-    """Delete checkpoints, each manifest first. Whole runs are not deleted.
+def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as_json: bool) -> None:
+    """Delete checkpoints. Whole runs are not deleted.
 
-    The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
+    On a disk they go to the trash of their run (.trash), which the next rm empties, or the first start of the run after
+    a week; until then they take room, and --undo brings them back. In an object store there is no trash. The run must
+    not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
+    if undo:
+        if yes or force or now:
+            raise ConfigError("--undo brings back what was deleted: leave --yes, --force and --now out")
+        _undo([Checkpoint(path) for path in paths], as_json=as_json)
+        return
+    begun = time.time()
     chosen = [_checkpoint_at(path) for path in paths]
-    rows = [_removal(checkpoint, force=force) for checkpoint in chosen]
+    rows = [_removal(checkpoint, force=force, now=now) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
     if yes and not refused:
         for checkpoint, row in zip(chosen, rows, strict=True):
-            _remove(checkpoint, force=force)
-            row["state"] = "deleted"
+            _remove(checkpoint, force=force, to_trash=row["trash"], begun=begun)
+            row["state"] = "in the trash" if row["trash"] else "deleted"
     _show_removed(rows, done=yes and not refused, as_json=as_json)
     if refused:
         raise click.exceptions.Exit(1)
@@ -83,7 +97,33 @@ def _checkpoint_at(path: str) -> Checkpoint:
     return checkpoint
 
 
-def _removal(checkpoint: Checkpoint, *, force: bool) -> dict[str, Any]:
+def _undo(checkpoints: Sequence[Checkpoint], *, as_json: bool) -> None:
+    for checkpoint in checkpoints:
+        storage, name = checkpoint.storage, checkpoint.directory
+        trash = Trash(storage)
+        if not trash.exists:
+            raise ConfigError(
+                f"{checkpoint.uri}: a run in an object store has no trash, what was deleted there is gone"
+            )
+        with upkeep(storage) as catalog:
+            trash.restore(name)
+            # A start since then may have drawn a fence that does not know it.
+            catalog.admit({name: read_manifest(storage, name).checkpoint_id}, os.urandom(4).hex())
+            catalog.refresh()
+            if name not in catalog.index.rows:
+                trash.take(name)
+                raise CheckpointError(
+                    f"{checkpoint.uri} stays in the trash: a newer start of the run has left it behind for good"
+                )
+            catalog.index.save()
+    if as_json:
+        print_json({"restored": [checkpoint.uri for checkpoint in checkpoints]})
+        return
+    for checkpoint in checkpoints:
+        click.echo(printable(f"{checkpoint.uri}  is back"))
+
+
+def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
     catalog = Catalog(checkpoint.storage)
     newest = next(iter(catalog.records()), None)
@@ -99,6 +139,7 @@ def _removal(checkpoint: Checkpoint, *, force: bool) -> dict[str, Any]:
         "name": checkpoint.name,
         "bytes": _bytes(checkpoint),
         "state": "kept",
+        "trash": not now and checkpoint.directory in catalog.index.rows and Trash(checkpoint.storage).exists,
         "refused": None if force and not foreign else ", ".join(reasons) or None,
     }
 
@@ -110,23 +151,26 @@ def _bytes(checkpoint: Checkpoint) -> int:
         return 0
 
 
-def _remove(checkpoint: Checkpoint, *, force: bool) -> None:
+def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, begun: float) -> None:
     storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
         checkpoint.delete()
         return
     with upkeep(storage) as catalog:
+        trash = Trash(storage)
+        trash.empty(before=begun)
+        catalog.trash = trash if to_trash else None
         catalog.discard([name], "holdfast rm")
         if name in catalog.index.rows and not force:
             raise CheckpointError(f"{checkpoint.uri} stays: another process has begun to use it")
         if next(storage.list(name), None) is not None:  # quarantined, damaged, held, or more than the checkpoint itself
-            checkpoint.delete()
+            trash.take(name) if to_trash else checkpoint.delete()
             catalog.refresh()
             catalog.index.save()
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--keep", "rules", metavar="RULES", help=f"What stays; {_KEEP}. Default: the rules of the run itself.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -214,10 +258,21 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) 
     for row in printable(list(rows)):
         more = f": {row['refused']} (--force deletes it all the same)" if row["refused"] else ""
         out.print(f"{row['checkpoint']}  {row['state']}{more}  {format_bytes(row['bytes'])}")
-    _sum([row for row in rows if row["state"] != "refused"], len(rows), done=done)
+    going = [row for row in rows if row["state"] != "refused"]
+    _sum(going, len(rows), done=done)
+    binned = sum(row["trash"] for row in going)
+    if binned and done:
+        click.echo(
+            "in the trash of the run they take room until the next `holdfast rm`, or a start after a week: "
+            "`holdfast rm --undo PATH` brings one back, --now deletes at once"
+        )
+    elif binned:
+        click.echo("they would go to the trash of the run, where --undo finds them (--now: delete at once)")
+    if binned < len(going) and not done:
+        click.echo(f"{len(going) - binned} of them would be gone for good")
 
 
 def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool) -> None:
     size = format_bytes(sum(row["bytes"] for row in rows))
-    said = f"{len(rows)} of {among} checkpoints, {size}, "
+    said = f"{len(rows)} of {counted(among, 'checkpoint')}, {size}, "
     click.echo(said + ("deleted" if done else "would be deleted: nothing is, without --yes"))

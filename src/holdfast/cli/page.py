@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import click
@@ -10,42 +11,46 @@ import click
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
 from holdfast.page.document import render
-from holdfast.page.facts import collect
+from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 
 from .output import replace_file
+from .targets import PATH, span_option
 from .terminal import message, print_json, printable
 
 __all__ = ["page"]
 
 
 @click.command()
-@click.argument("run")
+@click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
 @click.option("-o", "--output", default="run.html", show_default=True, help="The file to write; replaced as a whole.")
 @click.option("--watch", is_flag=True, help="Write it again as things happen, until the run has ended.")
-@click.option("--every", default=5.0, show_default=True, help="With --watch: seconds between looks and reloads.")
+@click.option("--poll", default="5s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON document and write no file.")
-def page(run: str, output: str, watch: bool, every: float, as_json: bool) -> None:
-    """Draw RUN, or a folder of runs, as a single HTML file that needs no server and no network.
+def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bool) -> None:
+    """Draw a run, or several, as a single HTML file that needs no server and no network.
 
-    Metric curves with the checkpoints on them, the attempts and what they cost, a table of checkpoints with why each is
-    kept. Needs vl-convert-python: pip install 'holdfast[page]'.
+    Of one run: metric curves with the checkpoints on them, the attempts and what they cost, a table of checkpoints with
+    why each is kept. Of several, or of a folder of runs: a table of the runs, and their curves over each other.
+    Default: the current folder.
     """
-    storage = resolve(run)
+    storages = [resolve(run) for run in runs or (".",)]
+    collect = partial(collect_all, storages)
     if as_json:
         if watch:
             raise ConfigError("--json prints once: leave --watch out")
-        print_json(collect(storage))
+        print_json(collect())
         return
+    every = span_option("--poll", poll)
     if every < 1:
-        raise ConfigError(f"--every {every:g}: give at least one second")
-    facts = collect(storage)
+        raise ConfigError(f"--poll {poll}: give at least one second")
+    facts = collect()
     size = _write(output, facts, every if watch else None)
     click.echo(f"{printable(output)}: {format_bytes(size)}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
-            fresh = collect(storage)
+            fresh = collect()
         except StorageError as error:  # the next look may succeed
             click.echo(message(f"holdfast: {error}"), err=True)
             continue

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._outgoing import masked, on_one_line
+from holdfast._outgoing import brief, masked, on_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,18 +22,23 @@ __all__ = [
     "PlainTable",
     "age",
     "console",
+    "counted",
     "fits",
     "message",
     "number",
     "painted",
+    "print_columns",
     "print_json",
     "printable",
     "strict",
     "table",
 ]
 
+Row = tuple[Mapping[str, str], str, str]
+
 _PIPE_WIDTH = 160
 _LONG = 1000
+_LONG_BITS = 14_000  # Python writes no more than 4 300 digits
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 
@@ -60,6 +66,36 @@ def fits(out: Console, made: Table) -> bool:
     from rich.measure import Measurement
 
     return Measurement.get(out, out.options.update(max_width=10_000), made).maximum <= out.width
+
+
+def counted(count: int, noun: str) -> str:
+    """Say how many: "1 run", "2 runs"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def print_columns(out: Console, columns: Mapping[str, str], rows: Sequence[Row], *, droppable: Sequence[str]) -> None:
+    """Print a table whole: where a line has no room, columns are left out, and named; nothing is cut.
+
+    Args:
+        out: where.
+        columns: title -> "left" or "right", in order; the last one is coloured.
+        rows: cells by title, the style of the row, and that of its last cell.
+        droppable: titles that may be left out, the first ones first.
+    """
+    left_out: list[str] = []
+    while True:
+        shown = [title for title in columns if title not in left_out]
+        made = PlainTable([(title, columns[title]) for title in shown])
+        for cells, style, last in rows:
+            made.add([cells[title] for title in shown], style=style, last=last)
+        rest = [title for title in droppable if title not in left_out]
+        if made.print(out, fitting=bool(rest)):
+            break
+        left_out.append(rest[0])
+    if left_out:
+        names = ", ".join(title for title in columns if title in left_out)
+        for line in textwrap.wrap(f"no room for: {names} (--json has all)", out.width):
+            out.file.write(painted(out, line, "dim") + "\n")
 
 
 class PlainTable:
@@ -115,8 +151,10 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their names."""
+    """Replace NaN and infinities, which JSON lacks, by their names, and numbers of thousands of digits by their hex."""
     if type(value) in _AS_THEY_ARE:
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return hex(value)
         return masked(value) if type(value) is str and "://" in value else value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -162,4 +200,4 @@ def number(value: Any) -> str:
     """Print a metric or a count compactly."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "-" if value is None else str(value)
+    return "-" if value is None else brief(value, _LONG)

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import click
 
-from holdfast._units import parse_span
 from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
+from .targets import PATH, span_option
 from .terminal import printable, strict
 
 __all__ = ["watch"]
@@ -26,7 +26,7 @@ _FIELD = re.compile(r"\{(path|uri|name|step)\}")
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--exec", "command", metavar="COMMAND", help="Run for each; {path}, {uri}, {name}, {step} are filled in.")
 @click.option("--report", is_flag=True, help="The last line COMMAND prints is a JSON object of metrics: report them.")
 @click.option("--every", metavar="INTERVAL", help="Only the first at or after each multiple: 1000ba, 2ep, 1h.")
@@ -63,9 +63,9 @@ def watch(
         int(start) if start.isdigit() else cast("Any", start),
         only_newest=only_newest,
         verify=verify,
-        hold_s=_span("--hold", hold) if command is not None else None,
-        poll_s=None if poll is None else _span("--poll", poll),
-        timeout_s=None if timeout is None else _span("--timeout", timeout),
+        hold_s=span_option("--hold", hold) if command is not None else None,
+        poll_s=None if poll is None else span_option("--poll", poll),
+        timeout_s=None if timeout is None else span_option("--timeout", timeout),
     )
     has_failed = False
     try:
@@ -128,10 +128,3 @@ def _report(text: str, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, s
     except CheckpointError as error:
         return None, str(error)
     return metrics, None
-
-
-def _span(option: str, text: str) -> float:
-    seconds = parse_span(text.strip().lower().replace(" ", ""))
-    if seconds is None:
-        raise ConfigError(f"{option} {text}: give a time such as 30s, 15min or 1h")
-    return seconds

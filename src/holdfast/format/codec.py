@@ -16,6 +16,7 @@ from operator import itemgetter
 from struct import error as struct_error
 from typing import Any
 
+from holdfast._outgoing import brief
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
 from . import scalars
@@ -82,7 +83,7 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
     except _MALFORMED as error:
         if isinstance(error, HoldfastError):
             raise
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {brief(error, 400)}"
     except CorruptCheckpointError as error:
         if error.file is not None:
             raise
@@ -105,7 +106,7 @@ def _place(tree: Any, leaf: NodeLeaf | None) -> str:
                 try:
                     _Decoder(leaf).value(child)
                 except (*_MALFORMED, HoldfastError):
-                    keys.append(str(part)[:40])
+                    keys.append(brief(part, 40))
                     tree = child
                     break
         else:
@@ -303,7 +304,7 @@ class _Decoder:
             return {key: self.value(item) if type(item) in _TREES else item for key, item in tree.items()}
         tag = tree["$"]
         if type(tag) is not str:
-            raise TypeError(f"a node has the tag {str(tag)[:40]!r}")
+            raise TypeError(f"a node has the tag {brief(tag, 40)!r}")
         if (build := _NODES.get(tag)) is not None:
             return build(self, tree)
         if (make := scalars.DECODERS.get(tag)) is not None:
@@ -380,9 +381,9 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
         ValueError: a name is not an identifier, or a field occurs twice.
     """
     if type(name) is not str or not name.isidentifier() or iskeyword(name):
-        raise ValueError(f"{str(name)[:80]!r} is no name for a named tuple")
+        raise ValueError(f"{brief(name, 80)!r} is no name for a named tuple")
     if not all(_is_field(field) for field in fields) or len(set(fields)) != len(fields):
-        raise ValueError(f"{str(fields)[:200]} are no names for the fields of a named tuple")
+        raise ValueError(f"{brief(fields, 200)} are no names for the fields of a named tuple")
     body: dict[str, Any] = {field: property(itemgetter(number)) for number, field in enumerate(fields)}
     return type(name, (_Named,), {**body, "__slots__": (), "_fields": fields, "__match_args__": fields})
 

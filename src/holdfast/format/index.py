@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from holdfast._outgoing import brief
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
@@ -28,6 +29,7 @@ _MAX_INDEX = 2 << 30
 _MAX_DEPTH = 64
 _LIMIT = 1 << 62
 _MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 60  # of the tensor that an empty dimension would have with one row: strides are counted so
 
 
 # Named tuples, unlike other values of this package: 100 000 of them are made in a third of the time of dataclasses.
@@ -149,7 +151,7 @@ class Index:
             stated = body.get("division")
             division = None if stated is None else Division.from_json(stated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise _corrupt(where, f"malformed ({type(error).__name__}: {error})") from error
+            raise _corrupt(where, f"malformed ({type(error).__name__}: {brief(error, 400)})") from error
         free = body.get("per_rank")
         return cls(writer=writer, files=files, tensors=tensors, aliases=aliases, per_rank=free, division=division)
 
@@ -165,7 +167,7 @@ def _aliases(aliases: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, str]
         raise TypeError("aliases")
     for name, original in aliases.items():
         if name in tensors or original not in tensors:
-            raise ValueError(f"{name!r} is tied to {str(original)[:80]!r}, which is no tensor of this index")
+            raise ValueError(f"{name!r} is tied to {brief(original, 80)!r}, which is no tensor of this index")
     return aliases
 
 
@@ -187,11 +189,11 @@ class _Rows:
             known = shapes.get(tuple(dims))
             if known is None:
                 shape = tuple(dims)
-                if not _is_box(shape):
-                    raise _corrupt(self.where, f"tensor {str(name)[:80]!r} has the shape {str(dims)[:80]}")
+                if not _is_box(shape) or prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+                    raise _corrupt(self.where, f"tensor {brief(name, 80)!r} has the shape {brief(dims, 80)}")
                 known = shapes[shape] = (shape, prod(shape))
             if type(name) is not str or type(dtype) is not str or name in tensors:
-                raise _corrupt(self.where, f"tensor {str(name)[:80]!r} is malformed or listed twice")
+                raise _corrupt(self.where, f"tensor {brief(name, 80)!r} is malformed or listed twice")
             if dtype not in widths:
                 widths[dtype] = item_size(dtype)
             width = widths[dtype]
@@ -207,7 +209,7 @@ class _Rows:
             or not 0 <= offset < _LIMIT
             or not 0 <= nbytes < _LIMIT
         ):
-            raise _corrupt(self.where, f"tensor {name!r} has the piece {str(row)[:80]}", name)
+            raise _corrupt(self.where, f"tensor {name!r} has the piece {brief(row, 80)}", name)
         shape, count = known
         start = box = None
         if len(row) > 3:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from holdfast._outgoing import brief
 from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
 from .codec import decode, encode
@@ -88,7 +89,7 @@ class FileEntry:
             CorruptCheckpointError: malformed, or a path that leaves the checkpoint.
         """
         if not isinstance(row, dict):
-            raise _corrupt(where, f"malformed file entry {str(row)[:120]}")
+            raise _corrupt(where, f"malformed file entry {brief(row, 120)}")
         path = check_path(row.get("path"), where=where)
         size, digest, role = row.get("size"), row.get("digest"), row.get("role")
         writer, reused, chunks = row.get("writer", 0), row.get("reused_from"), row.get("chunks")
@@ -102,7 +103,7 @@ class FileEntry:
             and (chunks is None or (isinstance(chunks, list) and len(chunks) == 2 and _is_count(chunks[1])))
         )
         if not fine:
-            raise _corrupt(where, f"malformed file entry {str(row)[:120]}")
+            raise _corrupt(where, f"malformed file entry {brief(row, 120)}")
         place = None if chunks is None else (check_path(chunks[0], where=where), chunks[1])
         return cls(path=path, size=size, digest=digest, role=role, writer=writer, reused_from=reused, chunks=place)  # type: ignore[arg-type]
 
@@ -223,7 +224,7 @@ def _check_version(tree: dict[str, Any], where: str) -> None:
     version = tree.get("format_version")
     major = re.fullmatch(r"([0-9]{1,6})\.[0-9]{1,6}", version) if isinstance(version, str) else None
     if major is None:
-        raise _corrupt(where, f"{str(version)[:40]!r} is no format version")
+        raise _corrupt(where, f"{brief(version, 40)!r} is no format version")
     if major[1] != FORMAT_VERSION.partition(".")[0]:
         versions = tree.get("versions")
         writer = versions.get("holdfast") if isinstance(versions, dict) else None
@@ -250,7 +251,7 @@ def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifes
         values["writers"] = tuple(values["writers"])
     wrong = [name for name, check in _CHECKS.items() if name in values and not check(values[name])]
     if wrong:
-        raise _corrupt(where, f"malformed field {wrong[0]!r}: {str(values[wrong[0]])[:120]}")
+        raise _corrupt(where, f"malformed field {wrong[0]!r}: {brief(values[wrong[0]], 120)}")
     _check_folders(values["extra"], files, where)
     return cls(**values)
 
@@ -273,7 +274,7 @@ def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where
     if not folders and isinstance(folders, (list, tuple)):
         return
     if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, str) for folder in folders):
-        raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {str(folders)[:120]}")
+        raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {brief(folders, 120)}")
     if sum(folder.count("/") + 1 for folder in folders) > MAX_FOLDERS:
         raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
     taken = {*UNLISTED, *(entry.path for entry in files)}

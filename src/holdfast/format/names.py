@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from holdfast._outgoing import brief
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import Storage
 
@@ -81,7 +82,7 @@ def check_path(path: object, *, where: str) -> str:
         or any("\ud800" <= char <= "\udfff" for char in path)
     ):
         raise CorruptCheckpointError(
-            f"{where}: refused the path {str(path)[:200]!r}: a checkpoint refers to its own files only, by relative "
+            f"{where}: refused the path {brief(path, 200)!r}: a checkpoint refers to its own files only, by relative "
             "paths without '.', '..', empty parts, backslashes or drive letters",
             file=where,
         )

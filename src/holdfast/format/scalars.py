@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from holdfast._outgoing import brief
 from holdfast.errors import UnsupportedStateError
 
 __all__ = [
@@ -137,7 +138,7 @@ def _decode_numpy(parts: list[Any]) -> Any:
     if name == "S":
         return np.bytes_(data)
     if not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"{str(name)[:40]!r} is no dtype of a stored NumPy number")
+        raise ValueError(f"{brief(name, 40)!r} is no dtype of a stored NumPy number")
     dtype = np.dtype(name)
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not make one {name}")

@@ -1,23 +1,32 @@
-"""Compare a checkpoint with its digests, in constant memory however large its files are."""
+"""Compare a checkpoint with its digests, and what it says with what it holds, however large its tensors are.
+
+Tensors are read through one buffer. The small files (indexes and structure) are kept: together they must describe every
+tensor, each element once, for digests alone do not say that a signed checkpoint can be loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError
 from holdfast.storage.base import FileReader, Storage
 
+from .boxes import Box, flaw
 from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest, table_bytes
-from .index import Index
+from .index import Index, Piece
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
+from .strict_json import loads
 
 __all__ = ["Problem", "verify_files"]
 
 _BLOCK = 128 * CHUNK
+_SMALL = ("index", "state", "rank")
+_MAX_JSON = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +58,8 @@ def verify_files(
         storage: holds the directory.
         directory: the checkpoint.
         manifest: its manifest.
-        deep: read every byte and compare digests, of the files of these roles if it names roles; otherwise sizes only.
+        deep: read every byte, compare digests, and look whether each tensor is there whole; roles: digests of the
+            files of these roles alone; otherwise sizes only.
 
     Returns:
         The problems, in the order of the manifest; each damaged chunk by itself.
@@ -60,22 +70,81 @@ def verify_files(
     problems: list[Problem] = []
     names = _TensorNames(storage, directory, manifest)
     roles: Collection[str] | None = None if deep is True else deep or ()
+    small: dict[str, bytearray] = {}
     for entry in manifest.files:
         is_deep = roles is None or entry.role in roles
         try:
             check_links(storage, directory, (entry.path,))
             with storage.open(join(directory, entry.path)) as reader:
-                problems.extend(_verify(storage, directory, entry, reader, names, deep=is_deep))
+                kept = small.setdefault(entry.path, bytearray()) if is_deep and entry.role in _SMALL else None
+                problems.extend(_verify(storage, directory, entry, reader, names, deep=is_deep, kept=kept))
         except StorageNotFoundError:
             problems.append(Problem(file=entry.path, message=f"{entry.path} is missing"))
         except CorruptCheckpointError as error:
             problems.append(Problem(file=entry.path, message=str(error)))
+    if deep is True and not problems:
+        problems.extend(_incomplete(manifest, small))
     return problems
 
 
+def _incomplete(manifest: Manifest, small: dict[str, bytearray]) -> Iterator[Problem]:
+    """Yield what the indexes of all writers leave out: elements of tensors, and tensors of the structure."""
+    sizes = {entry.path: entry.size for entry in manifest.files}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    boxes: dict[str, dict[Box, None]] = {}
+    known: set[str] = set()
+    wanted: dict[str, str] = {}
+    try:
+        # If several ranks stored an entry under one name, the entry of the first counts.
+        for entry in sorted(manifest.with_role("index"), key=lambda entry: entry.writer):
+            data, save_id = bytes(small.pop(entry.path)), save_id_of(entry.path)
+            index = Index.from_bytes(data, where=entry.path, save_id=save_id, sizes=sizes)
+            known.update(index.aliases)
+            for name, _, shape, pieces in index.tensors.values():
+                if shapes.setdefault(name, (entry.path, shape))[1] == shape:
+                    boxes.setdefault(name, {}).update(dict.fromkeys(_box(piece, shape) for piece in pieces))
+        for path, structure in small.items():
+            tree = loads(bytes(structure), max_bytes=_MAX_JSON, where=path)
+            wanted |= dict.fromkeys(_tensors_of(tree), path)
+    except CorruptCheckpointError as error:
+        yield Problem(file=error.file or "", message=str(error))
+        return
+    for name, (path, shape) in shapes.items():
+        if (problem := flaw(shape, boxes[name])) is not None:
+            yield Problem(file=path, message=f"{path}: tensor {name!r}: {problem}", tensors=(name,))
+    for name in wanted.keys() - shapes.keys() - known:
+        path = wanted[name]
+        message = f"{path}: the structure names a tensor {name!r} that no index lists"
+        yield Problem(file=path, message=message, tensors=(name,))
+
+
+def _box(piece: Piece, shape: tuple[int, ...]) -> Box:
+    if piece.box_start is None or piece.box_shape is None:
+        return Box((0,) * len(shape), shape)
+    return Box(piece.box_start, piece.box_shape)
+
+
+def _tensors_of(tree: Any) -> Iterator[str]:
+    """Yield the names of the tensors in a structure; what is malformed there is for those who load it to say."""
+    waiting: list[Sequence[Any]] = [[tree]]
+    while waiting:
+        for node in waiting.pop():
+            if type(node) is list:
+                waiting.append(node)
+            elif type(node) is dict:
+                tag, at, keys = node.get("$"), node.get("at"), node.get("k")
+                if tag == "tensor" and type(node.get("n")) is str:
+                    yield node["n"]
+                elif tag == "tensors" and type(at) is str and type(keys) is list:
+                    yield from (at + key for key in keys if type(key) is str)
+                else:
+                    waiting.append(list(node.values()))
+
+
 def _verify(
-    storage: Storage, directory: str, entry: FileEntry, reader: FileReader, names: _TensorNames, *, deep: bool
-) -> Iterator[Problem]:
+    storage: Storage, directory: str, entry: FileEntry, reader: FileReader, names: _TensorNames, *,
+    deep: bool, kept: bytearray | None,
+) -> Iterator[Problem]:  # fmt: skip
     if reader.size != entry.size:
         message = f"{entry.path} has {reader.size} bytes, the manifest says {entry.size}"
         yield Problem(file=entry.path, message=message)
@@ -86,6 +155,8 @@ def _verify(
         hasher = ChunkHasher()
         for _, view in _blocks(reader):
             hasher.update(view)
+            if kept is not None:
+                kept += view
         if file_digest(hasher.table) != entry.digest:
             yield Problem(file=entry.path, message=f"{entry.path}: its bytes are not what was written (digest differs)")
         return
@@ -104,6 +175,8 @@ def _verify(
             return
         for start, view in _blocks(reader):
             digests = chunk_digests(view)
+            if kept is not None:
+                kept += view
             expected = bytearray(len(digests))
             tables.read_into(offset + start // CHUNK * DIGEST_BYTES, memoryview(expected))
             whole.update(expected)

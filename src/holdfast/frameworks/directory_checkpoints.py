@@ -30,7 +30,7 @@ from .verified import newest_sound
 
 __all__ = ["DirectoryCheckpoints"]
 
-_LOG = get_logger("integrations")
+_LOG = get_logger("frameworks")
 _Keeper = TypeVar("_Keeper", bound="DirectoryCheckpoints")
 _MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
 

@@ -14,7 +14,7 @@ from .places import STAGED, unused
 
 __all__ = ["LostCheckpoint"]
 
-_LOG = get_logger("integrations")
+_LOG = get_logger("frameworks")
 _ASIDE = "_holdfast-lost-"
 
 

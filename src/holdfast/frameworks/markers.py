@@ -22,7 +22,7 @@ from .places import move_aside
 
 __all__ = ["drop_link", "followed", "is_marker", "mark", "unmark"]
 
-_LOG = get_logger("integrations")
+_LOG = get_logger("frameworks")
 _FIRST = b"Holdfast marker: "
 _REMOTE_NAME = "_holdfast-marker"
 

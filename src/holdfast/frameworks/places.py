@@ -17,7 +17,7 @@ from holdfast.run.process import birth, is_dead, machine
 
 __all__ = ["STAGED", "claim", "last_change", "move_aside", "same_as_parent", "sweep_staged", "unused"]
 
-_LOG = get_logger("integrations")
+_LOG = get_logger("frameworks")
 STAGED = "_holdfast-staged-"
 """First characters of the name of a directory that keeps files until they are stored.
 

@@ -35,7 +35,7 @@ from .verified import newest_sound
 
 __all__ = ["Saves"]
 
-_LOG = get_logger("integrations")
+_LOG = get_logger("frameworks")
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps
 atexit.register(_downloads.close)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from holdfast.checkpoint.summary import items, tensors
+from holdfast.checkpoint.verify import verify
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
@@ -18,18 +20,18 @@ from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, s
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
-from holdfast.run.retention import best_of, decide, is_number
-from holdfast.run.status import run_state
+from holdfast.run.retention import best_of, decide
+from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-__all__ = ["MOST_POINTS", "collect", "folder_facts", "run_facts", "thin"]
+from .curves import clock, curves, grouped, thin
 
-MOST_POINTS = 2000  # of one curve
-Point = tuple[float, float]
+__all__ = ["collect", "collect_all", "folder_facts", "run_facts"]
 
-_MOST_CURVES = 60
 _CURVE_OF_RUN = 400  # points of one run's curve where several are compared
+_DETAILED = 300  # newest checkpoints on a disk whose small files are read
+_DETAILED_AWAY = 20  # elsewhere each is several requests
 _GONE = "deleted"
 
 
@@ -41,14 +43,50 @@ def collect(storage: Storage) -> dict[str, Any]:
     """
     if storage.exists(RUN_FILE):
         return run_facts(storage)
-    children = sorted(info.path.rstrip("/") for info in storage.list("", recursive=False) if info.path.endswith("/"))
-    runs = [name for name in children if storage.exists(f"{name}/{RUN_FILE}")]
+    runs = runs_below(storage)
     if runs:
-        return folder_facts(storage, runs)
+        return folder_facts(runs, title=_title(storage), uri=storage.uri)
     facts = run_facts(storage)  # a run whose run.json was lost still has its manifests
     if not facts["checkpoints"] and not facts["metrics"]:
         raise CheckpointNotFoundError(f"there is no run at {storage.uri}, and none directly below it: check the path")
     return facts
+
+
+def collect_all(storages: Sequence[Storage]) -> dict[str, Any]:
+    """Describe one run like `collect`, or several, wherever each is; of a folder of runs each run.
+
+    Raises:
+        CheckpointNotFoundError: there is no run at one of them, and none directly below it.
+    """
+    if len(storages) == 1:
+        return collect(storages[0])
+    found: list[Storage] = []
+    for storage in storages:
+        below = [] if storage.exists(RUN_FILE) else [run for _, run in runs_below(storage)]
+        if not below and not storage.exists(RUN_FILE) and not Catalog(storage).records():
+            raise CheckpointNotFoundError(
+                f"there is no run at {storage.uri}, and none directly below it: check the path"
+            )
+        found += below or [storage]
+    once = list({storage.uri: storage for storage in found}.values())
+    names = _short_names([storage.uri for storage in once])
+    return folder_facts(
+        list(zip(names, once, strict=True)), title=f"{len(once)} runs", uri=", ".join(one.uri for one in storages)
+    )
+
+
+def _title(storage: Storage) -> str:
+    return storage.uri.rstrip("/").rpartition("/")[2] or storage.uri
+
+
+def _short_names(uris: Sequence[str]) -> list[str]:
+    """Name each by as many of its last parts as tell it from the others."""
+    parts = [uri.rstrip("/").split("/") for uri in uris]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(uris)
 
 
 def run_facts(storage: Storage) -> dict[str, Any]:
@@ -61,7 +99,9 @@ def run_facts(storage: Storage) -> dict[str, Any]:
     catalog = Catalog(storage)
     history = catalog.index.read_history()
     live = live_rows(history.rows, history.attempts)
-    curves, warnings = _curves(live)
+    drawn, warnings = curves(live)
+    ticks, began = clock(live)
+    ranking = _ranking(catalog.index.keep)
     records = catalog.records()
     made = saves(history.events, records)
     is_remote = storage.local_root is None
@@ -69,16 +109,18 @@ def run_facts(storage: Storage) -> dict[str, Any]:
     state = run_state(catalog)
     return {
         "kind": "run",
-        "title": storage.uri.rstrip("/").rpartition("/")[2] or storage.uri,
+        "title": _title(storage),
         "uri": storage.uri,
         "written": time.time(),
         "live": state.is_live,
         "state": {"word": state.word, "text": state.text},
         "run_id": catalog.index.run_id,
         "keep": _keep_words(catalog.index.keep),
-        "ranking": _ranking(catalog.index.keep),
+        "ranking": ranking,
         "reports": len(live),
-        "metrics": curves,
+        "metrics": grouped(drawn, ranking.get("metric")),
+        "clock": ticks,
+        "began": began,
         "checkpoints": _checkpoints(catalog, records, live, made, deletions(history.events, is_remote=is_remote)),
         "size_bytes": sum(record.size for record in records),
         "new_bytes": sum(record.size - record.reused for record in records),
@@ -92,28 +134,32 @@ def run_facts(storage: Storage) -> dict[str, Any]:
     }
 
 
-def folder_facts(storage: Storage, names: Sequence[str]) -> dict[str, Any]:
-    """Describe several runs, the children ``names`` of ``storage``, so that they can be compared."""
-    runs, curves, warnings = [], defaultdict(list), []
-    found = together(storage, [partial(_overview, storage.child(name), name) for name in names])
-    for name, run in zip(names, found, strict=True):
+def folder_facts(found: Sequence[tuple[str, Storage]], *, title: str, uri: str) -> dict[str, Any]:
+    """Describe several runs, each with the name it is shown by, so that they can be compared."""
+    runs, drawn, clocks, warnings = [], defaultdict(list), {}, []
+    rankings: set[str] = set()
+    overviews = together(found[0][1], [partial(_overview, storage, name) for name, storage in found])
+    for (name, _), run in zip(found, overviews, strict=True):
         if isinstance(run, str):
             warnings.append(f"{name} cannot be read: {run}")
             continue
         for curve in run.pop("curves"):
-            curves[curve["name"]].append({"run": name, "points": curve["points"], "count": curve["count"]})
+            drawn[curve["name"]].append({"run": name, "points": curve["points"], "count": curve["count"]})
+        clocks[name] = run.pop("clock")
+        rankings |= {run.pop("ranking")} - {""}
         said = run.pop("said")
         runs.append({**run, "warnings": len(said)})
         warnings += [f"{name}: {text}" for text in said]
-    shared = sorted(curves.items(), key=lambda item: (-len(item[1]), item[0]))[:_MOST_CURVES]
+    metrics = [{"name": name, "curves": shown} for name, shown in drawn.items()]
     return {
         "kind": "folder",
-        "title": storage.uri.rstrip("/").rpartition("/")[2] or storage.uri,
-        "uri": storage.uri,
+        "title": title,
+        "uri": uri,
         "written": time.time(),
         "live": any(run["state"]["word"] == "training" for run in runs),
         "runs": runs,
-        "metrics": [{"name": name, "curves": found} for name, found in shared],
+        "metrics": grouped(metrics, rankings.pop() if len(rankings) == 1 else None),
+        "clocks": clocks,
         "warnings": warnings,
     }
 
@@ -126,7 +172,8 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
         state = run_state(catalog)
     except HoldfastError as error:
         return str(error)
-    curves, said = _curves(live_rows(history.rows, history.attempts), _CURVE_OF_RUN)
+    live = live_rows(history.rows, history.attempts)
+    drawn, said = curves(live, _CURVE_OF_RUN)
     records = catalog.records()
     ranking = _ranking(catalog.index.keep)
     best = best_of(records, ranking.get("metric"), ranking.get("mode", "min"))
@@ -147,49 +194,25 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
         "lost_s": math.fsum(save.lost_s or 0.0 for save in made) if any(save.lost_s for save in made) else None,
         "lost_steps": sum(row["lost_steps"] for row in attempts),
         "best": None if best is None else best.name,
-        "metrics": {curve["name"]: curve["points"][-1][1] for curve in curves},
-        "curves": curves,
+        "metrics": {curve["name"]: curve["points"][-1][1] for curve in drawn},
+        "curves": drawn,
+        "clock": clock(live, _CURVE_OF_RUN)[0],
+        "ranking": ranking.get("metric", ""),
         "said": [*_warnings(catalog), *said],
     }
 
 
-# ---- curves
-
-
-def _curves(live: Iterable[Mapping[str, Any]], most: int = MOST_POINTS) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a curve for each metric that has numbers at steps, those with most points first; and what was left out."""
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    odd: Counter[str] = Counter()
-    for row in live:
-        step: Any = row.get("step")
-        if not is_number(step):
-            continue
-        for name, value in flat_metrics(row["metrics"]).items():
-            if name.startswith("_") or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if math.isfinite(value):
-                points[name].append((step, value))
-            else:
-                odd[name] += 1
-    shown = sorted(points, key=lambda name: (-len(points[name]), name))
-    curves = [
-        {"name": name, "points": thin(sorted(points[name]), most), "count": len(points[name]), "odd": odd[name]}
-        for name in shown[:_MOST_CURVES]
-    ]
-    warnings = [f"{name}: {count} of its values are NaN or infinite and not drawn" for name, count in odd.items()]
-    if len(shown) > _MOST_CURVES:
-        warnings.append(f"{len(shown) - _MOST_CURVES} more metrics are not drawn: {', '.join(shown[_MOST_CURVES:])}")
-    return curves, warnings
+# ---- what saving took
 
 
 def _saving_curves(made: Sequence[Save]) -> dict[str, list[tuple[float, float]]]:
     """Return what each save took, in seconds and bytes, over the steps; empty where nothing was recorded."""
-    curves: dict[str, list[tuple[Any, Any]]] = {
+    found: dict[str, list[tuple[Any, Any]]] = {
         name: [(save.step, getattr(save, name)) for save in made] for name in ("durable_s", "held_s", "lost_s")
     }
-    curves["written_bytes"] = [(save.step, _new_bytes(save)) for save in made]
-    curves["reused_bytes"] = [(save.step, save.reused) for save in made]
-    known = {name: sorted(point for point in points if point[1] is not None) for name, points in curves.items()}
+    found["written_bytes"] = [(save.step, _new_bytes(save)) for save in made]
+    found["reused_bytes"] = [(save.step, save.reused) for save in made]
+    known = {name: sorted(point for point in points if point[1] is not None) for name, points in found.items()}
     return {name: thin(points) for name, points in known.items()}
 
 
@@ -212,12 +235,14 @@ def _checkpoints(
     ranking = _ranking(keep)
     best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
     why = {verdict.name: verdict.why for verdict in decide(_rules(keep), good)}
+    details = _details(catalog.storage, good)
     rows = []
     for number, record in enumerate(good):
         marks = {"newest": not number, "best": record is best, "pinned": record.pinned}
         marks["resumed from"] = record.resumed_from
         names = [name for name, on in marks.items() if on]
-        rows.append({**_row(record), "state": "ok", "why": why.get(record.name, ""), "marks": names})
+        about = {"state": "ok", "why": why.get(record.name, ""), "marks": names, "details": details.get(record.name)}
+        rows.append({**_row(record), **about})
     for name, reason in catalog.bad().items():
         state = "corrupt" if name in catalog.corrupt else "quarantined"
         known = catalog.record(name) if name in catalog.index.rows else None
@@ -228,6 +253,33 @@ def _checkpoints(
     ]
     rows += _deleted({row["name"] for row in rows}, live, made, gone)
     return sorted(rows, key=lambda row: (-(row["attempt"] or 0), -(row["step"] or 0), row["name"]))
+
+
+def _details(storage: Storage, good: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Return for the newest checkpoints what their small files say: parent, items, and whether the files are there."""
+    is_local = storage.local_root is not None
+    chosen = good[: _DETAILED if is_local else _DETAILED_AWAY]
+    names = {record.checkpoint_id: record.name for record in good if record.checkpoint_id}
+    calls = [partial(_details_of, storage, record.name, names, is_local=is_local) for record in chosen]
+    return dict(zip((record.name for record in chosen), together(storage, calls), strict=True))
+
+
+def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_local: bool) -> dict[str, Any]:
+    try:
+        manifest = read_manifest(storage, name)
+        rows = items(tensors(storage, name, manifest))
+        problems = verify(storage, name, deep=False).problems if is_local else ()
+    except (CheckpointError, StorageError) as error:
+        return {"checked": f"cannot be read: {error}"}
+    sound = "manifest and sizes of all files are right; contents were not read" if is_local else "manifest alone"
+    return {
+        "parent": names.get(manifest.parent, f"{manifest.parent} (no longer there)") if manifest.parent else None,
+        "items": [
+            {"name": i.name, "tensors": i.tensors, "numel": i.numel, "bytes": i.nbytes, "dtypes": list(i.dtypes)}
+            for i in rows
+        ],
+        "checked": "; ".join(problems) or sound,
+    }
 
 
 def _deleted(
@@ -335,36 +387,3 @@ def _warnings(catalog: Catalog) -> list[str]:
     if catalog.void:
         warnings.append(f"committed by an owner that had been taken over, do not count: {', '.join(catalog.void)}")
     return warnings
-
-
-def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to at most ``most`` points: the lowest and the highest of each of ``most // 2`` equal ranges of x.
-
-    So no spike disappears, and drawn at up to ``most // 2`` pixels the picture is that of all points. (Known as min-max
-    decimation.)
-
-    Args:
-        points: (x, y) with finite numbers, in ascending order of x.
-        most: bound, at least 4.
-    """
-    if len(points) <= most:
-        return list(points)
-    ranges = most // 2 - 1  # the two ends are points of their own
-    first, last = points[0][0], points[-1][0]
-    width = (last - first) / ranges or 1.0
-    kept = [points[0]]
-    begin = 0
-    for number in range(ranges):
-        end = begin
-        limit = first + (number + 1) * width
-        while end < len(points) and (points[end][0] <= limit or number == ranges - 1):
-            end += 1
-        if begin < end:
-            # By position, not by value: one point that is both is kept once.
-            low = min(range(begin, end), key=lambda at: points[at][1])
-            high = max(range(begin, end), key=lambda at: points[at][1])
-            kept += [points[at] for at in sorted({low, high})]
-        begin = end
-    kept.append(points[-1])
-    # The ends may be extremes of their ranges as well.
-    return [point for at, point in enumerate(kept) if at == 0 or point != kept[at - 1]]

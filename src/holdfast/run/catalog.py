@@ -56,6 +56,7 @@ from .record import (
 from .remains import is_remains, sweep_names
 from .reports import LOGS, REPORTS
 from .retention import RetentionIndex, Verdict, is_number, rank, warn_unranked
+from .trash import Trash
 
 __all__ = ["Catalog", "is_remains"]
 
@@ -117,6 +118,7 @@ class Catalog:
         self.rebuilt = False
         self.holds_resumed = True
         self.side = ""
+        self.trash: Trash | None = None  # where deleted checkpoints go; None: nowhere
         self._says_unranked = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
         # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
@@ -542,7 +544,10 @@ class Catalog:
         """Delete a checkpoint; after a failure it is either still whole, or no checkpoint any more (`_half`)."""
         name = verdict.name
         try:
-            remove(self.storage, name)
+            if self.trash is None or name in self._half:
+                remove(self.storage, name)
+            else:
+                self.trash.take(name)
         except StorageError as error:
             _log.warning("checkpoint %s/%s could not be deleted: %s", self.storage.uri, name, error)
             is_whole = False

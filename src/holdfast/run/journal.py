@@ -24,7 +24,7 @@ MOST_READ = 200_000
 _MOST_WAITING = 500
 _FULL_BYTES = 8 << 10
 _LONGEST = 300
-_KINDS = ("saved", "cost", "lost", "skipped", "deleted")
+_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,9 @@ class JournalEvent:
     """An event of a run.
 
     Attributes:
-        what: "saved" (a checkpoint was committed), "cost" (the times of that save as the trainer saw them), "lost" (a
-            save failed), "skipped" (a save was due while an earlier one was being written) or "deleted".
+        what: "began" (the first step of an attempt was done), "saved" (a checkpoint was committed), "cost" (the times
+            of that save as the trainer saw them), "lost" (a save failed), "skipped" (a save was due while an earlier
+            one was being written) or "deleted".
         time: seconds since 1970 by the clock of the host.
         attempt: the attempt that did it; of a deletion, the attempt that had saved the checkpoint.
         name: of the checkpoint.

@@ -74,6 +74,8 @@ LOCK_FILE = ".lease.lock"
 _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0
 STALE_S = 30.0
+_LOOK_AGAIN_S = (0.1, 0.3, 0.6)
+"""Pauses between looks at a lease.json that cannot be read."""
 _POLL_S = 0.05
 _MAX_BYTES = 4 << 20
 _PROCESS = ("host", "boot", "pid_namespace", "trainer_pid", "trainer_pid_birth")
@@ -260,7 +262,7 @@ class Lease:
             else:
                 self._etag = storage.swap(self._path, body, if_match=self._etag)
         except (StorageConflictError, StorageNotFoundError) as error:
-            exists, found, etag = _read(self._storage, self._path)
+            exists, found, etag = self._look()
             if found is not None and self._is_mine(found):
                 self._etag = etag  # an earlier write of ours whose answer was lost
                 if found.get("beat") != self._beat:  # it may lack names that are announced by this call
@@ -271,7 +273,7 @@ class Lease:
                 condition: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
                 self._etag = self._storage.put(self._path, self._body(trainer_alive), **condition)
                 return
-            raise self._lost(found) from error
+            raise (self._unreadable() if exists and found is None else self._lost(found)) from error
 
     def announce(self, doomed: Iterable[str], *, trainer_alive: bool = True) -> None:
         """Write the names that are about to be deleted into the lease; they replace those announced before.
@@ -308,14 +310,36 @@ class Lease:
             RunBusyError: another process has taken it over.
             StorageError: the storage does not answer.
         """
+        exists = True
         try:
             found = _parse(self._storage.read(self._path))  # one request: only the owner matters
         except StorageNotFoundError:
-            found = None
+            exists, found = False, None
+        if found is None:
+            exists, found, _ = self._look()
         if found is None or not self._is_mine(found):
             if found is None and self._lock is not None and self._lock.is_in_place():
                 return  # `heartbeat` puts the file back
-            raise self._lost(found)
+            raise self._unreadable() if exists and found is None else self._lost(found)
+
+    def _look(self) -> tuple[bool, dict[str, Any] | None, str | None]:
+        """Read lease.json; what is no lease is asked for again: a store may serve a part, an error page, or nothing."""
+        look = _read(self._storage, self._path)
+        for pause_s in () if self._lock is not None and self._lock.is_in_place() else _LOOK_AGAIN_S:
+            if look[1] is not None:
+                break
+            time.sleep(pause_s)
+            look = _read(self._storage, self._path)
+        return look
+
+    def _unreadable(self) -> StorageError:
+        where, looks = f"{self._storage.uri}/{self._path}", len(_LOOK_AGAIN_S) + 1
+        return StorageError(
+            f"{where} is there and is no lease of Holdfast, at {looks} looks: "
+            "another program wrote it, or the storage returns damaged content. Whether this process still owns "
+            "the run is not known, so nothing is committed or deleted now; it is asked again later. If it stays so: "
+            "stop this process, look at the file, delete it and start again"
+        )
 
     def release(self) -> None:
         """Give the lease up. Idempotent; a successor's lease stays, whenever the successor comes."""

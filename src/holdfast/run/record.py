@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._outgoing import brief
 from holdfast.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -124,7 +125,7 @@ def record_from_row(row: Sequence[Any]) -> Record:
             raise TypeError
         return record
     except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
+        raise CorruptCheckpointError(f"not a checkpoint row: {brief(row, 80)!a}", file="run.json") from error
 
 
 def pack(record: Record) -> list[Any]:
@@ -147,7 +148,7 @@ def unpack(row: Sequence[Any]) -> Record:
         if type(rest) is not list:
             raise TypeError
     except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
+        raise CorruptCheckpointError(f"not a checkpoint row: {brief(row, 80)!a}", file="run.json") from error
     return record_from_row([*row[:3], *rest])
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError
 
 from .base import Storage
@@ -86,6 +87,7 @@ def rebuild(place: str, options: Mapping[str, Any], secrets: dict[str, str] | No
     secrets = _known.get(key) if secrets is None else secrets
     if secrets is not None:
         _known[key] = secrets
+        conceal(secrets.values())
     if is_entry:
         storage: Storage = found(options["uri"])
         storage._made = (place, options["uri"], storage.uri)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from typing import Any, cast
 
-from holdfast._outgoing import masked
+from holdfast._outgoing import conceal, masked
 from holdfast.errors import ConfigError
 
 from .base import Storage
@@ -110,6 +110,7 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     if isinstance(location, Storage):
         if filesystem is not None:
             raise ConfigError(f"{location!r} is a storage already: leave filesystem={_kind_of(filesystem)} out")
+        conceal((location.secrets() or {}).values())
         return location
     if not isinstance(location, (str, os.PathLike)):
         raise ConfigError(f"location {location!r}: give a path, a URI such as 'memory://name', or a Storage")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 
 from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
 from holdfast.storage.base import Storage
+from holdfast.storage.plugins import import_paths
 from holdfast.storage.resolve import from_description
+from holdfast.writer.launch import own_paths
 
 __all__ = ["TreeTests", "create"]
 
@@ -26,6 +30,18 @@ _ODD_NAMES = (
     "n" * 200,
 )
 _BAD_PATHS = ("", "/", "/etc/passwd", "..", "a/../b", "a//b", "./a", "a/", "a/.", "nul\0byte", ".tmp-mine")
+
+
+# As a writer process begins: a plain interpreter that is told over a pipe what to import from where.
+_ELSEWHERE = """
+import json, sys
+order = json.load(sys.stdin)
+sys.path.extend(order["paths"])
+from holdfast.storage.plugins import extend_path
+from holdfast.storage.resolve import from_description
+extend_path(order["imports"])
+print(from_description(order["description"], order["secrets"]).read("run/a").decode(), end="")
+"""
 
 
 class TreeTests:
@@ -239,6 +255,20 @@ class TreeTests:
                 rebuilt = from_description(json.loads(json.dumps(description)))
                 assert rebuilt.read(path) == b"1"
                 assert rebuilt.uri == place.uri
+
+    def test_another_process(self, storage: Storage) -> None:
+        """The process that writes checkpoints makes the storage of its description, and reads what was stored here."""
+        description = storage.describe()
+        if description is None:
+            return
+        storage.put("run/a", b"read elsewhere")
+        told = {"description": description, "secrets": storage.secrets()}
+        order = {**told, "paths": own_paths(), "imports": import_paths(description)}
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _ELSEWHERE],
+            input=json.dumps(order), capture_output=True, text=True, timeout=60, cwd="/", check=False,
+        )  # fmt: skip
+        assert done.stdout == "read elsewhere", done.stderr
 
     def test_free_bytes(self, storage: Storage) -> None:
         """The free space is a number of bytes, or None where nobody knows, also before anything was written."""

@@ -133,6 +133,11 @@ def _own_object(found: Difference, why: str) -> str | None:
 def _other_data(found: Difference, why: str) -> str | None:
     if found.kind not in ("after", "metrics") or not found.batches:
         return None
+    if found.text:
+        return (
+            "The loader does not go on from its saved position, as the ledger of the run shows: look at its state_dict "
+            "and load_state_dict, use a map-style data set, or a loader without state_dict, which is replayed by count"
+        )
     return (
         "The data of this step are others: an order that is drawn outside of ck.batches (an iterator made by hand, a "
         "shuffle of your own, `enumerate` or `next(iter(loader))` on the loader itself), a sampler or an iterable with "

@@ -187,8 +187,9 @@ def _after(row: Row, twin: _Table, ignore: Unsteady, every: int) -> Difference |
     wrong = _closest(row, candidates, ignore)
     # Compared with each candidate: a batch that is drawn ahead of its step is drawn again by the next life.
     batches = all(other["batches"] != row["batches"] for other in candidates)
-    if wrong:
-        return Difference(kind="after", step=row["step"], items=wrong, batches=batches)
+    text = row.get("mismatch", "")
+    if wrong or text:
+        return Difference(kind="after", step=row["step"], items=wrong, batches=batches or bool(text), text=text)
     metrics = min((_metrics(other, row, ignore) for other in candidates), key=len)
     if metrics:
         return Difference(kind="metrics", step=row["step"], items=metrics, batches=batches)

@@ -127,7 +127,8 @@ class Examined:
             for path, left, right in difference.items[:_SHOWN]
         ]
         if difference.batches:
-            rows.insert(0, "  batch: another batch (samples, their order or their augmentation)")
+            said = f": {difference.text}" if difference.text else " (samples, their order or their augmentation)"
+            rows.insert(0, f"  batch: another batch{said}")
         if len(difference.items) > _SHOWN:
             rows.append(f"  and {len(difference.items) - _SHOWN} more")
         return "\n".join([_headline(difference, self.noise), *rows])
@@ -347,21 +348,20 @@ class _Twins:
         total = reference[-1]["step"]
         self.say(f"uninterrupted: {total} steps in {twin.seconds:.1f} s")
         kills = choose_kills(reference)
-        lives = []
+        lives, early = [], None
         for number, kill in enumerate([*kills, None]):
             life = self._life("b", number, self.end if kill is None else kill.stop, kill)
             lives.append(life)
             self.say(_account(life, kill))
             if kill is not None and not life.killed:
-                kills = kills[:number]
-                if _runs(life.rows) <= _runs(reference):
-                    raise LifeFailedError(
-                        f"the script ended before step {kill.stop.step}, at which it should be killed"
-                    )
+                # It has made other steps than the uninterrupted one, which is a difference to be named.
+                early, kills = kill, kills[:number]
                 break
         saved = [None, *(None if kill.save is None else kill.save.step for kill in kills)]
         rows = [life.rows for life in lives]
         difference, compared = self._compare(reference, rows, saved, Unsteady())
+        if difference is None and early is not None and _runs(lives[-1].rows) <= _runs(reference):
+            raise LifeFailedError(f"the script ended before step {early.stop.step}, at which it should be killed")
         noise = None
         if difference is not None and difference.kind not in ("path", "not resumed"):
             self.say("they differ: the script runs once more without a break, to see what it never repeats")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdfast.state.tree import rng
 from holdfast.state.tree.values import PerRank, RngSentinel
 
 __all__ = ["assert_state_equal", "differences", "digests", "leaves"]
@@ -94,15 +95,14 @@ def _opened(value: Any) -> Any:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the random generators of the host and of CUDA in use, as the libraries give them."""
+    """Return the states of the random generators of host and accelerator, as the libraries give them."""
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {"python": _Whole(random.getstate())}
     if numpy is not None:
         state = numpy.random.get_state()
         states["numpy"] = _Whole((state[0], state[1].tolist(), *state[2:]))
     states["torch"] = torch.get_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    states.update(rng.capture().get("devices", {}))
     return states
 
 

@@ -17,15 +17,22 @@ from typing import Any
 
 from holdfast._ranks import current_ranks
 from holdfast.checkpointer import load, save
+from holdfast.checkpointer.progress import RESERVED
 
 from .plan import Counter, LifePlan
-from .state import digests
+from .state import digests as digests_of
 
 __all__ = ["Witness"]
 
 _COUNTER = Counter()
 _WAIT_S = 3600.0
+_LEDGER = f"{RESERVED}/progress/ledger"
 _State = Callable[[], Mapping[Any, Any]]
+
+
+def digests(state: Any) -> dict[str, str]:
+    """Describe a state, without the ledger of batches: it names the life that saved it."""
+    return {path: text for path, text in digests_of(state).items() if not path.startswith(_LEDGER)}
 
 
 class Witness:
@@ -44,6 +51,7 @@ class Witness:
             self._run = os.path.relpath(self._run, os.path.abspath(self._plan.root))
         self._batches: list[str] = []
         self._metrics: dict[str, str] = {}
+        self._mismatch = ""
 
     def arguments(self, path: Any, **options: Any) -> tuple[Any, ...]:
         """Redirect the run into the plan's home; only planned saves happen there, and no tracker gets them."""
@@ -77,6 +85,10 @@ class Witness:
         self._metrics = digests(metrics)
         self._stop_at(self._row("report", step, state))
 
+    def mismatched(self, text: str) -> None:
+        """Keep what the ledger says of the batch that comes now for the row of its step."""
+        self._mismatch = self._mismatch or text
+
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note the digest of each batch."""
         return _Noted(batches, self._batches)
@@ -99,7 +111,7 @@ class Witness:
             # Several batches make a step where gradients are gathered, none at the second boundary of a step.
             drawn, self._batches[:] = list(self._batches), []
             metrics, self._metrics = self._metrics, {}
-            row.update(items=items, batches=drawn, metrics=metrics)
+            row.update(items=items, batches=drawn, metrics=metrics, mismatch=self._mismatch)
             name = f"life-{self._plan.life}.rank-{info.rank}.jsonl"
             with open(os.path.join(self._plan.trace, name), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

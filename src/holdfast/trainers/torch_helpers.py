@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.errors import ConfigError
+from holdfast.state.accelerator import default_device, has_streams, make_current
 from holdfast.state.data.split import DealtSampler, knows_its_rank
 from holdfast.state.gradient_order import fix_or_warn
 
@@ -33,10 +34,8 @@ _seed: int | None = None  # what `enable_reproducibility` was given
 
 
 def get_device() -> torch.device:
-    """Return the device of this worker: its GPU where it has one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", current_ranks().local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    """Return the device of this worker: its GPU, or other accelerator, where it has one, else the CPU."""
+    return default_device(current_ranks().local_rank)
 
 
 def get_devices() -> list[torch.device]:
@@ -72,8 +71,7 @@ def prepare_model(
         raise ConfigError(f"prepare_model(parallel_strategy={parallel_strategy!r}): use 'ddp', 'fsdp' or None")
     device = _target(move_to_device)
     if device is not None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        make_current(device)
         model = model.to(device)
     ranks = current_ranks()
     if parallel_strategy is None or ranks.world_size == 1 or isinstance(model, DistributedDataParallel):
@@ -84,7 +82,7 @@ def prepare_model(
     if parallel_strategy == "fsdp":
         return _shard(model, ranks, dict(parallel_strategy_kwargs or {}))
     options: dict[str, Any] = {}
-    if device is not None and device.type == "cuda":
+    if device is not None and has_streams(device):
         options = {"device_ids": [device], "output_device": device}
     wrapped = DistributedDataParallel(model, **{**options, **(parallel_strategy_kwargs or {})})
     fix_or_warn(wrapped, leads=ranks.rank == 0)

@@ -18,7 +18,7 @@ from .arena import can_share_memory
 from .frames import Channel
 from .handed import Shared
 
-__all__ = ["can_run_process", "launch_process", "launch_thread"]
+__all__ = ["can_run_process", "launch_process", "launch_thread", "own_paths"]
 
 _BOOT = (
     "import sys,json;a=json.loads(sys.argv[1]);sys.path.extend(a['paths']);"
@@ -46,8 +46,8 @@ def can_run_process() -> bool:
     )
 
 
-def _import_paths() -> list[str]:
-    """Directories the writer needs behind the standard library: never the user's working directory or PYTHONPATH."""
+def own_paths() -> list[str]:
+    """Return what the writer needs behind the standard library: not the user's working directory, not PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2])]
     for package in ("xxhash", "obstore"):
         spec = importlib.util.find_spec(package)
@@ -75,7 +75,7 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
         # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
         trainer = _own_pidfd()
-        options = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
+        options = {"socket": theirs.fileno(), "trainer": trainer, "paths": own_paths()}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(options)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +25,7 @@ from holdfast.run.record import Record
 from holdfast.run.remains import INCOMING, sweep_hidden
 from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
 from holdfast.run.retention import Verdict
+from holdfast.run.trash import WEEK_S, Trash
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -83,6 +85,7 @@ class Run:
         self._segments = threading.Lock()
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
+        self.steps: Callable[[], memoryview] | None = None  # memory of the trainer that outlives it
 
     @classmethod
     def open(
@@ -158,6 +161,7 @@ class Run:
         if again is None:
             hidden = catalog.hidden if storage.local_root is None else None
             swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
+            Trash(storage).empty(before=time.time() - WEEK_S)
             if catalog.guests:
                 _LOG.warning(
                     "%s: left alone, as copies of its checkpoints or renamed ones: %s. They are never deleted, and no "
@@ -560,6 +564,10 @@ class Run:
                 "or `holdfast prune` does it now",
                 self._catalog.storage.uri, left,
             )  # fmt: skip
+
+    def steps_done(self) -> dict[str, Any] | None:
+        """Return how many steps a trainer that has died had done, as details of its end; None if it did not say."""
+        return None if self.steps is None else {"last_step": struct.unpack_from("=q", self.steps())[0]}
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""

@@ -11,10 +11,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
+from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
 
 from .arriving import Arriving, Window, WindowSource, watermark
@@ -54,6 +56,8 @@ class WriterLoop:
         self._names: NameLeases | None = None  # made by the reading thread for the first name
         self._ending = threading.Event()
         self._end = _DIED
+        self._how = ""  # for people: how the trainer has died
+        self._trainer_pid = 0
         self._handlers: dict[str, Callable[[Message], None]] = {
             "storage": self._handed.take_storage,
             "arena": self._handed.take_arena,
@@ -83,6 +87,8 @@ class WriterLoop:
         except Exception:  # noqa: BLE001 - a thread edge: without messages there is nothing to do but to end in order
             _LOG.exception("the writer cannot read its trainer's messages")
         finally:
+            if self._end == _DIED:  # now, before its parent has asked for its status
+                self._how = how_it_ended(self._trainer_pid)
             self._ending.set()
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
@@ -273,7 +279,7 @@ class WriterLoop:
             work()
         try:
             if self._run is not None:
-                self._run.close(self._end)
+                self._run.close(self._end + self._how, self._run.steps_done() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
         if self._names is not None:
@@ -360,6 +366,7 @@ class WriterLoop:
             from .uploads.mirror import RemoteSide  # not above: most writers never need it, and each start waits
 
             remote = RemoteSide.from_told(self._handed.storage(told["storage"]), told)
+        self._trainer_pid = header["owner"]["trainer_pid"]
         run, opened = Run.open(
             self._handed.storage(header["storage"]),
             owner=header["owner"],
@@ -370,6 +377,8 @@ class WriterLoop:
             remote=remote,
             later=self._work_later,
         )
+        if (number := header.get("steps")) is not None:
+            run.steps = partial(self._handed.view, number)
         self._run = run
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()

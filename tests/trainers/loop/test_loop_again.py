@@ -301,3 +301,36 @@ def test_costs_of_saves_are_in_the_journal(tmp_path: Path) -> None:
     rows = saves(catalog.index.read_history().events, catalog.records())
     assert [row.name for row in rows] == ["ep1", "ep2"]
     assert all(row.durable_s and row.held_s and row.lost_s is None for row in rows)
+
+
+def test_the_history_of_a_run(tmp_path: Path) -> None:
+    """The run records what each life went on from, every number that was logged, and how it ended; a second fit too."""
+    options: dict[str, Any] = {"save_filename": "b{batch}", "save_interval": "2ba", "autoresume": True}
+    with pytest.raises(Crash), plain(tmp_path, callbacks=CrashAt(5), **options) as trainer:
+        trainer.fit()
+
+    class Own(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            logger.log_metrics({"own": int(state.timestamp.batch), "picture": torch.ones(2, 2)})
+
+    with plain(tmp_path, max_duration="1ep", callbacks=Own(), **options) as trainer:
+        trainer.fit()
+        trainer.fit("1ba")
+    result = hf.Result.from_path(tmp_path)
+    assert [attempt.resumed_from for attempt in result.attempts] == [None, "b4", "b6"]
+    assert [attempt.reason for attempt in result.attempts] == ["Crash: ", "finished", "finished"]
+    frame = result.metrics_dataframe
+    assert list(frame["loss/train/total"].dropna().index) == list(range(7))
+    assert list(frame["own"].dropna()) == [5, 6, 7]
+    assert "picture" not in frame
+    index = json.loads((tmp_path / "run.json").read_text())
+    assert (index["finished"]["step"], index["finished"]["epoch"]) == (7, 1)
+    assert [one["details"] for one in index["attempts"]] == [{"last_step": 5}, {"last_step": 6}, {"last_step": 7}]
+
+
+def test_a_life_that_goes_on_from_another_folder(tmp_path: Path) -> None:
+    """What load_path names is recorded by its URI."""
+    plain(tmp_path / "a", save_filename="b{batch}.pt", max_duration="1ep").fit()
+    plain(tmp_path / "b", load_path=tmp_path / "a" / "b6.pt").fit()
+    source = hf.Result.from_path(tmp_path / "b").attempts[0].resumed_from
+    assert source == str(tmp_path / "a" / "b6.pt")

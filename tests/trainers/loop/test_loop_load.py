@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,52 @@ def test_run_name_is_needed_wherever_it_stands(tmp_path: Path, monkeypatch: pyte
     }[where]
     with pytest.raises(hf.ConfigError, match="run_name"):
         plain(autoresume=True, **options)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+@pytest.mark.parametrize("ignore", ["glob", "function"])
+def test_what_was_left_out_at_saving_need_not_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, ignore: str
+) -> None:
+    """A file saved with save_ignore_keys loads without an option, as in Composer; what is missing is said."""
+
+    def without_bias(state: dict[str, Any]) -> None:
+        del state["state"]["model"]["bias"]
+        del state["state"]["optimizers"]
+
+    keys: Any = without_bias if ignore == "function" else ["state/model/bias", "state/optimizers"]
+    name = "b{batch}" + suffix
+    with plain(tmp_path, save_filename=name, save_ignore_keys=keys, max_duration="1ep") as saving:
+        saving.fit()
+    capsys.readouterr()
+    with plain(None, load_path=tmp_path / f"b6{suffix}", max_duration="2ep", model=torch.nn.Linear(4, 3)) as trainer:
+        assert torch.equal(trainer.state.model.weight, saving.state.model.weight)
+        assert not torch.equal(trainer.state.model.bias, saving.state.model.bias)
+        trainer.fit()
+    said = capsys.readouterr().err
+    assert "NOT restored  state/model/bias: missing" in said
+    assert "it was saved without state/model/bias, state/optimizers (save_ignore_keys)" in said
+
+
+def test_a_directory_of_torch_names_the_way_in(tmp_path: Path) -> None:
+    """load_path of a sharded directory of Composer says `holdfast import`; autoresume beside one starts nothing."""
+    import torch.distributed.checkpoint as dcp
+
+    from holdfast.interop.import_ import import_checkpoint
+
+    model = torch.nn.Linear(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dcp, about the one process
+        dcp.save({"state": {"model": model.state_dict()}}, checkpoint_id=tmp_path / "runs" / "ep1-ba6")
+    with pytest.raises(hf.ConfigError, match=r"holdfast import .*runs/ep1-ba6 NEW"):
+        plain(None, load_path=tmp_path / "runs" / "ep1-ba6")
+    with pytest.raises(hf.ConfigError, match=r"sharded checkpoints of Composer \(ep1-ba6\)"):
+        plain(tmp_path / "runs", autoresume=True)
+    import_checkpoint(tmp_path / "runs" / "ep1-ba6", tmp_path / "new")
+    assert torch.equal(plain(None, load_path=tmp_path / "new").state.model.weight, model.weight)
+
+
+def test_a_model_without_parameters() -> None:
+    """fit() says that there is nothing to train; Composer's scripts expect a ValueError."""
+    with pytest.raises(ValueError, match="without parameters: there is nothing to train"):
+        plain(None, model=torch.nn.Flatten()).fit()

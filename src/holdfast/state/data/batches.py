@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,17 @@ from holdfast._log import get_logger
 from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
+from .digest import indices_digest
 from .loaders import clone_of
 from .order import MapOrder
-from .seeding import SampleKey, SampleKeys, Stream, generators_kept, mix
+from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 from .split import split_of
 
 __all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
 
 _logger = get_logger("data")
 _END = object()
+_NUM_PREFIXES = 4096
 # Remarks about data that this process has made, in the log or at the start of a run; each is made once.
 said: set[str] = set()
 
@@ -64,6 +67,8 @@ class ResumableBatches:
         split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
             its sampler does not divide them itself; False: each rank gets all samples.
         remarks: log warnings about this loader; False for a loader of which only the length is needed.
+        mismatch: called with a text where a sampler does not give the order again in which the epoch was begun; it may
+            raise. None: the text is logged.
 
     Raises:
         ConfigError: the loader cannot be split, or its position cannot be read.
@@ -89,7 +94,9 @@ class ResumableBatches:
         world_size: int = 1,
         split: bool | tuple[int, int] = False,
         remarks: bool = True,
+        mismatch: Callable[[str], None] | None = None,
     ) -> None:
+        self._mismatch = mismatch or self._warn
         self.kind = _kind(loader)
         self._loader = loader
         self._epoch = epoch
@@ -97,6 +104,9 @@ class ResumableBatches:
         self._rank = rank
         self._world_size = world_size
         self._samples = self._batches = 0
+        self._indices = 0
+        self._prefixes: dict[int, int] = {}  # digest of the indices up to a number of samples, of the last batches
+        self._begun_prefix = 0  # that the position was saved with
         self._done = False
         self._inner: Any = None
         self._live: Any = None  # the loader while its state is that of this epoch
@@ -114,8 +124,10 @@ class ResumableBatches:
         self._order: MapOrder | None = None
         if self.kind == "map":
             inner = current["inner"] if current is not None and current["inner"] is not None else {}
+            memory = _own_of(position).get("memory")
             self._order = MapOrder(
                 loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
+                memory=memory, is_mid_epoch=current is not None,
                 split=split_of(split, rank=rank, world_size=world_size),
             )  # fmt: skip
         if current is not None:
@@ -138,21 +150,51 @@ class ResumableBatches:
         return self._batches
 
     @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self._epoch
+
+    @property
+    def indices(self) -> int:
+        """Digest of the indices of the batch yielded last; 0 for a loader without indices."""
+        return self._indices
+
+    def makeup(self) -> dict[str, Any]:
+        """Describe the loader in plain values: batches of two loaders that differ in one of them are not comparable."""
+        loader, order = self._loader, self._order
+        return {
+            "kind": self.kind,
+            "batch size": _plain_number(getattr(loader, "batch_size", None)),
+            "samples": _length(getattr(loader, "dataset", None)),
+            "sampler": None if order is None else order.sampler_name,
+            "ranks": self._world_size if order is None else order.replicas,
+            "seed": self._seed,
+        }
+
+    @property
     def done(self) -> bool:
         """Whether the epoch was exhausted."""
         return self._done
 
-    def state_dict(self) -> dict[str, Any]:
-        """Describe how far the epoch is, as plain data. Batches that workers have prepared ahead do not count."""
+    def state_dict(self, *, at: tuple[int, int] | None = None, is_over: bool = False) -> dict[str, Any]:
+        """Describe how far the epoch is, as plain data. Batches that workers have prepared ahead do not count.
+
+        Args:
+            at: (samples, batches) of an earlier moment of this epoch, for a loader that can go back.
+            is_over: the next epoch comes next, whether this one was exhausted or not.
+        """
+        samples, batches = at or (self._samples, self._batches)
         return {
             "kind": self.kind,
             "epoch": self._epoch,
-            "samples": self._samples,
-            "batches": self._batches,
-            "done": self._done,
+            "samples": samples,
+            "batches": batches,
+            "done": self._done and at is None,
             "seed": self._seed,
             "world_size": self._world_size,
-            "inner": self._inner_state(),
+            "inner": {**self._inner_state(), **self._memory(samples, is_over=is_over or (self._done and at is None))}
+            if self._order is not None
+            else self._inner_state(),
             "elastic": self._elastic,
         }
 
@@ -186,12 +228,16 @@ class ResumableBatches:
         order = self._order
         assert order is not None
         loader, feed = clone_of(self._loader, seeded=self._seed_samples)
-        sizes: deque[int] = deque()  # samples of each batch that workers have and that is not yielded yet, oldest first
+        # Of each batch that workers have and that is not yielded yet, oldest first: samples, digest of the indices, and
+        # of all indices up to it.
+        sizes: deque[tuple[int, int, int]] = deque()
         feed.source = self._keys(order, sizes)
         assert loader.generator is not None
         loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
         # Without workers this process loads the samples, between two draws of the training loop.
-        guard = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
+        is_here = self._seed_samples and loader.num_workers == 0
+        own = generators_within(self._loader.dataset) if is_here else []
+        guard = partial(generators_kept, own) if is_here else contextlib.nullcontext
         with generators_kept():
             iterator = iter(loader)
         while True:
@@ -199,14 +245,20 @@ class ResumableBatches:
                 batch = next(iterator, _END)
             if batch is _END:
                 break
-            self._samples += sizes.popleft() * order.replicas
+            size, self._indices, prefix = sizes.popleft()
+            self._samples += size * order.replicas
+            if prefix:
+                self._prefixes[self._samples] = prefix
+                if len(self._prefixes) > _NUM_PREFIXES:
+                    del self._prefixes[next(iter(self._prefixes))]
             self._batches += 1
             yield batch
         self._done = True
 
-    def _keys(self, order: MapOrder, sizes: deque[int]) -> Iterator[Any]:
-        for indices, seeds in order.batches(self._samples, seeded=self._seed_samples):
-            sizes.append(len(indices))
+    def _keys(self, order: MapOrder, sizes: deque[tuple[int, int, int]]) -> Iterator[Any]:
+        drawn = order.batches(self._samples, seeded=self._seed_samples, check=self._check_prefix)
+        for indices, seeds in drawn:
+            sizes.append((len(indices), indices_digest(indices), order.prefix))
             if not self._seed_samples:
                 yield indices if order.auto_batch else indices[0]
             elif order.auto_batch:
@@ -243,7 +295,8 @@ class ResumableBatches:
                 name = type(self._loader).__name__
                 self._warn(
                     f"{name} has no state_dict: drawing {self._batches} batches again to get back to the position in "
-                    f"epoch {self._epoch}. A map-style dataset, or a loader with state_dict, seeks at once"
+                    f"epoch {self._epoch}. That takes time, and is exact only if the stream repeats itself (one that "
+                    "shuffles without a seed does not). A map-style dataset, or a loader with state_dict, seeks at once"
                 )
             for drawn in range(self._batches):
                 if next(iterator, _END) is _END:
@@ -264,6 +317,26 @@ class ResumableBatches:
             self._batches += 1
             yield batch
         self._done = True
+
+    def _memory(self, samples: int, *, is_over: bool) -> dict[str, Any]:
+        """Return what a sampler of the user's own needs to give this order again; {} for torch's own."""
+        order = self._order
+        # A position is the same on all ranks, which the memory of a sampler that knows its rank need not be.
+        if order is None or order.memory is None or (self._world_size > 1 and not order.divides):
+            return {}
+        own = {"memory": order.memory.state_dict(is_over=is_over), "prefix": self._prefixes.get(samples, 0)}
+        return {"own": own} if any(own.values()) else {}
+
+    def _check_prefix(self) -> None:
+        """Compare the indices that were left out at the begin with those that were trained."""
+        order = self._order
+        if order is not None and self._begun_prefix not in (0, order.skipped):
+            self._mismatch(
+                f"epoch {self._epoch}: {order.sampler_name} does not give the order again in which it was begun: "
+                f"{self._samples} samples of it were trained, and they are others than it draws first now, so the rest "
+                "would not hold each sample exactly once. It remembers something that is not among its own plain "
+                "attributes, lists and generators"
+            )
 
     def _inner_state(self) -> Any:
         if self._order is not None:
@@ -295,6 +368,10 @@ class ResumableBatches:
         self._samples, self._batches = int(position["samples"]), int(position["batches"])
         self._done, self._inner = bool(position["done"]), position["inner"]
         before = int(position.get("world_size", self._world_size))
+        inner = self._inner or {}
+        if self._order is not None and before == self._world_size and not self._differs(inner):
+            self._begun_prefix = int(_own_of(position).get("prefix", 0))
+            self._prefixes[self._samples] = self._begun_prefix
         if self._order is not None:
             self._compare_order(self._order, self._inner or {}, position)
         elif before != self._world_size and not self._done:
@@ -305,6 +382,10 @@ class ResumableBatches:
                 self._inner = {**self._inner, "rng": None}
             else:
                 self._samples, self._batches, self._inner = 0, 0, None
+
+    def _differs(self, begun: Mapping[str, Any]) -> bool:
+        now = self._inner_state()
+        return any(begun.get(name, now[name]) != now[name] for name in ("dataset_length", "sampler", "replicas"))
 
     def _compare_order(self, order: MapOrder, begun: Mapping[str, Any], position: Mapping[str, Any]) -> None:
         """Warn where the rest of the epoch is not what the same ranks would have drawn."""
@@ -372,11 +453,22 @@ def _kind(loader: Any) -> str:
     return "count"
 
 
+def _own_of(position: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what a position holds of a sampler of the user's own; {} if it holds nothing."""
+    inner = None if position is None else position["inner"]
+    own = inner.get("own") if isinstance(inner, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
+
+
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _plain_number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def batch_length(batch: Any) -> int:

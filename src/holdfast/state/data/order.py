@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from holdfast.errors import ConfigError
 
+from .digest import indices_digest
+from .sampler_memory import SamplerMemory
 from .seeding import Stream, generators_of, index_id, mix
 from .split import DealtSampler, Split, knows_its_rank
 
@@ -37,8 +39,13 @@ class MapOrder:
         world_size: number of ranks.
         split: the part of this rank, for a sampler that does not divide samples between ranks.
         begun: the `recipe` with which this epoch was begun: it is finished in that order.
+        memory: what `SamplerMemory.state_dict` returned; of this epoch if ``is_mid_epoch``, else of the one before.
+        is_mid_epoch: the epoch was begun by an earlier pass.
 
     Attributes:
+        memory: of samplers of the user's own; None where the order is torch's.
+        prefix: digest of all indices up to the batch yielded last, for samplers with a memory; 0 for others.
+        skipped: the same of those that were left out at the begin.
         replicas: over how many ranks the samples are split; 1 if every rank sees the same samples.
         part: number of this rank among those that get different samples.
         recipe: what the order of the whole data set is computed from; None where only the sampler can draw it.
@@ -58,6 +65,8 @@ class MapOrder:
         world_size: int,
         split: Split | None = None,
         begun: Mapping[str, Any] | None = None,
+        memory: Mapping[str, Any] | None = None,
+        is_mid_epoch: bool = False,
     ) -> None:
         self._epoch_key = mix(seed, epoch)
         batch_sampler: Any = loader.batch_sampler
@@ -73,9 +82,8 @@ class MapOrder:
         elif self.auto_batch:
             self._batch_sampler = batch_sampler
             self._sampler = getattr(batch_sampler, "sampler", None)
-        for owner in (self._sampler, self._batch_sampler):
-            if callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
+        self._epoch = epoch
+        self._set_epoch()
         self._split = self._find_split(split)
         self.replicas = self._split.num_ranks if self._split is not None else self._replicas(world_size)
         self.part = self._split.rank if self._split is not None else self._own_rank()
@@ -89,6 +97,17 @@ class MapOrder:
             self._known is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
         )
         self._draws_twice = self._known is None or self.recipe is None
+        self.memory: SamplerMemory | None = None
+        if self._known is None and not self._torchs_draws:
+            owners = [self._batch_sampler, self._sampler]
+            self.memory = SamplerMemory(owners, given=memory, is_mid_epoch=is_mid_epoch)
+        self.prefix = self.skipped = 0
+        self._check: Callable[[], None] = _nothing
+
+    def _set_epoch(self) -> None:
+        for owner in (self._sampler, self._batch_sampler):
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(self._epoch)
 
     @property
     def sampler_name(self) -> str:
@@ -111,14 +130,18 @@ class MapOrder:
         size = self._batch_size or 1
         return left // size if self._drop_last else -(-left // size)
 
-    def batches(self, start: int, *, seeded: bool = True) -> Iterator[tuple[list[Any], list[int]]]:
+    def batches(
+        self, start: int, *, seeded: bool = True, check: Callable[[], None] | None = None
+    ) -> Iterator[tuple[list[Any], list[int]]]:
         """Yield (indices, seeds) of each batch of this rank; of each sample if the loader makes no batches.
 
         Args:
             start: samples of this epoch that all ranks together have had.
             seeded: yield the seeds; if False they may be left out, which saves a microsecond for each sample.
+            check: called when the samples before ``start`` were left out, and `skipped` is known.
         """
         key, split = self._epoch_key, self._split
+        self._check = check or _nothing
         if self._batch_sampler is not None:
             yield from self._custom_batches(start // self.replicas)
         elif self._known is not None and not self._draws_twice:
@@ -129,6 +152,8 @@ class MapOrder:
             # Numbered before they are divided: random numbers of a sample do not depend on the number of ranks.
             own = self._numbered_from(start)
             for pairs in self._gather(own):
+                if self.memory is not None:
+                    self._extend([index for index, _ in pairs])
                 yield [index for index, _ in pairs], [mix(key, index_id(index), nth) for index, nth in pairs]
 
     def _numbered_from(self, start: int) -> Iterator[tuple[Any, int]]:
@@ -141,7 +166,30 @@ class MapOrder:
         else:
             source = self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known
         drawn = _numbered(source, seen)
-        return split.deal(drawn, start) if split is not None else itertools.islice(drawn, start // self.replicas, None)
+        if split is not None:
+            return split.deal(drawn, start)
+        if self.memory is None:
+            return itertools.islice(drawn, start // self.replicas, None)
+        return self._without(drawn, start // self.replicas)
+
+    def _without(self, drawn: Iterator[tuple[Any, int]], skip: int) -> Iterator[tuple[Any, int]]:
+        """Leave out the first samples of a sampler of the user's own, batch by batch as they were given."""
+        left = skip
+        while left > 0 and (group := list(itertools.islice(drawn, min(left, self._batch_size or 1)))):
+            self._extend([index for index, _ in group])
+            left -= len(group)
+        self._have_skipped(skip)
+        yield from drawn
+
+    def _extend(self, indices: list[Any]) -> None:
+        if self._split is not None:
+            return  # the part of a rank: positions are the same on all of them
+        self.prefix = mix(self.prefix, indices_digest(indices))
+
+    def _have_skipped(self, skip: int) -> None:
+        if skip:
+            self.skipped = self.prefix
+            self._check()
 
     def _random_draws(self, *, skip: int = 0, seen: Counter[int] | None = None) -> Iterator[int]:
         """Draw as torch's `RandomSampler` does, a stretch at a time: an epoch may be as long as 10**10 samples.
@@ -235,11 +283,15 @@ class MapOrder:
             yield group
 
     def _custom_batches(self, skip: int) -> Iterator[tuple[list[Any], list[int]]]:
-        passed = 0
+        passed, is_checked = 0, False
         seen: Counter[int] = Counter()
         for drawn in self._drawn(self._batch_sampler, _BATCHES_AHEAD):
             group = list(drawn)
             pairs = list(_numbered(group, seen))
+            if passed >= skip and not is_checked:
+                is_checked = True
+                self._have_skipped(skip)
+            self._extend(group)
             if passed < skip:
                 passed += len(group)
                 continue
@@ -251,15 +303,25 @@ class MapOrder:
         The sampler runs ``ahead`` entries at a time inside its own stream of generators, so that endless samplers work
         and the generators are switched rarely.
         """
+        memory = self.memory
+        if memory is not None:
+            memory.begin()
+            self._set_epoch()
         stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
         with stream:
             iterator = iter(source)
         while True:
             with stream:
                 stretch = list(itertools.islice(iterator, ahead))
+            if memory is not None:
+                memory.drawn()
             yield from stretch
             if len(stretch) < ahead:
                 return
+
+
+def _nothing() -> None:
+    pass
 
 
 def _numbered(indices: Iterable[Any], seen: Counter[int] | None = None) -> Iterator[tuple[Any, int]]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast._outgoing import brief
+
 from ..tree import arrays
 from ..tree.optimizers import apply_groups, empty_beside, live_names, state_device
 from ..tree.sharded import is_spread
@@ -88,10 +90,9 @@ def _check_hyper(plan: MatchPlan, live: Optimizer, groups: Sequence[Mapping[str,
                 else:
                     fits = isinstance(value, (int, float))
                 if not fits:
+                    there = f"a tensor of shape {list(shape)}" if isinstance(value, TensorRef) else brief(value, 80)
                     plan.problems.wrong.append(
-                        f"{path}/param_groups/{key}: {own!r} in the state, "
-                        f"{f'a tensor of shape {list(shape)}' if isinstance(value, TensorRef) else repr(value)[:80]} "
-                        "in the checkpoint"
+                        f"{path}/param_groups/{key}: {own!r} in the state, {there} in the checkpoint"
                     )
                     break
 

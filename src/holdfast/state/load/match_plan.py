@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..tree import arrays, rng
+from ..tree import rng
 from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
 from .selection import Selection, covers
 from .stored import Stored
@@ -133,8 +133,8 @@ class MatchPlan(ABC):
                 entry = self.stored.entry(ref.name)  # first: it may read the index that has its tie
                 source = self.stored.aliases.get(ref.name, ref.name)
                 if source not in self._fresh:
-                    self._fresh[source] = torch.empty(entry.shape, dtype=arrays.dtype_of(entry.dtype))
-                    self.targets.append(source, self._fresh[source])
+                    dtype = self.targets.dtype(entry.dtype)
+                    self._fresh[source] = self.targets.fresh(source, dtype=dtype, device=torch.device("cpu"))
                 ref.value = self._fresh[source]
         return saved
 

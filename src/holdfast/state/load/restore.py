@@ -217,8 +217,7 @@ def _plan_fresh(
             own = targets.dtype(entry.dtype)
             cast = dtype if dtype is not None and own.is_floating_point and ref.kind != "array" else own
             home = torch.device("cpu") if ref.kind == "array" or device is None else device
-            by_tensor[original] = torch.empty(entry.shape, dtype=cast, device=home)
-            targets.append(original, by_tensor[original])
+            by_tensor[original] = targets.fresh(original, dtype=cast, device=home)
         ref.value = by_tensor[original]
     return tree, targets.requests
 

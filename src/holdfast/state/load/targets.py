@@ -14,7 +14,8 @@ from math import prod
 
 import torch
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast._outgoing import brief
+from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.boxes import Box
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.pieces import Pieces
@@ -103,25 +104,38 @@ class Targets:
             if request.name != name or request.target.untyped_storage().data_ptr() != memory
         ]
 
-    def append(self, name: str, target: torch.Tensor) -> None:
-        """Read stored tensor ``name`` into memory that is known to fit."""
-        entry = self.stored.entry(name)
-        self._request(entry, self.dtype(entry.dtype), target)
+    def fresh(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Read stored tensor ``name`` into new memory, which is taken when the stored bytes are known to fill it.
+
+        Raises:
+            CorruptCheckpointError: they do not.
+            CheckpointError: there is not as much memory.
+        """
+        entry, stored = self.stored.entry(name), self.dtype(self.stored.entry(name).dtype)
+        if _is_whole(entry):
+            _check_whole(entry, stored)
+        else:
+            if not self.stored.is_complete and not self._cuts_of(entry).make_up(_whole(entry.shape)):
+                self.stored.complete()
+                entry = self.stored.entry(name)
+            self._check_boxes(entry, self._cuts_of(entry), stored)
+        try:
+            target = torch.empty(entry.shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"tensor {name!r}: there is no memory on {device} for {dtype} {list(entry.shape)}: load less at once "
+                f"(only=...), or into tensors that exist (into=...) ({brief(error, 200)})"
+            ) from error
+        self._request(entry, stored, target)
+        return target
 
     def _request(self, entry: TensorEntry, dtype: torch.dtype, target: torch.Tensor) -> None:
-        name, stored_dtype, shape, pieces = entry
-        if len(pieces) != 1 or pieces[0].box_start is not None:
-            self._boxes(entry, dtype, [(_whole(shape), target)])
+        if not _is_whole(entry):
+            self._boxes(entry, dtype, [(_whole(entry.shape), target)])
             return
-        file, offset, nbytes, _, _ = pieces[0]
-        if nbytes != target.numel() * dtype.itemsize:
-            raise CorruptCheckpointError(
-                f"tensor {name!r}: its bytes do not make {stored_dtype} {list(shape)}: this checkpoint is damaged; use "
-                "another one",
-                file=file,
-                tensor=name,
-            )
-        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
+        _check_whole(entry, dtype)
+        file, offset, nbytes, _, _ = entry.pieces[0]
+        self.requests.append(ReadRequest(entry.name, file, offset, nbytes, dtype, target))
 
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
         """Read boxes of a tensor, each into memory of its own; the stored boxes may be cut differently."""
@@ -130,6 +144,13 @@ class Targets:
             self.stored.complete()
             entry = self.stored.entry(entry.name)
             cuts = self._cuts_of(entry)
+        self._check_boxes(entry, cuts, dtype)
+        for wanted, target in parts:
+            for number, common in cuts.overlaps(wanted):
+                piece, box = entry.pieces[number], cuts.box(number)
+                self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
+
+    def _check_boxes(self, entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> None:
         if entry.name not in self._complete:
             problem = _wrong_sizes(entry, cuts, dtype)
             if not problem and self.stored.is_complete:
@@ -142,10 +163,6 @@ class Targets:
                 )
             if self.stored.is_complete:
                 self._complete.add(entry.name)
-        for wanted, target in parts:
-            for number, common in cuts.overlaps(wanted):
-                piece, box = entry.pieces[number], cuts.box(number)
-                self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
 
     def _cuts_of(self, entry: TensorEntry) -> Cuts:
         # By identity: equal boxes are one object, and to compare a million of them takes seconds.
@@ -163,6 +180,21 @@ class Targets:
                 cuts = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
             self._cuts[key] = cuts
         return cuts
+
+
+def _is_whole(entry: TensorEntry) -> bool:
+    return len(entry.pieces) == 1 and entry.pieces[0].box_start is None
+
+
+def _check_whole(entry: TensorEntry, dtype: torch.dtype) -> None:
+    file, _, nbytes, _, _ = entry.pieces[0]
+    if nbytes != prod(entry.shape) * dtype.itemsize:
+        raise CorruptCheckpointError(
+            f"tensor {entry.name!r}: its bytes do not make {entry.dtype} {list(entry.shape)}: this checkpoint is "
+            "damaged; use another one",
+            file=file,
+            tensor=entry.name,
+        )
 
 
 def _wrong_sizes(entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 __all__ = ["Checksums", "is_checked"]
@@ -19,7 +20,6 @@ __all__ = ["Checksums", "is_checked"]
 MIN_BYTES = 64 << 10  # below, a copy costs a device less than a checksum
 _COLUMNS = range(4097, 8192, 2)
 _TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that it takes on a device to some megabytes
-_SERIAL = 32768  # torch shares sums of more elements among its threads, which belong to training
 
 
 def is_checked(tensor: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ class Checksums:
     def __init__(self) -> None:
         chance = random.SystemRandom()  # draws nothing from a generator that training uses
         self.columns = chance.choice(_COLUMNS)
-        self._weights = torch.tensor([chance.getrandbits(63) | 1 for _ in range(self.columns)])
+        self._weights = torch.tensor([chance.getrandbits(63) | 1 for _ in range(self.columns)], device="cpu")
         self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def prepare(self, device: torch.device) -> None:
@@ -70,14 +70,12 @@ class Checksums:
 
     def of_memory(self, view: memoryview, offset: int, size: int) -> int:
         """Return the checksum of bytes in host memory, on one thread."""
-        words = torch.frombuffer(view, dtype=torch.int64, count=size // 8, offset=offset)
-        sums = torch.zeros((1, self.columns), dtype=torch.int64)
-        step = _SERIAL // self.columns * self.columns
-        part = torch.empty_like(sums[0])
-        for start in range(0, len(words), step):
-            self._add_columns(words[start : start + step], part)
-            sums[0].add_(part)
-        return int(self._mix(sums, self._weights))
+        words = np.frombuffer(view, np.int64, size // 8, offset)
+        whole = len(words) // self.columns * self.columns
+        # NumPy, because torch would share the sum among its threads, which belong to training.
+        sums = np.add.reduce(words[:whole].reshape(-1, self.columns), axis=0)
+        sums[: len(words) - whole] += words[whole:]
+        return int(self._mix(torch.from_numpy(sums)[None], self._weights))
 
     def _add_columns(self, words: torch.Tensor, row: torch.Tensor) -> None:
         whole = len(words) // self.columns * self.columns

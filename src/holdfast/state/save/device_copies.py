@@ -34,6 +34,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.serial_executor import SerialExecutor
 
+from ..accelerator import has_streams
 from ..tree.flatten import Flat
 from .checksums import Checksums, is_checked
 from .plan import Layout
@@ -82,11 +83,10 @@ class DeviceCopies:
         self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._before_step())
 
-    def prepare(self, flat: Flat, arena: Arena) -> None:
-        """Do ahead of the first save what makes training wait for the devices: pin the arena, bring what is needed."""
-        self._pin(arena)
+    def prepare(self, flat: Flat) -> None:
+        """Do ahead of the first save what makes training wait for the devices."""
         for device, tensors in _by_device(flat, range(len(flat.tensors))).items():
-            if _has_streams(device):
+            if has_streams(device):
                 self._checksums.prepare(device)
                 self._pinned_sums(device, len(tensors))
 
@@ -116,7 +116,7 @@ class DeviceCopies:
         self._pin(arena)
         copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
         # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
-        on_cpu = [n for n in copied if not _has_streams(flat.tensors[n].device)]
+        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
         events: list[Any] = []
         late_copies: list[_LateCopies] = []
         for device, numbers in _by_device(flat, sorted(set(copied).difference(on_cpu))).items():
@@ -173,7 +173,7 @@ class DeviceCopies:
         memory = self._sums.get(device)
         if memory is None or len(memory) < num:
             # Pinned, or the copy would make training wait for the device.
-            memory = self._sums[device] = torch.empty(num, dtype=torch.int64, pin_memory=True)
+            memory = self._sums[device] = torch.empty(num, dtype=torch.int64, device="cpu", pin_memory=True)
         return memory[:num]
 
     def _copy_late(self, flat: Flat, layout: Layout, arena: Arena, device: torch.device, numbers: Sequence[int]) -> Any:
@@ -284,10 +284,6 @@ class _Subset:
 def _copy(flat: Flat, layout: Layout, arena: Arena, number: int) -> None:
     tensor = flat.tensors[number].detach()
     arena_tensor(arena.view, layout.offsets[number], layout.sizes[number], tensor).copy_(tensor, non_blocking=True)
-
-
-def _has_streams(device: torch.device) -> bool:
-    return device.type != "cpu" and hasattr(torch.get_device_module(device), "current_stream")
 
 
 def _by_device(flat: Flat, numbers: Iterable[int]) -> dict[torch.device, list[int]]:

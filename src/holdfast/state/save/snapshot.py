@@ -44,6 +44,7 @@ _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
+_ANSWER_S = 1.0  # between the answer to a window and the end of its save
 _ELEMENTS = 16  # elements of a tensor in its fingerprint
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
@@ -171,7 +172,7 @@ class Snapshotter:
             if device_copies.needed(flat.tensors):
                 # Its hook has to see a step before it may copy late.
                 self.copies = self.copies or device_copies.DeviceCopies()
-                self.copies.prepare(flat, arena)
+                self.copies.prepare(flat)
             arena.prefault()
             client.attach(arena)
 
@@ -552,6 +553,14 @@ class Snapshotter:
                     waiting.append((sent, slot))
             for done, _ in waiting:
                 self._taken(done)
+        except HoldfastError as error:
+            # A window may be refused because its save has failed, which is heard of a moment later.
+            wait([save], timeout=_ANSWER_S)
+            cause = save.exception() if save.done() else None
+            client.abandon(save.job_no)
+            if cause is not None:
+                raise cause from error
+            raise
         except BaseException:
             client.abandon(save.job_no)
             raise

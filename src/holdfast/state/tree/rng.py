@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import accelerator
 from .values import RNG, RngSentinel
 
 __all__ = ["REFUSALS", "RNG", "RngSentinel", "capture", "plain", "python_entry", "restore", "set_devices"]
@@ -165,18 +166,11 @@ def _accelerator() -> str | None:
     An unused accelerator has drawn nothing; asking for its state would start it (seconds, and hundreds of megabytes)
     and forbid the fork of loader workers.
     """
-    if torch.cuda.is_available():
-        return "cuda" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
-    if accelerator is None or not accelerator.is_available():
-        return None
-    device = accelerator.current_accelerator()
-    if device is None:
-        return None
-    module = getattr(torch, device.type, None)
+    kind = accelerator()
+    module = None if kind is None else getattr(torch, kind, None)
     if not hasattr(module, "get_rng_state") or not getattr(module, "is_initialized", lambda: True)():
         return None
-    return str(device.type)
+    return kind
 
 
 def _device_states(kind: str) -> list[torch.Tensor]:

@@ -208,11 +208,14 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         with errors_of("write", self._shown):
             if not self._synced:
                 self._sync()
+                # Network file systems report at the first close what they could not store. The copy keeps the lock.
+                closing, self._fd = self._fd, os.dup(self._fd)
+                self._ops.close(closing)
                 self._synced = True
             self._give_name(self._folder, self._path, if_absent, if_match)
         self._ended = True
         fd, self._fd = self._fd, -1
-        self._ops.close(fd)
+        os.close(fd)
         self._folder.close()
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from .small_files import LocalBatch, flush_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LocalStorage", "as_given", "door_of"]
+__all__ = ["LocalStorage", "absolute", "as_given", "door_of"]
 
 _T = TypeVar("_T")
 _COPY_BYTES = 8 << 20
@@ -47,10 +47,11 @@ _DELETING_THREADS = 16
 _DELETED_BY_EACH = 64  # files, at least
 # How often a directory may be pruned under a writer before it gives up.
 _TRIES = 20
-# Errors of link(2) that mean "not here": another device, no hard links, too many of them, not our file.
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
-# Errors that mean "not this file": another device, not ours to take, or in use as a mount.
-_NO_MOVE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EROFS)
+# Errors of link(2) that mean "not here": another device, no hard links, too many of them, not our file. Mounts of
+# buckets say EIO (rclone) or EINVAL; where the device is broken, what is done instead fails as well.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.EINVAL)
+# Errors that mean "not this file": another device, not ours to take, in use as a mount, or no rename at all.
+_NO_MOVE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EROFS, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStorage(Storage):
@@ -71,7 +72,7 @@ class LocalStorage(Storage):
         if not os.fspath(root) or "\0" in os.fspath(root):
             raise ConfigError(f"LocalStorage({root!r}): give a directory")
         # Made absolute now: a later chdir of the training script must not move its checkpoints.
-        self._root = os.path.abspath(os.fspath(root))
+        self._root = absolute(os.fspath(root))
         self._door, self._prefix = Beneath(self._root), ""
         self._ops = ops
         # Directories below the top that exist durably; shared with children. A cache only: ENOENT drops the entry.
@@ -122,6 +123,7 @@ class LocalStorage(Storage):
         ops = self._ops
         temporary = folder.at(_temporary_name())
         fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        kept = -1
         try:
             # Locked while the file is in use: a sweep takes only files whose writer is dead.
             tree.lock_quietly(fd)
@@ -129,13 +131,20 @@ class LocalStorage(Storage):
             if durable:
                 ops.fsync(fd)
             etag = _etag(os.fstat(fd))
+            # Closed before it gets its name: network file systems report what they could not store at the first close.
+            # The copy of the descriptor keeps the lock.
+            kept, closing, fd = os.dup(fd), fd, -1
+            ops.close(closing)
             self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match, durable=durable)
         except BaseException:
             with contextlib.suppress(OSError):
                 ops.unlink(temporary)
             raise
         finally:
-            ops.close(fd)
+            if fd >= 0:
+                ops.close(fd)
+            if kept >= 0:
+                os.close(kept)
         return etag
 
     def _give_name(
@@ -175,10 +184,13 @@ class LocalStorage(Storage):
                 raise
             # No hard links here: cooperating processes are kept apart by the lock instead.
             with tree.locked(folder):
-                if folder.lstat(name) is not None:
+                there = folder.lstat(name)
+                if there is None:
+                    self._ops.rename(temporary, target)
+                    return
+                mine = folder.lstat(temporary.name)
+                if mine is None or not os.path.samestat(mine, there):  # else the link was made all the same
                     raise self._exists(target) from None
-                self._ops.rename(temporary, target)
-            return
         with contextlib.suppress(OSError):
             self._ops.unlink(temporary)
 
@@ -561,6 +573,12 @@ class LocalStorage(Storage):
     @staticmethod
     def _exists(target: str) -> StorageExistsError:
         return StorageExistsError(f"cannot create {target}: it exists; use another name or remove it")
+
+
+def absolute(path: str) -> str:
+    """Return a path as an absolute one, with one slash at its head: `os.path.abspath` leaves two, as POSIX allows."""
+    full = os.path.abspath(path)
+    return full[1:] if full.startswith("//") else full
 
 
 def as_given(storage: Storage) -> Storage:

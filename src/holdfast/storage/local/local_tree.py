@@ -179,7 +179,7 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
         _lock(fd)
     except OSError as error:
         os.close(fd)
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOTSUP):
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EIO):
             raise
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(os.path.join(where, _LOCK_NAME), flags, 0o666, dir_fd=dir_fd)

@@ -13,6 +13,7 @@ import fcntl
 import os
 from types import TracebackType
 
+from holdfast._log import get_logger
 from holdfast.errors import (
     StorageError,
     StorageExistsError,
@@ -26,6 +27,11 @@ from .beneath import Inside
 __all__ = ["POSIX", "Ops", "errors_of", "translate"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+# How file systems say that they lack a call: network mounts, FUSE, some container layers.
+_LACKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_LACKING = "this file system lacks the call (the mount of a bucket?): use a local disk, or the URI of the storage"
+_log = get_logger("storage")
+_unsynced: set[int] = set()  # devices without fsync, which were named already
 
 
 def _at(path: str) -> tuple[str, int | None]:
@@ -39,8 +45,24 @@ def _sync(fd: int) -> None:
         os.fsync(fd)
     except OSError as error:
         # Some network and FUSE file systems have no fsync for directories: they keep entries by themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in _LACKS:
             raise
+
+
+def _say_unsynced(fd: int, error: OSError) -> None:
+    """Warn, once for each file system, that files are not known to be durable there."""
+    device = os.fstat(fd).st_dev
+    if device not in _unsynced:
+        _unsynced.add(device)
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            name = "a file"
+        _log.warning(
+            "%s: this file system has no fsync (%s): saves go on, but a power cut or the loss of the mount may take "
+            "the newest ones; use a local disk, or the storage's own URI",
+            name, error.strerror,
+        )  # fmt: skip
 
 
 class Ops:
@@ -70,8 +92,13 @@ class Ops:
         return os.pwrite(fd, view, offset)
 
     def fsync(self, fd: int) -> None:
-        """Make the content of a file durable."""
-        os.fsync(fd)
+        """Make the content of a file durable, as far as the file system can; what it cannot is logged once."""
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _LACKS:
+                raise
+            _say_unsynced(fd, error)
 
     def fsync_dir(self, path: str) -> None:
         """Make the entries of a directory durable."""
@@ -145,6 +172,9 @@ _KINDS: dict[int, tuple[type[StorageError], str]] = {
     errno.EMFILE: (StorageError, "too many open files in this process: raise `ulimit -n`"),
     errno.ENFILE: (StorageError, "too many open files on this machine"),
     errno.ENAMETOOLONG: (StorageError, "use a shorter name"),
+    errno.ENOSYS: (StorageError, _LACKING),
+    errno.ENOTSUP: (StorageError, _LACKING),
+    errno.ENOLCK: (StorageError, "this file system has no locks, or no more of them: see the mount's options"),
     errno.ESTALE: (StorageError, "the network file system lost the file: check the mount"),
     errno.ELOOP: (
         StorageError,

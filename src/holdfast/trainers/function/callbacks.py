@@ -14,7 +14,7 @@ __all__ = ["RunContext", "UserCallback"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """First argument of ``after_report(context, metrics, checkpoint)`` and ``after_exception(context, errors)``.
+    """First argument of the methods of callbacks: ``after_report(context, metrics, checkpoint)`` and the others.
 
     Attributes:
         name: of the run.
@@ -36,8 +36,14 @@ class RunContext:
 class UserCallback:
     """What `RunConfig` takes as ``callbacks``, doing nothing; a callback may be any object with one of the methods.
 
-    Both are called in the driver. What they raise is logged and stops nothing.
+    All are called in the driver. What they raise is logged and stops nothing.
     """
+
+    def before_run(self, run_context: RunContext) -> None:
+        """Called once, when the run has been opened and before its first workers are started."""
+
+    def after_run(self, run_context: RunContext) -> None:
+        """Called once, when the run has ended, well or not; what was reported is committed."""
 
     def after_report(
         self, run_context: RunContext, metrics: Sequence[Mapping[str, Any]], checkpoint: Checkpoint | None

@@ -17,7 +17,7 @@ from .engines.local.engine import LocalEngine
 
 __all__ = ["make_engine", "runs_on_ray", "threads"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _SPARES = "HOLDFAST_SPARE_NODES"
 _MOST_SPARES = "2"
 
@@ -107,15 +107,12 @@ def _resources(scaling: ScalingConfig) -> dict[str, float]:
     Raises:
         ConfigError: more than one GPU, or nothing at all.
     """
-    resources = {"CPU": 1.0, **(scaling.resources_per_worker or {})}
-    if scaling.use_gpu:
-        resources = {"GPU": 1.0, **resources}
-        if resources["GPU"] != 1:
-            raise ConfigError(
-                f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
-                "gets one GPU, other amounts are not built yet; start more workers, or leave 'GPU' out"
-            )
-    found = {name: amount for name, amount in resources.items() if amount}
+    found = scaling.reserved_per_worker
+    if scaling.use_gpu and found["GPU"] != 1:
+        raise ConfigError(
+            f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
+            "gets one GPU, other amounts are not built yet; start more workers, or leave 'GPU' out"
+        )
     if not found:
         raise ConfigError(
             f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray a worker has to "

@@ -14,7 +14,7 @@ from holdfast.writer.messages import error_from_json
 
 __all__ = ["RemoteTraceback", "error_from_wire", "error_to_wire"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _MAX_PICKLE = 8 << 20  # an exception that holds a model travels in words only
 
 

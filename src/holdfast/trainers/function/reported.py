@@ -7,30 +7,33 @@ from typing import Any
 
 import torch
 
+from holdfast.state.accelerator import has_streams
+
 __all__ = ["Transfer"]
 
 
 class Transfer:
     """Moves every tensor of a batch to a device.
 
-    With ``overlap`` a CUDA device copies on a stream of its own, beside the kernels that still run for the batch
+    With ``overlap`` a device with streams copies on one of its own, beside the kernels that still run for the batch
     before; that needs ``pin_memory=True`` of the loader. The batch may be used at once either way.
     """
 
     def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
         self.device = device
-        self._overlap = overlap and device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = None
+        self._overlap = overlap and has_streams(device)
+        self._stream: Any = None
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device; what is there already is not copied."""
         if not self._overlap:
             return self._move(batch)
+        module = torch.get_device_module(self.device)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+            self._stream = module.Stream(self.device)
+        with module.stream(self._stream):
             moved = self._move(batch)
-        current = torch.cuda.current_stream(self.device)
+        current = module.current_stream(self.device)
         current.wait_stream(self._stream)
         _record(moved, current)
         return moved
@@ -56,7 +59,7 @@ class Transfer:
         return value
 
 
-def _record(value: Any, stream: torch.cuda.Stream) -> None:
+def _record(value: Any, stream: Any) -> None:
     """Keep the memory of a batch from being reused before ``stream`` is done with it."""
     if isinstance(value, torch.Tensor):
         value.record_stream(stream)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import platform
 import secrets
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -32,7 +29,6 @@ from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
 from .callbacks import RunContext
-from .control.actions import End
 from .control.drive import Driver, ExecutorOptions, Stops
 from .control.messages import say
 from .control.plan import RunSpec, WaitLimits
@@ -41,7 +37,7 @@ from .control.result import Result
 from .engine_choice import make_engine, runs_on_ray, threads
 from .engines.local.inline import InlineEngine
 from .location import describe_location, pack_secrets
-from .transit import pack_call, pack_value, takes_config
+from .transit import pack_call, pack_result, pack_value, takes_config, unpack_result
 from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
 
 __all__ = ["TorchTrainer"]
@@ -159,79 +155,70 @@ class TorchTrainer:
         """
         name = self._run.name or _default_name(self._function)
         storage = self._root(name)
-        inline = InlineEngine() if self._scaling.num_workers == 0 else None
         failure = self._run.failure_config or FailureConfig()
+        if self._scaling.num_workers == 0:
+            return self._fit_here(name)
         # It loads torch while we go on.
-        engine = inline or make_engine(
-            self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s
-        )
+        engine = make_engine(self._scaling, storage, max_failures=failure.max_failures, silence_s=self._run.silence_s)
+        driver, keep = self._driver(name, storage, engine)
+        with Stops(driver.stop) as stops:
+            try:
+                end = driver.run()
+            finally:
+                driver.close()
+        say(driver.last_words())
+        if end.error is not None:
+            raise end.error
+        stops.raise_again()
+        return self._result(driver, keep, unpack_result(driver.controller.returned))
+
+    def _driver(self, name: str, storage: Storage, engine: Any, *, launched: int = 1) -> tuple[Driver, Keep]:
+        """Make the driver of a run; the engine is closed if that fails."""
         try:
             options = self._options(name, storage)
-            driver = Driver(self._plan(name, storage), options, storage, engine)
+            return Driver(self._plan(name, storage, launched=launched), options, storage, engine), options.keep
         except BaseException:
             engine.close()
             raise
-        if inline is not None:
-            self._run_here(driver, inline)
-        else:
-            with Stops(driver.stop) as stops:
-                try:
-                    end = driver.run()
-                finally:
-                    driver.close()
-            say(driver.last_words())
-            if end.error is not None:
-                raise end.error
-            stops.raise_again()
+
+    def _result(self, driver: Driver, keep: Keep, value: Any) -> Result:
         memory, newest = driver.controller.commits.known.memory, driver.controller.commits.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()
-        return Result(storage, keep=options.keep, memory=values)
+        return Result(driver.storage, keep=keep, memory=values, return_value=value)
 
-    def _run_here(self, driver: Driver, engine: InlineEngine) -> None:
-        """Drive the run in a thread, and call the train function here each time it is to start."""
-        from .worker.main import run_here  # loads torch
+    def _fit_here(self, name: str) -> Result:
+        """Train in this process; under torchrun together with the others that it has started."""
+        from .here import drive_here, work_here  # load torch
+        from .launched import Launched, ranks_of_launcher
+        from .worker._session import in_session
+        from .worker.group import launched_group
 
-        outcome: Future[End] = Future()
-        raised: list[BaseException] = []
-
-        def drive() -> None:
+        # A worker of ours has the variables of a launcher, too: what it starts is its own.
+        info = None if in_session() else ranks_of_launcher()
+        if info is None:
+            engine = InlineEngine()
+            driver, keep = self._driver(name, self._root(name), engine)
+            value = drive_here(driver, engine, self._function, self._config)
+            return self._result(driver, keep, value)
+        with launched_group(info, use_gpu=self._scaling.use_gpu):
+            launched = Launched.meet(info, name=name, named=self._run.name is not None, place=self._root("").uri)
+            storage = self._root(launched.name)
             try:
-                outcome.set_result(driver.run())
-            except BaseException as error:  # noqa: BLE001 - a thread edge: raised below
-                outcome.set_exception(error)
-            engine.close()
-
-        def ended(status: int, error: BaseException | None) -> None:
-            raised[:] = [] if error is None else [error]
-            engine.ended(status)
-
-        @functools.wraps(self._function)
-        def function(*arguments: Any) -> None:
-            try:
-                self._function(*arguments)
-            except KeyboardInterrupt:
-                driver.stop("SIGINT")  # before the controller hears of a failure, which it would recover from
+                if info.rank:
+                    packed = work_here(launched, self._function, self._config)
+                    return Result(storage, keep=_keep(self._run.checkpoint_config), return_value=unpack_result(packed))
+                engine = InlineEngine(launched.workers)
+                driver, keep = self._driver(launched.name, storage, engine, launched=info.world_size)
+                value = drive_here(driver, engine, self._function, self._config)
+                launched.tell_end(None, pack_result(value) or b"")
+                return self._result(driver, keep, value)
+            except BaseException as error:
+                launched.tell_end(error, b"")
                 raise
-
-        driving = threading.Thread(target=drive, name="holdfast-drive")
-        driving.start()
-        try:
-            while (channel := engine.next_call()) is not None:
-                run_here(channel, function, self._config, ended=ended)
-        except BaseException:
-            driver.stop("an error")
-            raise
-        finally:
-            driving.join()
-            driver.close()
-        say(driver.last_words())
-        if raised and isinstance(raised[0], KeyboardInterrupt):
-            raise raised[0]
-        end = outcome.result()
-        if end.error is not None:
-            raise end.error from (raised[0] if raised else end.error.__cause__)
+            finally:
+                launched.close()
 
     def _root(self, name: str) -> Storage:
         """Return the root of the run of this name.
@@ -246,7 +233,7 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
-            if base.uri.startswith("memory://"):
+            if base.uri.startswith(("memory://", "fsspec+memory://")):
                 raise ConfigError(
                     f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
                     "and can neither read nor write it; give a directory"
@@ -261,7 +248,7 @@ class TorchTrainer:
             raise ConfigError(f"{root} is a file; a run needs a directory: give another name or storage_path")
         return storage
 
-    def _plan(self, name: str, storage: Storage) -> RunSpec:
+    def _plan(self, name: str, storage: Storage, *, launched: int = 1) -> RunSpec:
         failure = self._run.failure_config or FailureConfig()
         score, strategy = _scores(self._run.checkpoint_config)
         location, memory, _ = self._first
@@ -271,12 +258,15 @@ class TorchTrainer:
             storage=storage.describe() or {},
             uri=storage.uri,
             local_dir=self._local_dir(storage),
-            num_workers=self._scaling.most_workers or 1,
+            num_workers=self._scaling.most_workers or launched,
             min_workers=count[0] if isinstance(count, tuple) else None,
             finds_places=on_ray,
             where="on the Ray cluster" if on_ray else "on this machine",
             inline=count == 0,
-            policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions),
+            # Processes that torchrun has started are started again by it, not by us.
+            policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions)
+            if launched == 1
+            else FailurePolicy(max_failures=0, max_preemptions=0),
             limits=self._limits(failure),
             score=score,
             strategy=strategy,

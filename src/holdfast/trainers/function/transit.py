@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import pickle
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -12,9 +13,12 @@ from typing import Any
 
 import cloudpickle
 
+from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 
-__all__ = ["pack_call", "pack_value", "takes_config", "unpack_call"]
+__all__ = ["pack_call", "pack_result", "pack_value", "takes_config", "unpack_call", "unpack_result"]
+
+_LOG = get_logger("trainers.function")
 
 
 def takes_config(function: Callable[..., Any]) -> bool:
@@ -84,6 +88,34 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any]:
         main = vars(sys.modules["__main__"])
         main.update({name: value for name, value in names.items() if not name.startswith("__")})
     return function, config
+
+
+def pack_result(value: Any) -> bytes | None:
+    """Pickle what train_func returned; None for nothing, or for what cannot be pickled, which is said.
+
+    The training is done by then: no value is worth failing it.
+    """
+    if value is None:
+        return None
+    try:
+        return _dumps(value)
+    except Exception as error:  # noqa: BLE001 - pickling runs code of any kind
+        _LOG.warning(
+            "train_func returned a %s that cannot be sent to the driver (%s): Result.return_value is None; return "
+            "plain data, or report it", type(value).__qualname__, _line(error),
+        )  # fmt: skip
+        return None
+
+
+def unpack_result(data: bytes | None) -> Any:
+    """Rebuild what `pack_result` packed; None for what makes no sense in this process, which is said."""
+    if not data:
+        return None
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - a class may exist in the worker only
+        _LOG.warning("what train_func returned cannot be read here (%s): Result.return_value is None", _line(error))
+        return None
 
 
 class _TransitPickler(cloudpickle.Pickler):  # type: ignore[misc]

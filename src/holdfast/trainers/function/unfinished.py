@@ -29,7 +29,7 @@ from .failure import error_to_wire
 
 __all__ = ["Unfinished", "bring_share", "left_directory", "left_share"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _WRITER_S = 30.0  # for the writer of a dead worker, which still stores on the disk what it has
 _LOOK_S = 0.05
 

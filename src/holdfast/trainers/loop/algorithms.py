@@ -99,7 +99,7 @@ class EMA(Algorithm):
             self._begun = True
         elif event in (Event.BATCH_END, Event.EPOCH_END):
             for name, live in _tensors(state.model):
-                kept = self.average[name]
+                kept = self._kept(name, live)
                 if live.is_floating_point() and isinstance(live, torch.nn.Parameter):
                     kept.lerp_(live.to(kept.dtype), 1 - self.smoothing)
                 else:
@@ -108,11 +108,17 @@ class EMA(Algorithm):
     def _take(self, state: State) -> None:
         self.average = {name: tensor.detach().clone() for name, tensor in _tensors(state.model)}
 
+    def _kept(self, name: str, live: torch.Tensor) -> torch.Tensor:
+        kept = self.average[name]
+        if kept.device != live.device:  # what was loaded lies on the host
+            kept = self.average[name] = kept.to(live.device)
+        return kept
+
     def _swap(self, state: State, *, back: bool) -> None:
         if not self._begun or back is not self._swapped:
             return
         for name, live in _tensors(state.model):
-            kept = self.average[name]
+            kept = self._kept(name, live)
             mine = live.detach().clone()
             live.detach().copy_(kept)
             kept.copy_(mine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .training.metrics import computed
 
 __all__ = ["Callback", "EarlyStopper", "EarlyStopping", "Logger", "LoggerDestination", "ThresholdStopper"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class Callback(Stateful):
@@ -81,8 +82,15 @@ class LoggerDestination(Callback):
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Take what a run was started with."""
 
-    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
-        """Take a file; a destination that stores none does nothing."""
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool = False) -> None:
+        """Take a file; a destination that stores none does nothing.
+
+        Args:
+            state: of the training.
+            remote_file_name: name at the destination.
+            file_path: the file; it may be changed or deleted when this returns.
+            overwrite: replace what has this name.
+        """
 
 
 class Logger:
@@ -118,7 +126,7 @@ class Logger:
         """
         name = remote_file_name.replace("{run_name}", self._state.run_name)
         for destination in self.destinations:
-            destination.upload_file(name, os.fspath(file_path), overwrite=overwrite)
+            destination.upload_file(self._state, name, Path(file_path), overwrite=overwrite)
 
 
 _SMALL = ("loss", "error", "perplexity")  # in names of metrics of which less is better

@@ -18,7 +18,7 @@ from .callbacks import Logger, LoggerDestination
 from .state import State
 from .times.intervals import parse_every
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _BLOCK = 1 << 16
 __all__ = ["ConsoleLogger", "JSONLLogger", "TensorBoardLogger"]
 

@@ -14,6 +14,7 @@ import torch
 
 from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
+from holdfast.state.accelerator import accelerator, default_device
 from holdfast.state.data.seeding import seed_all
 
 from .arguments import check_path, several
@@ -76,9 +77,13 @@ def choose_device(device: Any) -> torch.device:
         ConfigError: torch knows no such device, or cannot use it.
     """
     if device is None:
-        return _own("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return _own(default_device(0).type)
     try:
-        chosen = device if isinstance(device, torch.device) else _own("cuda" if device == "gpu" else device)
+        chosen = (
+            device
+            if isinstance(device, torch.device)
+            else _own((accelerator() or "cuda") if device == "gpu" else device)
+        )
         torch.empty(0, device=chosen)  # fails for a missing device, and for a kind that this torch was built without
         return chosen
     except (RuntimeError, TypeError, AssertionError) as error:
@@ -88,8 +93,8 @@ def choose_device(device: Any) -> torch.device:
 def _own(device: Any) -> torch.device:
     """Return the GPU of this process where several on this machine have one each."""
     found, ranks = torch.device(device), current_ranks()
-    if found.type == "cuda" and found.index is None and ranks.world_size > 1:
-        return torch.device("cuda", ranks.local_rank % max(1, torch.cuda.device_count()))
+    if found.type == accelerator() and found.index is None and ranks.world_size > 1:
+        return default_device(ranks.local_rank)
     return found
 
 

@@ -52,7 +52,7 @@ from .training.steps import Evaluation, TrainStep
 
 __all__ = ["Trainer"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 EXIT_CODE_FOR_REQUEUE = 85
 
 
@@ -254,10 +254,10 @@ class Trainer:
         """Connect everybody who hears of events: callbacks, loggers (on rank 0), savers, in this order."""
         state = self.state
         self._bar = ProgressBar()
-        shown = [*destinations, *([self._bar] if progress_bar else [])]
+        self._group = SaverGroup(state, self._savers, destinations)
+        shown = [*destinations, *([self._bar] if progress_bar else []), self._group.history]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
-        self._group = SaverGroup(state, self._savers, destinations)
         self._engine = EventEngine(state, self.logger)
         self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
 
@@ -306,6 +306,11 @@ class Trainer:
             self._complete()
             return
         state.show_own_metrics()
+        if next(state.model.parameters(), None) is None:
+            raise ConfigError(
+                f"fit() of a {type(state.model).__name__} without parameters: there is nothing to train; assign layers "
+                "to attributes of the module (those in a plain list are not seen), or call eval()"
+            )
         if not state.timestamp.count("batch"):
             refresh(state.schedulers)
         for every in self._evals:

@@ -72,6 +72,7 @@ class Controller:
         attempt: number of the attempt that runs.
         restarts: how often the workers were started again.
         first: what the first group started from.
+        returned: what train_func returned on rank 0, packed; None if it has not, or returned None.
     """
 
     def __init__(self, plan: RunSpec) -> None:
@@ -82,6 +83,7 @@ class Controller:
         self.reports = Reports(plan, self.commits, self._out)
         self.attempt = self.restarts = 0
         self._run_id = self._start_id = ""
+        self.returned: bytes | None = None
         self._past: list[str] = []  # start ids of attempts that have ended, the newest last
         self._group: WorkerGroup | None = None
         self._teardown: Teardown | None = None
@@ -279,6 +281,8 @@ class Controller:
                 self._become(RunState.RUNNING)
         elif on == "finished":
             group.finished.add(rank)
+            if rank == 0:
+                self.returned = attachments[0] if attachments else None
             if header.get("left"):
                 group.left.add(rank)
             self.reports.ledger.finished.add(rank)
@@ -391,7 +395,10 @@ class Controller:
         reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
         ended_how = "moves" if group.moved is not None else "told to go" if group.preempted else "failed"
         self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
-        details = {"failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds)}
+        details = {
+            "failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds),
+            "last_step": max(self.reports.ledger.entered),
+        }  # fmt: skip
         if self._plan.has_callbacks:
             self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(group.causes)}))
         self._idle_starts += not self.reports.ledger.any_report

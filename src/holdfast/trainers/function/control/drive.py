@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from ..engine import TaskEnded, Woken
-from .actions import Action, End, Input, RunState, StartGroup, StopRequested, Tick
+from .actions import Action, Call, End, Input, RunState, StartGroup, StopRequested, Tick
 from .controller import Controller
 from .execute import Executor, ExecutorOptions, LocalWorkers
 from .messages import end_line, say, start_block
@@ -28,7 +28,7 @@ from .plan import RunSpec
 
 __all__ = ["Driver", "ExecutorOptions", "Stops"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _OP_S = 120.0  # most time of the writer for an operation
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENOUGH = 3
@@ -45,10 +45,11 @@ class Driver:
 
     Attributes:
         controller: decides.
+        storage: root of the run.
     """
 
     def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: LocalWorkers) -> None:
-        self._plan, self._options, self._engine = plan, options, engine
+        self._plan, self._options, self._engine, self.storage = plan, options, engine, storage
         self.controller = Controller(plan)
         self._inputs: deque[Input] = deque()
         self._session = RunSession(storage, timeout_s=_OP_S, timeout_name="")
@@ -73,6 +74,7 @@ class Driver:
             while self._inputs:
                 self._take(self._inputs.popleft())
             self._take(Tick())
+            self._session.note_step(self.num_reports)
         return self._end
 
     def close(self) -> None:
@@ -124,6 +126,8 @@ class Driver:
         for action in actions:
             if isinstance(action, End):
                 self._end = action
+                if self._announced:
+                    self._executor.do(Call(hook="after_run", arguments={}))
                 continue
             if isinstance(action, StartGroup) and not self._announced:
                 self._announce()
@@ -135,6 +139,7 @@ class Driver:
         if session.is_open and contents is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
             say(*start_block(self._plan, session.opened, contents, self.controller.first, keep=keep, use_gpu=use_gpu))
+        self._executor.do(Call(hook="before_run", arguments={}))
 
 
 class Stops:

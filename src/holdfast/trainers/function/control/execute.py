@@ -67,7 +67,7 @@ from .validation import TaskRunner, pack_validation
 
 __all__ = ["Executor", "ExecutorOptions", "LocalWorkers", "bring_beside"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 
 
 class LocalWorkers(Engine, TaskRunner, Protocol):

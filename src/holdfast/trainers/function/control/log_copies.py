@@ -12,7 +12,7 @@ from holdfast.storage.base import Storage
 
 __all__ = ["LogCopies"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _EVERY_S = 60.0
 _LAST_S = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20

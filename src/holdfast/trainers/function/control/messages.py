@@ -48,6 +48,8 @@ def start_block(
         f"holdfast: {headline}",
         f"  storage   {plan.uri}",
         "  workers   none: train_func runs in this process"
+        if plan.inline and plan.num_workers == 1
+        else f"  workers   {plan.num_workers} processes that torchrun has started, which restarts them{group}"
         if plan.inline
         else f"  workers   {_workers(plan)} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",

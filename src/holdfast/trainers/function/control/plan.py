@@ -59,7 +59,7 @@ class RunSpec:
         min_workers: the fewest that a group is started with; None: always ``num_workers``.
         finds_places: the engine says how many workers there is room for, and nothing starts before.
         where: where the workers run, for people.
-        inline: the only worker is a call in the driver's process.
+        inline: workers are calls in processes that exist, one of them in the driver's.
         policy: how often the run may fail.
         limits: bounds of all waits.
         score: {"attribute", "order"} of a CheckpointConfig that ranks by a metric.

@@ -52,6 +52,7 @@ class Result:
         metrics: the last report; {} if there is none. Nested as it was given.
         error: why training failed; None if it did not.
         attempts: every start, oldest first: when, why it failed, seconds lost.
+        return_value: what train_func returned on rank 0, from `fit`; None where it returned nothing.
     """
 
     __slots__ = (
@@ -66,6 +67,7 @@ class Result:
         "error",
         "metrics",
         "path",
+        "return_value",
         "storage",
     )
 
@@ -75,6 +77,7 @@ class Result:
     metrics: dict[str, Any]
     error: BaseException | None
     attempts: list[AttemptSummary]
+    return_value: Any
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Result:
         error: BaseException | None = None,
         metrics: Mapping[str, Any] | None = None,
         memory: Mapping[str, Any] | None = None,
+        return_value: Any = None,
     ) -> None:
         """Read the run at ``storage``; users call `from_path`.
 
@@ -93,7 +97,9 @@ class Result:
             error: why training failed; default: what the last start noted.
             metrics: the last report, if it is known: a long history is then read when it is first asked for.
             memory: the newest values of `save_checkpoint` where they were not written.
+            return_value: what train_func returned on rank 0.
         """
+        self.return_value = return_value
         root = storage.local_root
         self.path = str(root) if root is not None else split_uri(storage.uri)[1]
         self.storage = storage

@@ -24,7 +24,7 @@ from .handoff import HandoffArea
 from .link import ControllerLink
 from .requests import UploadFn, check_request
 
-__all__ = ["Session", "current_session"]
+__all__ = ["Session", "current_session", "in_session"]
 
 _SYNC = CheckpointUploadMode.SYNC
 _current: Session | None = None
@@ -264,6 +264,11 @@ class Session:
     def forget_in_child(self) -> None:
         """Let go of what belongs to the parent, in a forked child such as a worker of a DataLoader."""
         self._link.forget_in_child()
+
+
+def in_session() -> bool:
+    """Whether this process runs a train function."""
+    return _current is not None
 
 
 def current_session(function: str) -> Session:

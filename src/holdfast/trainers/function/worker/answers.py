@@ -19,7 +19,7 @@ from ..failure import error_from_wire
 
 __all__ = ["ControllerAnswers", "end_process"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _PATIENCE_S = 60.0
 
 

@@ -14,17 +14,27 @@ from typing import Any
 import cloudpickle
 
 from holdfast._log import get_logger
+from holdfast._ranks import RankInfo
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 
 from ._session import current_session
 
-__all__ = ["ALONE_S", "Group", "barrier", "broadcast_from_rank_zero", "process_group"]
+__all__ = [
+    "ALONE_S",
+    "Group",
+    "barrier",
+    "broadcast_from_rank_zero",
+    "launched_group",
+    "leave_launched_group",
+    "process_group",
+]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _JOIN_S = 600.0  # as long as the controller waits for a group to begin
 _POLL_S = 0.05
 ALONE_S = 60.0
 _current: Group | None = None
+_joined = False  # `launched_group` has made the process group
 
 
 class Group:
@@ -172,10 +182,13 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
     import torch
     import torch.distributed as dist
 
+    from holdfast.state.accelerator import accelerator, group_backend
+
+    kind = accelerator() or "cuda"
     if use_gpu:
-        _choose_device(torch.cuda.device_count())
+        _choose_device(kind, torch.get_device_module(kind).device_count())
     # For Accelerate, which otherwise takes any GPU that it sees.
-    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"{kind}:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
     if not dist.is_available():
         yield Group(None, world_size)
         return
@@ -187,7 +200,7 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
         wait_for_workers=False,
         master_listen_fd=listen_fd if rank == 0 and listen_fd >= 0 else None,
     )
-    dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(group_backend(kind) if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     global _current
     _current = group = Group(store, world_size, rank)
     group.joined()
@@ -199,19 +212,66 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
             _LOG.warning("the process group was not torn down cleanly: %s", error)
 
 
+@contextmanager
+def launched_group(info: RankInfo, *, use_gpu: bool) -> Iterator[None]:
+    """Join the group of the processes that torchrun has started, for the time of the block, unless there is one.
+
+    Args:
+        info: who we are.
+        use_gpu: talk over NCCL, each rank with a device of its own.
+
+    Raises:
+        ConfigError: there are fewer devices than workers, or no store to meet through.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.checkpointer.rendezvous import find_store, store_of_this_life
+    from holdfast.state.accelerator import accelerator, group_backend
+
+    global _current, _joined
+    kind = accelerator() or "cuda"
+    if use_gpu:
+        _choose_device(kind, torch.get_device_module(kind).device_count())
+    found = find_store(info, "give ScalingConfig(num_workers=...)")
+    store = store_of_this_life(found, info, timeout_s=_JOIN_S)
+    if not dist.is_initialized():
+        # In that part of the store: gloo would take addresses of an earlier life for those of the ranks (torch 2.13).
+        backend = group_backend(kind) if use_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+        _joined = True
+    _current = group = Group(store, info.world_size, info.rank)
+    group.joined()
+    yield
+    leave_launched_group()
+
+
+def leave_launched_group() -> None:
+    """Leave the group that `launched_group` has made; whoever waits for us in a collective gets an error."""
+    import torch.distributed as dist
+
+    global _current, _joined
+    _current = None
+    if _joined and dist.is_initialized():
+        dist.destroy_process_group()
+    _joined = False
+
+
 def _key(what: str, part: str) -> str:
     return f"holdfast/{what}/{part}"
 
 
-def _choose_device(count: int) -> None:
+def _choose_device(kind: str, count: int) -> None:
     """Make LOCAL_RANK's device the current one. All workers see all devices, as under torchrun: NCCL needs them."""
     import torch
+
+    from holdfast.state.accelerator import make_current
 
     workers, place = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if count < workers:
         raise ConfigError(
-            f"use_gpu=True with {workers} workers on this machine, but torch sees {count} CUDA devices "
+            f"use_gpu=True with {workers} workers on this machine, but torch sees {count} {kind.upper()} devices "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}): one for each worker is needed; "
             f"lower num_workers or leave use_gpu out"
         )
-    torch.cuda.set_device(place)
+    make_current(torch.device(kind, place))

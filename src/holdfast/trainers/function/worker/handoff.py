@@ -29,7 +29,7 @@ from holdfast.writer.messages import IngestSource
 
 __all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "remove_local", "take"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _SIBLING = re.compile(r"\.holdfast-(?P<start>[0-9a-f]{8,64})-(?P<index>[0-9a-f]+)-(?P<rank>\d+)(\.doomed)?")
 
 

@@ -25,7 +25,7 @@ from .report_queue import ReportQueue
 
 __all__ = ["Agreement", "BackgroundUploads", "ControllerLink"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _CLOSE_S = 1.0
 _MAX_WAITING = 4
 _HOLD_S = 60.0

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
@@ -20,7 +20,7 @@ from holdfast.writer.frames import Channel, Message
 
 from ..failure import error_to_wire
 from ..location import learn_secrets
-from ..transit import takes_config, unpack_call
+from ..transit import pack_result, takes_config, unpack_call
 from .group import ALONE_S, process_group
 
 __all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_here", "run_task"]
@@ -67,10 +67,12 @@ def run(
         rank, world_size = begin.header["rank"], begin.header["world_size"]
         with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu) as group:
             channel.send({"on": "running"})
-            status, left = call(function, arguments)
+            ended = call(function, arguments)
+            status = ended.status
             session.drain()
             if not status:
-                channel.send({"on": "finished", "left": True} if left else {"on": "finished"})
+                packed = pack_result(ended.value) if rank == 0 else None
+                channel.send({"on": "finished", "left": ended.left}, [] if packed is None else [packed])
                 channel.flush(FLUSH_S)
                 group.leave(min(ALONE_S, begin.header.get("report_timeout_s", ALONE_S)))
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the controller decides what it means
@@ -112,16 +114,29 @@ def _receive(channel: Channel, what: str) -> Message:
     return message
 
 
-def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, bool]:
-    """Call the function; return the status it wants this process to have, and whether it ended by ``sys.exit``."""
+class Ended(NamedTuple):
+    """How the function ended.
+
+    Attributes:
+        status: that it wants this process to have.
+        left: it ended by ``sys.exit``.
+        value: what it returned.
+    """
+
+    status: int
+    left: bool = False
+    value: Any = None
+
+
+def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ended:
+    """Call the function; return how it ended."""
     try:
-        function(*arguments)
+        return Ended(0, value=function(*arguments))
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0, True
+            return Ended(leaving.code or 0, left=True)
         print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return 1, True
-    return 0, False
+        return Ended(1, left=True)
 
 
 def fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
@@ -177,10 +192,11 @@ def run_here(
         session = Session(channel, begin.header, memory, on_gone=lambda: None)
         channel.send({"on": "running"})
         arguments = ({} if config is None else config,) if takes_config(function) else ()
-        status, left = call(function, arguments)
+        how = call(function, arguments)
+        status = how.status
         session.drain()
         if not status:
-            channel.send({"on": "finished", "left": left})
+            channel.send({"on": "finished", "left": how.left})
     except BaseException as error:  # noqa: BLE001 - the edge of a worker: the controller decides what it means
         raised, status = error, 1
         fail(channel, session, error)

@@ -18,7 +18,7 @@ from holdfast.writer.frames import Channel
 
 __all__ = ["ReportQueue", "Slot"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _PAUSE_S = 0.02
 _MAX_WAITING = 2000
 _BACKLOG_S = 1.0

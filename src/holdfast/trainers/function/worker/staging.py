@@ -26,7 +26,7 @@ from ..unfinished import bring_share, left_share
 
 __all__ = ["Staging"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _MOST = 2
 """Shares on the disk that are not uploaded yet; another share waits."""
 _START = re.compile(r"([0-9a-f]{8,64})/")

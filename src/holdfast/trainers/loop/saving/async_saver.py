@@ -26,7 +26,7 @@ from .schema import as_torch_file, expand
 
 __all__ = ["AsyncSaver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class AsyncSaver:

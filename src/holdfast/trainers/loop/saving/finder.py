@@ -37,12 +37,13 @@ __all__ = [
     "container_of",
     "is_foreign",
     "is_in_the_way",
+    "is_sharded_of_torch",
     "look",
     "look_at",
     "names_in",
 ]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",
@@ -189,6 +190,11 @@ def look_at(storage: Storage, name: str) -> FolderEntry | None:
         weights_only=bool(note.get("weights_only")), created=float(note.get("created", 0.0)),
         epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}), training=str(note.get("training", "")),
     )  # fmt: skip
+
+
+def is_sharded_of_torch(storage: Storage, name: str) -> bool:
+    """Tell whether a directory is one of torch.distributed.checkpoint, such as Composer saves of a sharded model."""
+    return storage.exists(f"{name}/.metadata") and not storage.exists(f"{name}/{MANIFEST_NAME}")
 
 
 def is_foreign(storage: Storage, name: str) -> bool:

@@ -7,9 +7,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.rank_group import RankGroup
@@ -78,6 +79,11 @@ class SaveFolder:
         if self._session is None:
             raise HoldfastError(f"{self.storage.uri} was closed: nothing can be saved or deleted there any more")
         return self._session
+
+    @property
+    def is_run(self) -> bool:
+        """True while the folder is open for directories."""
+        return self._session is not None
 
     @property
     def team(self) -> RankGroup | None:
@@ -212,8 +218,27 @@ class SaveFolder:
                     for path in files:
                         self.storage.delete(path)
 
-    def close(self, reason: str, *, patient: bool = True) -> None:
-        """Give the leases back and end the writer, after all it was given is durable; idempotent."""
+    def note_source(self, uri: str, step: int) -> None:
+        """Record in the run what this life goes on from; rank 0 does.
+
+        Args:
+            uri: of the checkpoint, of this run or of another place.
+            step: batches trained by then.
+        """
+        if self._session is not None and self._session.leads:
+            name = uri.removeprefix(f"{self.storage.uri.rstrip('/')}/")
+            # The savers decide what stays: it is not held.
+            self._session.ask("resumed", name=name, step=step, hold=False)
+
+    def close(self, reason: str, *, patient: bool = True, step: int | None = None, epoch: int = 0) -> None:
+        """Give the leases back and end the writer, after all it was given is durable; idempotent.
+
+        Args:
+            reason: how this life ended, for the run.
+            patient: wait for what is under way.
+            step: batches trained, if that is to be recorded.
+            epoch: epochs trained.
+        """
         session, self._session = self._session, None
         # Another trainer may save here from now on: what comes after that is another attempt.
         self._above = max(self._above, self.attempt)
@@ -222,12 +247,17 @@ class SaveFolder:
             self.claims.release(patient=patient)
         finally:
             if session is not None:
-                self._end_session(session, reason, patient=patient)
+                details = {} if step is None else {"last_step": step}
+                finished = {"step": step, "epoch": epoch} if reason == "finished" and step is not None else None
+                self._end_session(session, reason, patient=patient, details=details, finished=finished)
 
-    def _end_session(self, session: RunSession, reason: str, *, patient: bool) -> None:
+    def _end_session(
+        self, session: RunSession, reason: str, *, patient: bool, details: Mapping[str, Any],
+        finished: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         try:
             if patient and not session.client.closed:
-                session.end(reason)
+                session.end(reason, details=details, finished=finished)
         finally:
             session.close(f"it has left the training ({reason})", timeout_s=TIMEOUT_S if patient else 0.0)
 

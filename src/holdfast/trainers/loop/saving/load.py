@@ -45,16 +45,16 @@ from holdfast.storage.resolve import split_uri
 from ..state import State
 from ..training.ranks import Ranks
 from .files import read_note
-from .finder import look_at, names_in
+from .finder import is_sharded_of_torch, look_at, names_in
 from .folder import storage_prefix
 from .gather import of_rank
 from .memory_checkpoint import lay
 from .of_composer import as_ours, is_composers
-from .schema import IgnoreKeys, emptied, from_torch_file
+from .schema import IgnoreKeys, emptied, from_torch_file, left_out_of
 
 __all__ = ["LoadOptions", "LoadReport", "Locator", "load_from", "load_path", "place_of"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 # What has to fit for training to go on; anything else that does not fit is said.
 _WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
 _INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
@@ -217,6 +217,12 @@ def _is_there(storage: Storage, name: str) -> bool:
 def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions) -> LoadReport:
     """Load the checkpoint ``name`` of ``storage``; see `load_path`."""
     uri = f"{storage.uri.rstrip('/')}/{name}"
+    if is_sharded_of_torch(storage, name):
+        source = uri if storage.local_root is None else storage.local_root / name
+        raise ConfigError(
+            f"{uri} is a directory of torch.distributed.checkpoint, such as Composer saves of a sharded model: run "
+            f"`holdfast import {source} NEW` once and load NEW, or load it with dcp.load"
+        )
     if not storage.exists(name):
         stored = open_stored(storage.child(name), rank=state.ranks.rank, world_size=state.ranks.world_size)
         if callable(options.ignore_keys):
@@ -293,6 +299,9 @@ def _load_stored(
         report.notes.append("it holds weights only: training begins at batch 0")
     strict = _STRICT if options.strict_model_weights else _STRICT - {"state/model"}
     lenient = {"rng", *(f"state/{name}" for name in (*live["state"], *saved))} - strict
+    if left_out := left_out_of(saved):
+        lenient.update(left_out)
+        report.notes.append(f"it was saved without {', '.join(left_out)} (save_ignore_keys)")
     _mark_metrics(live["state"], saved, stored.per_rank or {})
     try:
         with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:

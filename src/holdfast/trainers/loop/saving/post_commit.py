@@ -22,7 +22,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["PostCommit"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class PostCommit:

@@ -21,7 +21,7 @@ from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.names import RUN_NAMES
 from holdfast.storage.base import Storage
 
-from .finder import FolderEntry, look, look_at, names_in
+from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .saver import CheckpointSaver
@@ -31,7 +31,7 @@ from .uploads import as_object_store
 
 __all__ = ["StartingPoint"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _NO_FIT = (
     "autoresume goes on with all of it: make the trainer as it was; or begin another training, with this as load_path, "
     "another save_folder, and load_weights_only=True or load_ignore_keys=['state/optimizers', ...]"
@@ -84,6 +84,7 @@ class StartingPoint:
         if report is None:
             return None
         self._context.parent = report.checkpoint_id if report.full else None
+        self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._context.resumed = report.full and (self._resumed or self._own is not None)
         if self._context.state.is_finished:
@@ -187,6 +188,13 @@ class StartingPoint:
         names = [name for name in names_in(storage, nested=saver.names.nested) if name not in RUN_NAMES]
         wanted = self._wanted(saver, storage)
         other = [name for name in names if wanted is not None and not wanted(name)]
+        if sharded := [name for name in names if name not in other and is_sharded_of_torch(storage, name)]:
+            raise ConfigError(
+                f"autoresume=True: {saver.place.spelling} holds sharded checkpoints of Composer "
+                f"({', '.join(sharded[:5])}{' ...' if len(sharded) > 5 else ''}) and none that can be gone on from: "
+                "run `holdfast import` on the newest and give the result as load_path, with another save_folder, or "
+                "move them away to start afresh; nothing was trained"
+            )
         left = [
             name
             for name in names

@@ -40,7 +40,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
@@ -257,6 +257,11 @@ class CheckpointSaver(Callback):
                 storage.uri, len(ahead), now.count("batch"), ", ".join(ahead[:5]),
             )  # fmt: skip
         return [name for name in later if name not in own]
+
+    def find_saved(self, step: int) -> str | None:
+        """Return the URI of the checkpoint of this moment, if there is one."""
+        found = [entry.name for entry in self._after.all if entry.step == step] if self._after is not None else []
+        return f"{self.place.storage.uri.rstrip('/')}/{found[-1]}" if found else None
 
     def check_interval(self) -> None:
         """Refuse an interval that cannot be decided with this data."""

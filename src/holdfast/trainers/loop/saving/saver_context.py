@@ -18,7 +18,7 @@ from .uploads import RemoteUploaderDownloader
 
 __all__ = ["SaverContext"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 class SaverContext:
@@ -33,6 +33,7 @@ class SaverContext:
         uploaders: the destinations that checkpoints are uploaded to.
         resumed: training goes on from a checkpoint of this very run, with everything that was in it.
         autoresumes: the trainer looked for such a checkpoint; otherwise nothing of an earlier life counts as ours.
+        source: (URI, step) of the checkpoint that training goes on from, whole; None if it began anew.
         parent: id of the checkpoint that training goes on from; None if it began anew, or with a single file.
         training: identity of the training over all its lives, also on another machine; "" before `identify`.
         begun: the saver that a later life goes on from has saved: a later life knows our training.
@@ -43,6 +44,7 @@ class SaverContext:
         self.variables = run_variables(state.run_name, self.ranks.info)
         self.uploaders = [logger for logger in destinations if isinstance(logger, RemoteUploaderDownloader)]
         self.resumed = self.autoresumes = self.begun = False
+        self.source: tuple[str, int] | None = None
         self.parent: str | None = None
         self.training = ""
         self._destinations = tuple(destinations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
@@ -16,13 +17,14 @@ from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
 from .folder import SaveFolder
+from .history import HistoryLogger
 from .naming import NameTemplate
 from .saver import CheckpointSaver
 from .saver_context import SaverContext
 
 __all__ = ["SaverGroup"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
 
 
@@ -36,11 +38,13 @@ class SaverGroup:
 
     Attributes:
         context: what all savers know.
+        history: takes what is logged, for the history of the run.
     """
 
     def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
         self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
-        self.context = SaverContext(state, destinations)
+        self.history = HistoryLogger(state)
+        self.context = SaverContext(state, [*destinations, self.history])
         self._folders: dict[str, SaveFolder] = {}
         self._open = self._left = False
         self._process = 0  # that has opened the folders
@@ -123,10 +127,24 @@ class SaverGroup:
                 self.ranks.lead("overwrite", self._check_overwrite)
             for saver in self.savers:
                 saver.open()
+            self._begin_history()
         except BaseException:
             self.abandon()
             raise
         self._open = True
+
+    def _begin_history(self) -> None:
+        """Record in each run what training goes on from, and let its metrics go where a later life resumes."""
+        if (source := self.context.source) is not None:
+
+            def note() -> None:
+                for folder in self._folders.values():
+                    folder.note_source(*source)
+
+            self.ranks.lead("source", note)
+        saver = self.source
+        sessions = [folder.session for folder in self._folders.values() if folder.is_run]
+        self.history.begin(None if saver is None or saver.container != "directory" else saver.place.session, sessions)
 
     @property
     def source(self) -> CheckpointSaver | None:
@@ -241,13 +259,23 @@ class SaverGroup:
         if self.is_forked:
             return
         problem: Exception | None = None
-        closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
-        waits = [*waits, lambda: self.ranks.watch(None)]
+        step, epoch = (self.state.timestamp.count(name) for name in ("batch", "epoch"))
+
+        def note_source() -> None:  # of a later fit()
+            saved = None if self.source is None else self.source.find_saved(step)
+            self.context.source = None if saved is None else (saved, step)
+
+        def close(folder: SaveFolder) -> None:
+            folder.close(reason, patient=patient, step=step, epoch=epoch)
+
+        closes: list[Callable[[], object]] = [partial(close, folder) for folder in self._folders.values()]
+        waits = [*waits, lambda: self.ranks.watch(None), *([note_source] if self._open else [])]
         for act in (*waits, self.context.flush_logs, *(saver.release for saver in self.savers), *closes):
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised below, after everything else has been given back
                 problem = problem or error
+        self.history.begin(None)
         self._let_go(reason)
         self._open = False
         if problem is not None:
@@ -258,6 +286,7 @@ class SaverGroup:
         self.ranks.watch(None)
         for saver in self.savers:
             saver.release()
+        self.history.begin(None)
         for folder in self._folders.values():
             folder.close("abandoned", patient=False)
         self._let_go("abandoned")

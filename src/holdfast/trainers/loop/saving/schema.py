@@ -18,9 +18,19 @@ from holdfast.state.tree import optimizers as optim
 from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.values import PerRank
 
-__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "emptied", "expand", "ignored", "plain_leaf"]
+__all__ = [
+    "IgnoreKeys",
+    "as_torch_file",
+    "check_ignore_keys",
+    "emptied",
+    "expand",
+    "ignored",
+    "left_out_of",
+    "plain_leaf",
+]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
+_LEFT_OUT = "ignored_keys"
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
 
 
@@ -65,7 +75,7 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str, looked: set[str]) -> dict[str, Any]:
-    """Return ``live`` without what ``ignore`` names.
+    """Return ``live`` without what ``ignore`` names; its metadata say what that is, for whoever loads it.
 
     Args:
         live: a state in the anatomy of a checkpoint.
@@ -77,10 +87,36 @@ def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str, looked: s
         return dict(live)
     found = expand(live)
     if callable(ignore):
+        every = list(paths(found))
         ignore(found)
         found.setdefault("state", {})
-        return found
-    return _prune(found, ignore, what, looked)
+        kept, left_out = found, _roots(every, set(paths(found)))
+    else:
+        kept, left_out = _prune(found, ignore, what, looked), list(ignore)
+    metadata = kept["state"].get("metadata")
+    if isinstance(metadata, Mapping) and left_out:
+        kept["state"]["metadata"] = {**metadata, _LEFT_OUT: left_out}
+    return kept
+
+
+def left_out_of(saved: Mapping[str, Any]) -> list[str]:
+    """Return the globs of what a checkpoint was saved without.
+
+    Args:
+        saved: its "state".
+    """
+    metadata = saved.get("metadata")
+    found = metadata.get(_LEFT_OUT) if isinstance(metadata, Mapping) else None
+    return [glob for glob in found if isinstance(glob, str)] if isinstance(found, (list, tuple)) else []
+
+
+def _roots(every: Iterable[str], kept: set[str]) -> list[str]:
+    """Return the paths that are gone, each without what was below it."""
+    roots: list[str] = []
+    for path in every:  # what is in a container comes right after it
+        if path not in kept and not (roots and path.startswith(f"{roots[-1]}/")):
+            roots.append(path)
+    return roots
 
 
 def _prune(found: dict[str, Any], globs: Sequence[str], what: str, looked: set[str]) -> dict[str, Any]:

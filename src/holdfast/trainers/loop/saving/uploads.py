@@ -36,7 +36,7 @@ from .load import Locator
 
 __all__ = ["RemoteUploaderDownloader"]
 
-_LOG = get_logger("trainer")
+_LOG = get_logger("trainers.loop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +135,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         text = f"{storage_prefix(self.storage)}{path}"
         return UploadPointer(path=f"{self.path_of(latest)}.symlink", text=text, order=saved.order)
 
-    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
+    def upload_file(
+        self, state: State, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> None:
         """Send a copy of a file; returns when the copy is made.
 
         Raises:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import ConfigError
+from holdfast.state.accelerator import has_streams
 from holdfast.state.gradient_order import fix_or_warn
 from holdfast.state.tree.sharded import is_spread
 
@@ -68,7 +69,7 @@ class Parallel:
             return
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
-        ids = [device] if device.type == "cuda" else None
+        ids = [device] if has_streams(device) else None
         # Buffers are shared after the step, see `settle`. The argument has another name from torch 2.13 on.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers: Any = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

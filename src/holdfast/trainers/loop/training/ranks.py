@@ -12,6 +12,7 @@ import torch.distributed as dist
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpointer.rendezvous import Alone, Meeting, Rendezvous, meet, store_of_this_life
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.state.accelerator import group_backend, make_current
 
 __all__ = ["TIMEOUT_S", "Ranks"]
 
@@ -52,8 +53,7 @@ class Ranks:
         """
         info = current_ranks()
         if info.world_size > 1:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            make_current(device)
             if not dist.is_initialized():
                 _make_group(info, device)
         return cls(info)
@@ -137,7 +137,7 @@ def _make_group(info: RankInfo, device: torch.device) -> None:
             f"this is rank {info.rank} of {info.world_size}, and {' and '.join(missing)} do not say where the ranks "
             "meet: start with torchrun, or call torch.distributed.init_process_group before the Trainer is made"
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{group_backend(device.type)}"
     store, rank, world_size = next(dist.rendezvous("env://", info.rank, info.world_size))  # type: ignore[attr-defined]
     # The store of torchrun may outlive a restart of the ranks: gloo must not find the addresses of an earlier life.
     timeout_s = dist.distributed_c10d.default_pg_timeout.total_seconds()

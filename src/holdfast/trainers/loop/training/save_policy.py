@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["DistributedStopPolicy", "StopPolicy", "make_pace"]
 
 _PAUSE_S = 2.0
-_WORD_S = 10.0
-_OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 
 
 def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequence[When]) -> StopPolicy:
@@ -148,9 +146,4 @@ class DistributedStopPolicy(StopPolicy):
 
     def explain(self, error: BaseException) -> HoldfastError | None:
         """Return the reason behind an error of a collective: which rank is gone, and why."""
-        if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _OF_GROUP):
-            return None
-        until = time.monotonic() + _WORD_S
-        while (trouble := self._team.trouble()) is None and time.monotonic() < until:
-            time.sleep(0.01)
-        return trouble
+        return self._team.explain(error)

@@ -37,7 +37,7 @@ from .nodes import AgentCall
 
 __all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 BEAT_S = 2.0
 _CONNECT_S = 30.0
 _KEEP = 8  # both sides count in the same way

@@ -27,7 +27,7 @@ from .probe import StorageProbe
 
 __all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "Unfit"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
 _AGENT_SILENCE_S = 120.0

@@ -22,7 +22,7 @@ from .agent import connect
 
 __all__ = ["AgentLink", "AgentListener"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _HELLO_S = 10.0
 _PAUSE_S = 0.1
 _STRANGERS = 256

@@ -17,7 +17,7 @@ from .links import AgentLink
 
 __all__ = ["StorageProbe"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _WORDS = b"Written by the driver; nodes look whether they see it.\n"
 _CLEAN_S = 5.0
 _AGAIN_S = 2.0

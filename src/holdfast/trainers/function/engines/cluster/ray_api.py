@@ -20,7 +20,7 @@ from .nodes import AgentCall
 
 __all__ = ["NodeFacts", "RayApi", "connect", "is_missed", "is_wanted"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 _CLIENT = (
     "a driver over Ray Client (ray://) is not on the cluster: its nodes cannot connect to it. Submit the script as a "

@@ -19,7 +19,7 @@ from .reservations import Changes, Reservation, choose_spares, matches, plan_cha
 
 __all__ = ["RayNodes", "Wanted"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 T = TypeVar("T")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # when all places are known

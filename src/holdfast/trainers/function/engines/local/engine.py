@@ -27,7 +27,7 @@ from .supervisor import Supervisor
 
 __all__ = ["LocalEngine"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _WORKER = "holdfast.trainers.function.worker.main:run"
 _TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end

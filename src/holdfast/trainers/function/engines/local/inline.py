@@ -1,4 +1,4 @@
-"""An engine without processes: its only worker is a call in this process, for a debugger to step through."""
+"""An engine without processes of its own: a worker is a call in this process, for a debugger to step through."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ __all__ = ["InlineEngine"]
 
 
 class InlineEngine:
-    """Implements `holdfast.trainers.function.engine.Engine` for a group of one worker.
+    """Implements `holdfast.trainers.function.engine.Engine` for a group of one worker, or of those of a launcher.
 
     The controller runs in a thread of its own and calls `start`; the owner of this engine waits for that in
     `next_call`, runs the function, and reports its end with `ended`. A call cannot be killed: its connection is
     closed, so that its next report raises.
+
+    Args:
+        others: our ends of the conversations with workers that are calls in other processes, rank 1 first. A group with
+            them is started once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Sequence[Channel] = ()) -> None:
+        self._others = tuple(others)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
-        self._channel: Channel | None = None
-        self._socket: socket.socket | None = None
+        self._channels: dict[int, Channel] = {}
         self._status = 0
         self._tasks = 0
 
@@ -51,18 +55,16 @@ class InlineEngine:
     def start(self, spec: GroupSpec) -> None:
         """Start the worker."""
         ours, theirs = socket.socketpair()
-        self._socket, self._channel = ours, Channel(ours)
-        self._events.put(Started(rank=0, pid=os.getpid()))
-        threading.Thread(target=self._read, args=(self._channel,), name="holdfast-inline", daemon=True).start()
+        self._channels = dict(enumerate((Channel(ours), *self._others)))
+        for rank, channel in self._channels.items():
+            self._events.put(Started(rank=rank, pid=os.getpid()))
+            threading.Thread(target=self._read, args=(rank, channel), name="holdfast-inline", daemon=True).start()
         self._calls.put(Channel(theirs))
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
         """Send a message to the worker; dropped when it has ended."""
-        try:
-            if self._channel is not None:
-                self._channel.send(header, attachments)
-        except OSError:
-            return
+        with contextlib.suppress(OSError, KeyError):
+            self._channels[rank].send(header, attachments)
 
     def events(self, timeout_s: float | None) -> list[Event]:
         """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""
@@ -76,9 +78,8 @@ class InlineEngine:
 
     def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
         """Close the connection: the function ends with an error at its next report."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                self._socket.shutdown(socket.SHUT_RDWR)
+        for channel in self._channels.values():
+            channel.close()
 
     def wake(self) -> None:
         """Make `events` return; callable from any thread and from signal handlers."""
@@ -115,10 +116,14 @@ class InlineEngine:
         else:
             self._events.put(TaskEnded(task=task, result=result, error=None))
 
-    def _read(self, channel: Channel) -> None:
+    def _read(self, rank: int, channel: Channel) -> None:
+        finished = False
         try:
             while (message := channel.receive()) is not None:
-                self._events.put(Received(rank=0, message=message))
+                finished = finished or message.header.get("on") == "finished"
+                self._events.put(Received(rank=rank, message=message))
         finally:  # whatever ends the reading: the controller waits for this event
             channel.close()
-            self._events.put(Exited(rank=0, exit_code=self._status, signal=None))
+            # Of a process of the launcher only that is known.
+            status = self._status if rank == 0 else 0 if finished else None
+            self._events.put(Exited(rank=rank, exit_code=status, signal=None))

@@ -17,7 +17,7 @@ from holdfast._log import get_logger
 
 __all__ = ["LineLimit", "LogFile", "LogStream", "LogText", "Sink", "shown_and_kept"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _READ = 1 << 16
 _LONGEST = 1 << 16
 _TAIL_LINES = 20

@@ -25,7 +25,7 @@ from .logs import LogStream, Sink, shown_and_kept
 
 __all__ = ["Supervisor"]
 
-_LOG = get_logger("runtime")
+_LOG = get_logger("trainers.function")
 _STATUS_S = 5.0  # how long the zygote may take to report the status of a process that is gone
 _END_S = 5.0
 

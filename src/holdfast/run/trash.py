@@ -1,0 +1,131 @@
+"""The trash of a run on a disk: what ``holdfast rm`` took away, until the next ``rm`` or for a week.
+
+A checkpoint goes there by one rename, and comes back by one, so that a kill at any moment leaves it in one of the two
+places, whole. In the trash its manifest has another name, so that nobody takes it for a checkpoint. What is emptied
+loses its manifest first, and is not brought back after that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from holdfast.errors import CheckpointError, CheckpointNotFoundError
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.storage.base import Storage
+from holdfast.storage.local.beneath import OpenDirectory
+from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.ops import errors_of
+
+__all__ = ["TRASH", "WEEK_S", "Trash", "TrashEntry"]
+
+TRASH = ".trash"  # directories whose names begin with a dot are never looked into for checkpoints
+WEEK_S = 7 * 86400.0
+_KEPT_MANIFEST = "manifest.in-trash.json"
+_ENTRY = re.compile(r"(?P<ms>[0-9]{13})-(?P<name>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrashEntry:
+    """A checkpoint in the trash.
+
+    Attributes:
+        name: that it had in the run.
+        directory: path below the run.
+        taken: when, in seconds since 1970.
+    """
+
+    name: str
+    directory: str
+    taken: float
+
+
+class Trash:
+    """The trash of the run in ``storage``; whoever changes it holds the lease of the run."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._place = door_of(storage)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run can have one: a store cannot move what it holds, and would copy every byte."""
+        return self._place is not None
+
+    def entries(self) -> list[TrashEntry]:
+        """List what is in it, newest first."""
+        if not self.exists:
+            return []
+        found = []
+        for info in self._storage.list(TRASH, recursive=False):
+            match = _ENTRY.fullmatch(info.path.rstrip("/").rpartition("/")[2])
+            if match is not None:
+                directory = f"{TRASH}/{match[0]}"
+                found.append(TrashEntry(name=match["name"], directory=directory, taken=int(match["ms"]) / 1000))
+        return sorted(found, key=lambda entry: entry.taken, reverse=True)
+
+    def take(self, name: str) -> None:
+        """Move the checkpoint ``name`` into it; durable on return.
+
+        Raises:
+            StorageError: it stays where it is.
+        """
+        entry = f"{int(time.time() * 1000):013d}-{name}"
+        with errors_of("move", f"{self._storage.uri}/{name}"):
+            with self._open("") as root:
+                if root.lstat(TRASH) is None:
+                    os.mkdir(TRASH, 0o777, dir_fd=root.fd)
+                with self._open(TRASH) as trash:
+                    os.rename(name, entry, src_dir_fd=root.fd, dst_dir_fd=trash.fd)
+                    os.fsync(trash.fd)
+                os.fsync(root.fd)
+            self._rename_manifest(f"{TRASH}/{entry}", MANIFEST_NAME, _KEPT_MANIFEST)
+
+    def restore(self, name: str) -> None:
+        """Move the newest checkpoint that was called ``name`` back; durable on return.
+
+        Raises:
+            CheckpointNotFoundError: there is none in the trash, or none that is still whole.
+            CheckpointError: the run has something of this name.
+            StorageError: it stays in the trash.
+        """
+        found = next((entry for entry in self.entries() if entry.name == name), None)
+        where = f"{self._storage.uri}/{TRASH}"
+        if found is None:
+            names = ", ".join(dict.fromkeys(entry.name for entry in self.entries()))
+            raise CheckpointNotFoundError(f"{where} has no checkpoint {name}; there is: {names or 'nothing'}")
+        manifests = [f"{found.directory}/{manifest}" for manifest in (MANIFEST_NAME, _KEPT_MANIFEST)]
+        if not any(map(self._storage.exists, manifests)):
+            raise CheckpointNotFoundError(f"{self._storage.uri}/{found.directory} is not whole: its deletion had begun")
+        with errors_of("move", f"{self._storage.uri}/{found.directory}"), self._open("") as root:
+            if root.lstat(name) is not None:
+                raise CheckpointError(f"{self._storage.uri}/{name} is there by now: move that away first")
+            self._rename_manifest(found.directory, _KEPT_MANIFEST, MANIFEST_NAME)
+            with self._open(TRASH) as trash:
+                os.rename(found.directory.rpartition("/")[2], name, src_dir_fd=trash.fd, dst_dir_fd=root.fd)
+                os.fsync(root.fd)
+                os.fsync(trash.fd)
+
+    def empty(self, *, before: float) -> list[str]:
+        """Delete for good what was taken before a time, in seconds since 1970; return the names it had."""
+        gone = []
+        for entry in self.entries():
+            if entry.taken < before:
+                for manifest in (MANIFEST_NAME, _KEPT_MANIFEST):
+                    self._storage.delete(f"{entry.directory}/{manifest}")
+                self._storage.delete_tree(entry.directory)
+                gone.append(entry.name)
+        return gone
+
+    def _rename_manifest(self, directory: str, old: str, new: str) -> None:
+        with self._open(directory) as folder:
+            if folder.lstat(old) is not None:
+                os.rename(old, new, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+                os.fsync(folder.fd)
+
+    def _open(self, inside: str) -> OpenDirectory:
+        assert self._place is not None
+        door, prefix = self._place
+        return door.folder("/".join(part for part in (prefix, inside) if part))

@@ -1,0 +1,166 @@
+"""Processes that torchrun has started as the workers of one run: they meet at `fit`, and rank 0 drives.
+
+Ray Train calls this its local mode under torchrun: ``ScalingConfig(num_workers=0)`` in a script that torchrun starts.
+Each process calls train_func itself. Those of other ranks than 0 talk to rank 0 over a socket in a folder that nobody
+else can enter; who restarts a group after a failure is torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast._ranks import RankInfo, current_ranks
+from holdfast.checkpointer.rendezvous import meet, same_for_all
+from holdfast.errors import ConfigError, HoldfastError, TrainingFailedError
+from holdfast.writer.frames import Channel
+
+from .failure import error_from_wire, error_to_wire
+
+__all__ = ["Launched", "ranks_of_launcher"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MEET_S = 300.0
+_LONGEST = 90  # of the path of a folder: that of a socket in it has to fit into 107 bytes
+
+
+def ranks_of_launcher() -> RankInfo | None:
+    """Return who we are among the processes that torchrun has started; None if it has not, or only this one.
+
+    Raises:
+        ConfigError: they are on several machines.
+    """
+    if any(name not in os.environ for name in _VARIABLES) and not (dist.is_available() and dist.is_initialized()):
+        return None
+    info = current_ranks()
+    if info.world_size == 1:
+        return None
+    if info.local_world_size != info.world_size:
+        raise ConfigError(
+            f"ScalingConfig(num_workers=0) under a launcher of {info.world_size} processes, {info.local_world_size} of "
+            "them on this machine: local mode is for one machine; on several use ScalingConfig(engine='ray'), or a "
+            "loop of your own with holdfast.Checkpointer"
+        )
+    return info
+
+
+class Launched:
+    """This process among those of one launch, from `meet` on.
+
+    Attributes:
+        info: who we are.
+        name: of the run: rank 0's, which may be made up.
+        workers: rank 0's ends of the conversations with the workers of the other ranks, rank 1 first.
+        worker: the worker's end of that, on the other ranks.
+    """
+
+    def __init__(self, info: RankInfo, name: str, ends: list[Channel], workers: list[Channel]) -> None:
+        self.info, self.name, self._ends = info, name, ends
+        self.workers = workers if info.rank == 0 else []
+        self.worker = None if info.rank == 0 else workers[0]
+
+    @classmethod
+    def meet(cls, info: RankInfo, *, name: str, named: bool, place: str) -> Launched:
+        """Meet the other ranks; all of them call this.
+
+        Args:
+            info: who we are.
+            name: of the run here.
+            named: whether the user gave it: then it has to be the same on all ranks.
+            place: URI of the folder of runs.
+
+        Raises:
+            ConfigError: the ranks are asked for different runs.
+            HoldfastError: a rank did not come.
+        """
+        meeting = meet(info, name="fit", timeout_s=_MEET_S, otherwise="give ScalingConfig(num_workers=...)")
+
+        def same(values: list[dict[str, Any]]) -> dict[str, Any]:
+            same_for_all([value["asked"] for value in values], "the run (name, storage_path) of TorchTrainer")
+            return values[0]
+
+        asked = [name if named else None, place]
+        with contextlib.ExitStack() as stack:
+            listener, path = stack.enter_context(_listener()) if info.rank == 0 else (None, "")
+            found = meeting.agree("run", lambda: {"asked": asked, "name": name, "path": path}, same)
+            if listener is None:
+                channels = [_connect(found["path"], info.rank, what) for what in ("end", "worker")]
+                return cls(info, found["name"], channels[:1], channels[1:])
+            ends, workers = _accept_all(listener, info.world_size)
+        return cls(info, found["name"], ends, workers)
+
+    def tell_end(self, error: BaseException | None, value: bytes) -> None:
+        """On rank 0: tell the others how the run has ended, and what train_func returned here."""
+        description, data = ("", b"") if error is None else error_to_wire(error)
+        for channel in self._ends:
+            with contextlib.suppress(OSError):  # that process is gone
+                channel.send({"on": "end", "error": description}, [data, value])
+                channel.flush(_MEET_S)
+
+    def wait_for_end(self) -> bytes:
+        """On another rank: wait until the run has ended on rank 0; return what train_func returned there, packed.
+
+        Raises:
+            TrainingFailedError: the run has failed, or rank 0 is gone.
+        """
+        try:
+            message = self._ends[0].receive()
+        except HoldfastError:
+            message = None
+        if message is None:
+            raise TrainingFailedError("training failed: rank 0, which drives the run, has ended", failures={})
+        if message.attachments[0]:
+            raise error_from_wire(message.header["error"], message.attachments[0])
+        return message.attachments[1]
+
+    def close(self) -> None:
+        """End the conversations; idempotent."""
+        for channel in (*self._ends, *self.workers):
+            channel.close()
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[tuple[socket.socket, str]]:
+    """Listen in a folder that only this user can enter, and that is gone when all have come."""
+    above = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="holdfast-fit-", dir=above if len(above) < _LONGEST - 30 else "/tmp")
+    path = os.path.join(folder, "socket")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(path)
+            listener.listen(128)
+            listener.settimeout(_MEET_S)
+            yield listener, path
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _connect(path: str, rank: int, what: str) -> Channel:
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.connect(path)
+    channel = Channel(ours)
+    channel.send({"hello": rank, "what": what})
+    return channel
+
+
+def _accept_all(listener: socket.socket, world_size: int) -> tuple[list[Channel], list[Channel]]:
+    found: dict[tuple[str, int], Channel] = {}
+    while len(found) < 2 * (world_size - 1):
+        try:
+            theirs, _ = listener.accept()
+        except TimeoutError:
+            here = sorted({rank for _, rank in found})
+            raise HoldfastError(f"of {world_size} ranks only 0 and {here} came to fit() in {_MEET_S:g} s") from None
+        channel = Channel(theirs)
+        hello = channel.receive()
+        if hello is not None:
+            found[hello.header["what"], hello.header["hello"]] = channel
+    ends, workers = ([found[what, rank] for rank in range(1, world_size)] for what in ("end", "worker"))
+    return ends, workers

@@ -1,0 +1,218 @@
+"""`every="auto"`: the interval that loses least, from what saves cost and how often a run fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.checkpointer import auto_interval
+from holdfast.checkpointer.auto_interval import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, best_interval_s
+from holdfast.checkpointer.save_policy import Schedule
+from holdfast.run.journal import JournalEvent
+from holdfast.run.reports import Attempt, RunHistory
+
+BEGUN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def at(seconds: float) -> str:
+    return (BEGUN + timedelta(seconds=seconds)).isoformat()
+
+
+def history(*lives: tuple[float, float | None, str | None], events=()) -> RunHistory:
+    attempts = {
+        number: Attempt(
+            attempt=number, start_id=f"s{number}", started=at(begun), ended=None if ended is None else at(ended),
+            reason=reason,
+        )
+        for number, (begun, ended, reason) in enumerate(lives, 1)
+    }  # fmt: skip
+    return RunHistory(rows=[], attempts=attempts, run_id="r", notes={}, events=list(events))
+
+
+def test_the_interval():
+    """Young's formula between its bounds: 20 times the cost, half an hour, and the time until a save is durable."""
+    assert best_interval_s(2.0, 3600.0, durable_s=1.0) == math.sqrt(2 * 2.0 * 3600.0)
+    assert best_interval_s(2.0, 300.0, durable_s=1.0) == 40.0
+    assert best_interval_s(2.0, 1e9, durable_s=1.0) == MOST_S
+    assert best_interval_s(0.001, 60.0, durable_s=30.0) == 36.0
+    assert best_interval_s(1.0, 60.0, durable_s=3000.0) == 3600.0
+    assert best_interval_s(0.0, 60.0, durable_s=0.0) == 0.0
+
+
+def test_lives():
+    """What saved its last step is no failure; a life that was killed lasted to its last sign; ours does not count."""
+    events = [JournalEvent(what="saved", time=(BEGUN + timedelta(seconds=160)).timestamp(), attempt=2, name="a")]
+    lives = (
+        (0, 100, "stopped"),
+        (120, None, None),
+        (200, 250, "ValueError: x"),
+        (300, 310, "finished"),
+        (400, None, None),
+    )
+    assert Lives.of(history(*lives, events=events), before=5) == Lives(100 + 40 + 50 + 10, 2)
+
+
+def test_few_failures_say_nothing_yet():
+    """Four hours are assumed until there were three; then the time that the run has lived counts, this life too."""
+    for failures in (0, 2):
+        auto = AutoInterval(Lives(50.0, failures), now=1000.0)
+        assert auto.seconds(1000.0) == FIRST_S / 2**failures
+        auto.paid(0.5, 1.0)
+        assert auto.seconds(2000.0) == best_interval_s(0.5, PRIOR_S, durable_s=1.0)
+    auto = AutoInterval(Lives(500.0, 4), now=1000.0)
+    auto.paid(0.5, 1.0)
+    assert auto.seconds(2500.0) == best_interval_s(0.5, 500.0, durable_s=1.0)
+
+
+def test_lives_that_end_before_their_first_save():
+    """Each of them halves the time until it, or the run would never save at all."""
+    assert [AutoInterval(Lives(0.0, failures), now=0.0).seconds(0.0) for failures in (0, 1, 3, 5, 99)] == [
+        FIRST_S, FIRST_S / 2, FIRST_S / 8, FIRST_S / 32, 1.0,
+    ]  # fmt: skip
+
+
+def test_earlier_lives_know_what_a_save_costs():
+    """A second life begins with the costs in the journal, not with a guess."""
+    events = [
+        JournalEvent(
+            what="cost", time=1.0, attempt=1, name=f"step_{number}", step=number, held_s=0.1, lost_s=0.25, durable_s=2.0
+        )
+        for number in range(20)
+    ]  # fmt: skip
+    auto = AutoInterval.of(history((0, 100, "stopped"), events=events), attempt=2, now=0.0)
+    assert auto.seconds(0.0) == best_interval_s(0.25, PRIOR_S, durable_s=2.0)
+
+
+def test_news():
+    """Said when it first applies and when it has moved by a third, with both of its causes."""
+    auto = AutoInterval(Lives(), now=0.0)
+    assert auto.news(0.0) is None
+    auto.paid(1.0, 0.5)
+    assert auto.news(0.0) == (
+        "saves every 2m50s from now on: a save costs 1 s, a failure every 4h00m00s, assumed until there were 3"
+    )
+    auto.paid(1.5, 0.5)
+    assert auto.news(0.0) is None
+    for _ in range(8):
+        auto.paid(2.0, 0.5)
+    assert "a save costs 2 s" in (auto.news(0.0) or "")
+
+
+def test_the_schedule_moves_with_it():
+    """An adjusted interval counts from the last save; the shorter of it and an interval given decides."""
+    schedule = Schedule((), now=100.0)
+    assert schedule.next_time == math.inf
+    schedule.adjust(60.0)
+    assert schedule.next_time == 160.0
+    schedule.adjust(20.0)
+    assert schedule.next_time == 120.0
+    schedule.saved(step=1, samples=0, now=130.0)
+    assert schedule.next_time == 150.0
+    both = Schedule((hf.checkpointer.options.parse_intervals("10s")), now=0.0)  # type: ignore[attr-defined]
+    both.adjust(60.0)
+    assert both.next_time == 10.0
+
+
+def lost_share(interval_s, *, cost_s, durable_s, failures, total_s=400 * 3600.0, auto=None):
+    """Play a training: seconds of it that were lost to saves, and to work done again, as a share."""
+    now = done = safe = lost = 0.0
+    failures = iter(failures)
+    fails = next(failures)
+    while now < total_s:
+        wait = interval_s if auto is None else auto.seconds(now)
+        if now + wait + cost_s + durable_s > fails:  # before this save is safe
+            lost += min(fails, now + wait + cost_s) - now + (done - safe)
+            now, done = fails, safe
+            if auto is not None:
+                auto._lives = Lives(fails, auto._lives.failures + 1)
+                auto._begun = fails
+            fails = now + next(failures)
+            continue
+        now, done = now + wait + cost_s, done + wait
+        safe, lost = done, lost + cost_s
+        if auto is not None:
+            auto.paid(cost_s, durable_s)
+    return lost / now
+
+
+STORAGES = {"disk": (0.15, 0.9), "slow disk": (0.2, 28.0), "object store": (0.3, 6.0), "mirrored": (0.15, 9.0)}
+"""Seconds of training that a save costs, and until it is durable: about those of a state of 1.4 GiB."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between_s", [600.0, 1800.0, 7200.0, 14400.0, 86400.0])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_as_good_as_the_best_fixed_interval(storage, between_s):
+    """The useful time is within a hundredth of the best of a sweep, for 5 rates of random failures x 4 storages."""
+    cost_s, durable_s = STORAGES[storage]
+
+    def failures():
+        moments = random.Random(7)
+        while True:
+            yield moments.expovariate(1 / between_s)
+
+    told = {"cost_s": cost_s, "durable_s": durable_s}
+    fixed = [1.3**power for power in range(5, 32) if 1.3**power >= durable_s]
+    best = min(lost_share(interval, **told, failures=failures()) for interval in fixed)
+    ours = lost_share(0.0, **told, failures=failures(), auto=AutoInterval(now=0.0))
+    assert (1 - ours) / (1 - best) > 0.99
+
+
+def test_a_run_that_finds_its_interval(tmp_path, monkeypatch, capsys):
+    """It saves after a minute (here: at once), says the interval that follows, and writes it into the manifests."""
+    monkeypatch.setattr(auto_interval, "_SOONEST_S", 0.01)
+    monkeypatch.setattr(auto_interval, "FIRST_S", 0.01)
+    monkeypatch.setattr(auto_interval, "PRIOR_S", 0.5)
+    model = torch.nn.Linear(8, 8)
+    with hf.Checkpointer(tmp_path, {"model": model}, every="auto") as ck:
+        while ck.stats.saves < 4:
+            ck.step()
+    said = [line for line in capsys.readouterr().err.splitlines() if "saves every" in line]
+    assert "a save costs" in said[0]
+    assert "assumed until there were 3" in said[0]
+    intervals = [one.manifest.extra["every_s"] for one in ck.checkpoints()]
+    assert all(interval > 0 for interval in intervals)
+    with hf.Checkpointer(tmp_path, {"model": model}, every="auto"):
+        pass
+    assert "saves every" in capsys.readouterr().err  # known from the life before
+
+
+def test_auto_beside_other_intervals(tmp_path):
+    """It may stand in a list; the other intervals apply as well."""
+    with hf.Checkpointer(tmp_path, {"x": 1}, every=["auto", "2ba"]) as ck:
+        for _ in range(5):
+            ck.step()
+    assert sorted(one.step for one in ck.checkpoints()) == [2, 4, 5]
+
+
+SCRIPT = """
+import os, signal, sys, holdfast
+from holdfast.checkpointer import auto_interval
+auto_interval.FIRST_S = auto_interval._SOONEST_S = 0.01
+with holdfast.Checkpointer(sys.argv[1], {"x": 1}, every="auto") as ck:
+    while True:
+        ck.step()
+        if ck.stats.saves == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_three_kills_are_failures(tmp_path):
+    """From the third kill on the run's own lives say how often it fails."""
+    for _ in range(4):
+        told = subprocess.run(
+            [sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, env={**os.environ}, check=False
+        )
+        assert told.returncode == -signal.SIGKILL, told.stderr
+    assert "assumed" not in told.stderr
+    assert "saves every" in told.stderr

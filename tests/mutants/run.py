@@ -1,0 +1,154 @@
+"""Small mistakes, one at a time, and whether the tests notice: `make mutants`.
+
+Each patch in `*.txt` beside this file is old and new text of one file of the package, with the tests that should fail
+first. torch is loaded once; each patch gets a fork of this process and a copy of the package, so that writers and
+workers started by tests run the mistake too. What survives is listed, and fails the run unless a reason stands with it.
+
+    python tests/mutants/run.py [--tenth] [WORD ...]      # all; a tenth, another one each day; those with these words
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_BOUND_S = 300
+_PATCH = re.compile(
+    r"^=== (?P<file>\S+) \| (?P<tests>.+?)(?: \| survives: (?P<reason>.+))?\n"
+    r"--- old\n(?P<old>.*?)\n\+\+\+ new(?P<new>.*?)(?=\n=== |\n*\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One mistake.
+
+    Attributes:
+        file: below src/holdfast.
+        old, new: the text and what it becomes; ``old`` occurs once.
+        tests: arguments of pytest.
+        reason: why no test can notice it; "" if one must.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name it in one line."""
+        first = next((line for line in self.new.splitlines() if line not in self.old.splitlines()), "removed")
+        return f"{self.file}: {first.strip()[:80]}"
+
+    def apply(self, package: Path) -> None:
+        """Change a copy of the package.
+
+        Raises:
+            SystemExit: the old text is not there once: the patch has to follow the code.
+        """
+        path = package / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            sys.exit(f"{self.name}: its old text occurs {text.count(self.old)} times in {self.file}: mend the patch")
+        path.write_text(text.replace(self.old, self.new))
+
+
+def patches() -> list[Patch]:
+    """Read all patches."""
+    found = []
+    for path in sorted(HERE.glob("*.txt")):
+        text = path.read_text()
+        rows = [match.groupdict() for match in _PATCH.finditer(text)]
+        if len(rows) != len(re.findall(r"^=== ", text, re.MULTILINE)):
+            sys.exit(f"{path.name}: a patch is not laid out as the others")
+        for row in rows:
+            row["tests"], row["reason"] = (*row["tests"].split(),), row["reason"] or ""
+            found.append(Patch(**{**row, "new": row["new"].removeprefix("\n")}))
+    return found
+
+
+def fails(tests: tuple[str, ...], patch: Patch | None) -> bool:
+    """Run tests on a copy of the package, with a mistake; True if one fails, or does not end.
+
+    Raises:
+        SystemExit: the tests cannot be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        package = Path(folder) / "holdfast"
+        shutil.copytree(ROOT / "src/holdfast", package, ignore=shutil.ignore_patterns("__pycache__"))
+        if patch is not None:
+            patch.apply(package)
+        child = os.fork()
+        if child == 0:
+            os._exit(_test(tests, folder))
+        until = time.monotonic() + _BOUND_S
+        while time.monotonic() < until:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                if code not in (0, 1):
+                    sys.exit(f"{' '.join(tests)}: cannot be run (exit status {code})")
+                return code == 1
+            time.sleep(0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return True
+
+
+def _test(tests: tuple[str, ...], folder: str) -> int:
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.chdir(ROOT)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = folder
+    import pytest
+
+    import holdfast
+
+    assert holdfast.__file__ is not None
+    if not holdfast.__file__.startswith(folder):
+        return 70  # nothing would be proved
+    arguments = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+    return int(pytest.main(["-o", "addopts=", *arguments, *tests]))
+
+
+def main(words: list[str]) -> int:
+    """Try patches; return the exit status."""
+    chosen = patches()
+    if "--tenth" in words:
+        words.remove("--tenth")
+        chosen = random.Random(int(time.time() // 86400)).sample(chosen, -(-len(chosen) // 10))
+    chosen = [patch for patch in chosen if all(word in f"{patch.name} {patch.tests}" for word in words)]
+    import torch  # once, for all forks
+
+    for tests in sorted({patch.tests for patch in chosen}):
+        if fails(tests, None):
+            sys.exit(f"{' '.join(tests)}: fails as it is, so that it proves nothing")
+    survivors = []
+    for number, patch in enumerate(chosen, 1):
+        noticed = fails(patch.tests, patch)
+        state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
+        print(f"{number}/{len(chosen)} {state}: {patch.name}", flush=True)
+        if not noticed and not patch.reason:
+            survivors.append(patch)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} noticed or explained (torch {torch.__version__})")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""The trash of a run: what was deleted by hand comes back whole, is never taken for a checkpoint, and goes at last."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import holdfast as hf
+from holdfast.cli.main import cli
+from holdfast.run import trash as module
+from holdfast.run.catalog import Catalog
+from holdfast.run.trash import TRASH, WEEK_S, Trash
+from holdfast.storage import MemoryStorage, resolve
+
+ONE, TWO = "step_00000001", "step_00000002"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(record.name for record in Catalog(resolve(str(root))).records())
+
+
+def holdfast(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, [str(one) for one in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def train(root: Path, until: int) -> None:
+    state = {"w": torch.zeros(4)}
+    with hf.Checkpointer(root, state, every=1, keep=hf.Keep(last=100)) as ck:
+        while ck.global_step < until:
+            state["w"] += 1
+            ck.step()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    train(tmp_path / "run", 4)
+    return tmp_path / "run"
+
+
+def test_there_and_back(run: Path) -> None:
+    """Rm moves, --undo brings back bit by bit; meanwhile neither ls, verify nor a resume sees it."""
+    said = holdfast("rm", run / ONE, "--yes")
+    assert "in the trash" in said
+    assert "--undo" in said
+    assert ONE not in names(run)
+    assert ONE not in holdfast("ls", run)
+    holdfast("verify", run)
+    (entry,) = Trash(resolve(str(run))).entries()
+    assert entry.name == ONE
+    assert not (run / entry.directory / "manifest.json").exists(), "in the trash it is no checkpoint"
+    assert "is back" in holdfast("rm", "--undo", run / ONE)
+    assert hf.load(run / ONE)["w"].tolist() == [1.0] * 4
+    assert hf.Checkpoint(run / ONE).verify().ok
+    assert ONE in names(run)
+    assert not Trash(resolve(str(run))).entries()
+
+
+def test_after_further_starts(run: Path) -> None:
+    """A checkpoint comes back though the run was started meanwhile; no sweep of that start takes it."""
+    holdfast("rm", run / ONE, "--yes")
+    train(run, 6)
+    holdfast("rm", "--undo", run / ONE)
+    train(run, 7)
+    assert ONE in names(run)
+    assert hf.Checkpoint(run / ONE).verify().ok
+
+
+def test_the_next_rm_empties_it(run: Path) -> None:
+    """What an earlier rm took is gone after the next one; --now leaves nothing at all."""
+    holdfast("rm", run / ONE, "--yes")
+    holdfast("rm", run / TWO, "--yes")
+    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [TWO]
+    assert f"there is: {TWO}" in holdfast("rm", "--undo", run / ONE, code=2)
+    assert "deleted" in holdfast("rm", run / "step_00000003", "--yes", "--now")
+    assert not Trash(resolve(str(run))).entries()
+    assert names(run) == ["step_00000004"]
+
+
+def test_a_week(run: Path) -> None:
+    """A start of the run leaves what is younger than a week, and deletes what is older."""
+    holdfast("rm", run / ONE, "--yes")
+    train(run, 5)
+    (entry,) = Trash(resolve(str(run))).entries()
+    old = run / TRASH / f"{int((time.time() - WEEK_S - 60) * 1000)}-{ONE}"
+    (run / entry.directory).rename(old)
+    train(run, 6)
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_killed_between_two_renames(run: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever rm or --undo dies, the checkpoint is in one of the two places, whole, and comes back."""
+    real, done = os.rename, []
+
+    def rename(*arguments: object, **options: object) -> None:
+        done.append(arguments)
+        if len(done) == nth:
+            raise KeyboardInterrupt
+        real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.os, "rename", rename)
+    trash = Trash(resolve(str(run)))
+    with pytest.raises(KeyboardInterrupt):
+        trash.take(ONE)
+        trash.restore(ONE)
+    monkeypatch.setattr(module.os, "rename", real)
+    is_there = (run / ONE / "manifest.json").exists()
+    assert is_there is (not trash.entries())
+    train(run, 5)  # a start sweeps what it takes for remains
+    if not is_there:
+        holdfast("rm", "--undo", run / ONE)
+    assert ONE in names(run)
+    assert hf.Checkpoint(run / ONE).verify().ok
+
+
+def test_half_emptied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while the trash is emptied leaves something that is refused, not a checkpoint with holes."""
+    holdfast("rm", run / ONE, "--yes")
+    storage = resolve(str(run))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), "delete_tree", die)
+        with pytest.raises(KeyboardInterrupt):
+            Trash(storage).empty(before=time.time())
+    assert "deletion had begun" in holdfast("rm", "--undo", run / ONE, code=2)
+    assert Trash(storage).empty(before=time.time()) == [ONE]
+
+
+def test_a_name_that_is_taken(run: Path) -> None:
+    """--undo replaces nothing."""
+    holdfast("rm", run / ONE, "--yes")
+    (run / ONE).mkdir()
+    (run / ONE / "mine.txt").write_text("x")
+    assert "is there by now" in holdfast("rm", "--undo", run / ONE, code=1)
+    assert (run / ONE / "mine.txt").exists()
+
+
+def test_a_store_has_none() -> None:
+    """There rm says before and after that it is for good."""
+    storage = MemoryStorage("trash-test")
+    hf.save(f"{storage.uri}/{ONE}", {"w": 1})
+    assert not Trash(storage).exists
+    assert "would be gone for good" in holdfast("rm", f"{storage.uri}/{ONE}")
+    assert "no trash" in holdfast("rm", "--undo", f"{storage.uri}/{ONE}", code=2)

@@ -1,0 +1,99 @@
+"""One error at each future and thread of a save: none is lost, and what it belongs to does not count."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import writer_kit as kit
+
+from holdfast.errors import StorageError
+from holdfast.format.commit import IncompleteCheckpointError, read_manifest
+from holdfast.storage.base import FileWriter, StorageTraits
+from holdfast.storage.memory import MemoryStorage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.ranks.saves import CommitSave, JointSaves
+
+CONTENTS = [kit.noise(1, 3 * kit.MIB), b"", kit.noise(2, 5), kit.noise(3, kit.MIB)]
+_numbers = count()
+
+
+class _Breaking(FileWriter):
+    def __init__(self, inner: FileWriter, storage: Breaking) -> None:
+        self._inner, self._storage = inner, storage
+
+    def write(self, view: memoryview) -> None:
+        self._storage.may("write")
+        self._inner.write(view)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._storage.may("close")
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class Breaking(MemoryStorage):
+    """Fails one call of one of the files that are created, counted from 0.
+
+    Args:
+        number: of the file.
+        call: "create", "write" or "close".
+        parallel: requests side by side, as a store takes them; 1 for a disk.
+    """
+
+    def __init__(self, number: int, call: str, parallel: int) -> None:
+        super().__init__(f"breaking-{next(_numbers)}")
+        self.left, self.call, self.has_failed = number, call, False
+        self._traits = StorageTraits(num_parallel=parallel)
+
+    @property
+    def traits(self) -> StorageTraits:
+        return self._traits
+
+    def may(self, call: str) -> None:
+        if call == self.call:
+            self.has_failed = True
+            raise StorageError("lost by the disk")
+
+    def create(self, path: str, size: int) -> FileWriter:
+        self.left, mine = self.left - 1, self.left == 0
+        if mine:
+            self.may("create")
+        inner = super().create(path, size)
+        return _Breaking(inner, self) if mine else inner
+
+
+@pytest.mark.parametrize("parallel", [1, 16])
+@pytest.mark.parametrize("call", ["create", "write", "close"])
+def test_each_file_of_a_save_may_fail(call: str, parallel: int) -> None:
+    """An error of any file, also one that comes late on the other thread, is the error of the save: no commit."""
+    failed = 0
+    for number in range(12):
+        storage = Breaking(number, call, parallel)
+        with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
+            job = kit.make_job(CONTENTS)
+            error = client.submit(storage, job, [b"{}"], arena).exception(60)
+            if not storage.has_failed:  # there are no more files, or nothing is written to this one
+                assert error is None
+                continue
+            failed += 1
+            assert error is not None
+            assert "lost by the disk" in str(error)
+            with pytest.raises((IncompleteCheckpointError, FileNotFoundError)):
+                read_manifest(storage, job.directory)
+    assert failed >= 4
+
+
+def test_a_save_that_is_being_committed_is_not_given_up() -> None:
+    """All parts are stored and the manifest is on its way: time that runs out then makes no failure of it."""
+    one: Any = JointSaves(2, timeout_s=10.0)
+    for rank in (0, 1):
+        one.begun(rank, "s-1", "step_4", 4, 0.0)
+    assert one.stored(0, "s-1") == []
+    assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
+    assert one.expire(1000.0) == []
+    (told,) = one.committed("s-1", value={}, error=None)
+    assert told.error is None
