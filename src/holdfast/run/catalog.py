@@ -471,16 +471,14 @@ class Catalog:
         gone = {verdict.name for verdict in deleted}
         self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
         for verdict in deleted:
-            self._note_deleted(verdict, rows.get(verdict.name))
+            row = rows.get(verdict.name)
+            about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
+            self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
         # Failed deletions are tried again with the next save, not at once.
         self.num_behind = 0 if failed else max(0, len(doomed) + len(half) - len(gone) - spared)
         if full:
             self.index.save()
         return deleted[::-1]
-
-    def _note_deleted(self, verdict: Verdict, row: list[Any] | None) -> None:
-        about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
-        self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
 
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:
