@@ -33,10 +33,11 @@ from ..base import (
     check_path,
     check_prefix,
     check_range,
+    check_view,
 )
 from .errors import client_errors
 
-__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "RangeReader", "temporary_beside"]
+__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "RangeReader", "SentWriter", "temporary_beside"]
 
 _T = TypeVar("_T", bound="AdaptedStorage")
 _log = get_logger("storage")
@@ -345,6 +346,82 @@ class _Replacing(ReplacingWriter):
         self._writer.abort()
         with contextlib.suppress(Exception):  # the temporary file: nobody reads it
             self._storage._remove(self._temporary)
+
+
+class SentWriter(FileWriter):
+    """Sends one object through a client, and asks afterwards whether all of it is there.
+
+    Subclasses say how to send bytes, how to finish, and how to give up; all three may raise what the client raises.
+
+    Args:
+        where: the object, for messages.
+        size: bytes of the object.
+        drop: removes the object.
+        check: describes the object; None if there is none.
+    """
+
+    def __init__(
+        self, where: str, size: int, *, drop: Callable[[], None], check: Callable[[], FoundObject | None]
+    ) -> None:
+        self._where, self._size, self._drop, self._check = where, size, drop, check
+        self._offset = 0  # bytes written, padding included
+        self._ended = False
+
+    @abstractmethod
+    def _send(self, data: bytes) -> None:
+        """Send the next bytes, a copy that the client may keep."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Tell the client that this was all, and wait for its answer."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """End the sending."""
+
+    def write(self, view: memoryview) -> None:
+        """Append ``view``; see `FileWriter.write`."""
+        if self._ended:
+            raise StorageError(f"cannot write {self._where}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
+        with client_errors("write", self._where):
+            # A copy: clients may keep the bytes until they are sent, and the caller reuses its memory.
+            self._send(bytes(view[: max(0, self._size - self._offset)]))
+        self._offset += len(view)
+
+    def close(self) -> None:
+        """Finish the object and ask the server whether all of it is there; see `FileWriter.close`."""
+        if self._ended:
+            return
+        try:
+            if self._offset < self._size:
+                raise StorageError(
+                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
+                )
+            with client_errors("write", self._where):
+                self._finish()
+                found = self._check()
+            if found is None or found.size != self._size:
+                raise StorageError(
+                    f"cannot finish {self._where}: {self._size} bytes were written, the server has "
+                    f"{found.size if found else 'none'}; write it again"
+                )
+        except BaseException:
+            self.abort()
+            raise
+        self._ended = True
+
+    def abort(self) -> None:
+        """Drop what was written; see `FileWriter.abort`."""
+        if self._ended:
+            return
+        self._ended = True
+        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
+        with contextlib.suppress(Exception):
+            self._give_up()
+        with contextlib.suppress(Exception):
+            self._drop()
 
 
 class BytesReader(FileReader):

@@ -10,14 +10,14 @@ from typing import Any
 
 from holdfast.errors import StorageError
 
-from ..base import FileReader, FileWriter, check_range, check_view
-from .common import FoundObject
+from ..base import FileReader, check_range
+from .common import FoundObject, SentWriter
 from .errors import client_errors
 
 __all__ = ["HandleReader", "HandleWriter"]
 
 
-class HandleWriter(FileWriter):
+class HandleWriter(SentWriter):
     """Writes through an open handle, one thread of the client at a time."""
 
     def __init__(
@@ -30,61 +30,28 @@ class HandleWriter(FileWriter):
         drop: Callable[[], None],
         check: Callable[[], FoundObject | None],
     ) -> None:
-        self._handle: Any = handle
-        self._guard, self._where, self._size = guard, where, size
-        self._drop, self._check = drop, check
-        self._offset = 0  # bytes written, padding included
+        super().__init__(where, size, drop=drop, check=check)
+        self._handle, self._guard = handle, guard
         if hasattr(handle, "set_pipelined"):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
 
-    def write(self, view: memoryview) -> None:
-        """Append ``view``; the client holds a copy of its bytes on return."""
-        if self._handle is None:
-            raise StorageError(f"cannot write {self._where}: the writer is closed")
-        view = view.cast("B")
-        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
-        with client_errors("write", self._where), self._guard:
-            # A copy: clients may keep the bytes until they are sent, and the caller reuses its memory.
-            self._handle.write(bytes(view[: max(0, self._size - self._offset)]))
-        self._offset += len(view)
+    def _send(self, data: bytes) -> None:
+        with self._guard:
+            self._handle.write(data)
 
-    def close(self) -> None:
-        """Finish the object and ask the server whether all of it is there."""
-        if self._handle is None:
-            return
-        try:
-            if self._offset < self._size:
-                raise StorageError(
-                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
-                )
-            with client_errors("write", self._where), self._guard:
-                self._handle.close()
-                found = self._check()
-            if found is None or found.size != self._size:
-                raise StorageError(
-                    f"cannot finish {self._where}: {self._size} bytes were written, the server has "
-                    f"{found.size if found else 'none'}; write it again"
-                )
-            self._handle = None
-        except BaseException:
-            self.abort()
-            raise
+    def _finish(self) -> None:
+        with self._guard:
+            self._handle.close()
 
-    def abort(self) -> None:
-        """Drop what was written."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
-        with contextlib.suppress(Exception), self._guard:
+    def _give_up(self) -> None:
+        handle = self._handle
+        with self._guard:
             if hasattr(handle, "discard"):
                 handle.discard()
             if hasattr(handle, "autocommit") and not handle.closed:
                 handle.closed = True  # a buffered upload would be finished when it is collected
             else:
                 handle.close()
-        with contextlib.suppress(Exception):
-            self._drop()
 
 
 class HandleReader(FileReader):

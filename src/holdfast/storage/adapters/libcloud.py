@@ -23,9 +23,8 @@ from holdfast._optional import require
 from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError, StorageError
 
-from ..base import FileReader, FileWriter, Storage, check_view
-from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
-from .errors import client_errors
+from ..base import FileReader, FileWriter, Storage
+from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
 from .options import Described, rebuild_options
 
 __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
@@ -397,8 +396,8 @@ class _Abandoned(Exception):  # noqa: N818  # never leaves this module
     """The upload was given up."""
 
 
-class _Writer(FileWriter):
-    """Feeds an upload that runs in a thread of its own."""
+class _Writer(SentWriter):
+    """Feeds an upload that runs in a thread of its own; blocks while the queue is full."""
 
     def __init__(
         self,
@@ -409,9 +408,7 @@ class _Writer(FileWriter):
         drop: Callable[[], None],
         check: Callable[[], FoundObject | None],
     ) -> None:
-        self._where, self._size, self._drop, self._check = where, size, drop, check
-        self._offset = 0  # bytes written, padding included
-        self._ended = False
+        super().__init__(where, size, drop=drop, check=check)
         self._error: Exception | None = None
         self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: the end of the object
         self._abandoned = threading.Event()
@@ -455,48 +452,18 @@ class _Writer(FileWriter):
 
     def _raise(self) -> None:
         if self._error is not None:
-            with client_errors("write", self._where):
-                raise self._error
+            raise self._error
 
-    def write(self, view: memoryview) -> None:
-        """Append ``view``; blocks while the queue is full."""
-        if self._ended:
-            raise StorageError(f"cannot write {self._where}: the writer is closed")
-        view = view.cast("B")
-        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
-        self._give(bytes(view[: max(0, self._size - self._offset)]))
-        self._offset += len(view)
+    def _send(self, data: bytes) -> None:
+        self._give(data)
 
-    def close(self) -> None:
-        """Wait for the upload and ask whether all of it is there."""
-        if self._ended:
-            return
-        try:
-            if self._offset < self._size:
-                raise StorageError(
-                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
-                )
-            self._give(None)
-            self._thread.join(_STALL_S)
-            self._raise()
-            if self._thread.is_alive():
-                raise StorageError(f"cannot finish {self._where}: the provider did not answer for {_STALL_S:.0f} s")
-            with client_errors("write", self._where):
-                found = self._check()
-            if found is None or found.size != self._size:
-                raise StorageError(f"cannot finish {self._where}: the provider has {found and found.size} bytes of it")
-            self._ended = True
-        except BaseException:
-            self.abort()
-            raise
+    def _finish(self) -> None:
+        self._give(None)
+        self._thread.join(_STALL_S)
+        self._raise()
+        if self._thread.is_alive():
+            raise StorageError(f"cannot finish {self._where}: the provider did not answer for {_STALL_S:.0f} s")
 
-    def abort(self) -> None:
-        """Stop the upload and remove its object."""
-        if self._ended:
-            return
-        self._ended = True
+    def _give_up(self) -> None:
         self._abandoned.set()
         self._thread.join(_ABORT_S)
-        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
-        with contextlib.suppress(Exception):
-            self._drop()

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix, check_view
+from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
+from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
 
@@ -188,51 +188,21 @@ class PyarrowStorage(AdaptedStorage):
             return action()
 
 
-class _ArrowWriter(FileWriter):
+class _ArrowWriter(SentWriter):
     def __init__(
         self, stream: Any, *, where: str, size: int, drop: Callable[[], None], check: Callable[[], FoundObject | None]
     ) -> None:
-        self._stream: Any = stream
-        self._where, self._size, self._drop, self._check = where, size, drop, check
-        self._offset = 0  # bytes written, padding included
+        super().__init__(where, size, drop=drop, check=check)
+        self._stream = stream
 
-    def write(self, view: memoryview) -> None:
-        if self._stream is None:
-            raise StorageError(f"cannot write {self._where}: the writer is closed")
-        view = view.cast("B")
-        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
-        with client_errors("write", self._where):
-            # A copy: background writes keep the bytes until they are sent, and the caller reuses its memory.
-            self._stream.write(bytes(view[: max(0, self._size - self._offset)]))
-        self._offset += len(view)
+    def _send(self, data: bytes) -> None:
+        self._stream.write(data)
 
-    def close(self) -> None:
-        if self._stream is None:
-            return
-        try:
-            if self._offset < self._size:
-                raise StorageError(
-                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
-                )
-            with client_errors("write", self._where):
-                self._stream.close()
-                found = self._check()
-            if found is None or found.size != self._size:
-                raise StorageError(f"cannot finish {self._where}: the server has {found and found.size} bytes of it")
-            self._stream = None
-        except BaseException:
-            self.abort()
-            raise
+    def _finish(self) -> None:
+        self._stream.close()
 
-    def abort(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is None:
-            return
-        # pyarrow has no abort in Python: the object is finished and removed at once.
-        with contextlib.suppress(Exception):
-            stream.close()
-        with contextlib.suppress(Exception):
-            self._drop()
+    def _give_up(self) -> None:
+        self._stream.close()  # pyarrow has no abort in Python: the object is finished, and removed at once
 
 
 def from_uri(uri: str) -> Storage:
