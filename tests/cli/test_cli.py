@@ -309,7 +309,7 @@ def test_errors_are_one_line(tmp_path) -> None:
     assert result.stderr.splitlines() == [f"holdfast: there is nothing at {tmp_path / 'none'}: check the path"]
     assert as_json("verify", tmp_path / "none", code=2)["error"] == "CheckpointNotFoundError"
     assert len(invoke("ls", "zz://a/b", code=2).stderr.splitlines()) == 1
-    invoke("ls", code=2)
+    invoke("show", code=2)
     assert "no checkpoints" in invoke("ls", tmp_path).stdout
 
 

@@ -146,7 +146,7 @@ def test_moving(run, trained, tmp_path, monkeypatch) -> None:  # noqa: F811
             return [SimpleNamespace(path="a/b", started=1.0, upload_id="x")]
 
     monkeypatch.setattr(sweep_module, "UnfinishedUploads", Uploads)
-    check("sweep", told("sweep", "memory://bucket", "--dry-run", "--json"))
+    check("sweep", told("sweep", "memory://bucket", "--json"))
 
 
 def test_comparing(trained, tmp_path) -> None:

@@ -12,6 +12,7 @@ from catalog_kit import begin, save
 from test_cli import _arguments, as_json, invoke  # noqa: F401
 
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.run.data_ring import DataRing
 from holdfast.storage.local.local_storage import LocalStorage
 
 
@@ -58,3 +59,22 @@ def test_the_plot_falls_with_the_loss(run) -> None:
     assert "no finite number" in invoke("log", run, "--plot", "lr", code=2).stderr
     assert "there is: loss, lr, val" in invoke("log", run, "--plot", "vla", code=2).stderr
     assert "leave out" in invoke("log", run, "--plot", "loss", "--format", "csv", code=2).stderr
+
+
+def test_the_ledger_says_what_was_trained(tmp_path) -> None:
+    """Each batch with its step, epoch, life and loader; the last one was given, nothing shows it as trained."""
+    root = LocalStorage(tmp_path / "run")
+    begin(root)
+    ring = DataRing(tmp_path / "run", 0)
+    for number in range(40):
+        ring.add((number + 1, 0, 1 + number // 20, 0, 0, number, number // 10, number % 10, 4), "train")
+    ring.close()
+    rows = as_json("log", root.uri, "--data", "--tail", 2)["batches"]
+    assert [(row["step"], row["epoch"], row["batch"], row["loader"], row["state"]) for row in rows] == [
+        (39, 3, 8, "train", "trained"),
+        (40, 3, 9, "train", "given"),
+    ]
+    assert "train" in invoke("log", root.uri, "--data").stdout
+    lines = invoke("log", root.uri, "--data", "--format", "jsonl").stdout.splitlines()
+    assert [json.loads(line)["attempt"] for line in lines] == [1] * 20 + [2] * 20
+    assert "leave out" in invoke("log", root.uri, "--data", "--plot", "loss", code=2).output

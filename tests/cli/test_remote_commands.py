@@ -215,12 +215,12 @@ def test_unfinished_uploads_below_a_prefix_are_removed(server, root) -> None:
     # moto dates every upload back to 2010.
     young = as_json("sweep", f"{root}/run", "--older", "36500d")
     assert [row["state"] for row in young["uploads"]] == ["kept", "kept"]
-    planned = as_json("sweep", f"{root}/run", "--dry-run")
+    planned = as_json("sweep", f"{root}/run")
     assert [(row["path"], row["state"]) for row in planned["uploads"]] == [
         ("a.bin", "would be removed"), ("sub/b.bin", "would be removed"),
     ]  # fmt: skip
     assert len(uploads(f"{root}/run")) == 2
-    assert "2 of 2 unfinished uploads removed" in invoke("sweep", f"{root}/run").stdout
+    assert "2 of 2 unfinished uploads removed" in invoke("sweep", f"{root}/run", "--yes").stdout
     assert uploads(f"{root}/run") == []
     assert uploads(root) == ["runner/c.bin"]
 
@@ -251,7 +251,7 @@ def test_what_a_killed_writer_of_ours_leaves_is_found(root, proxy) -> None:
     (path,) = uploads(root)
     assert path.startswith("c/")
     assert path.endswith(".safetensors")
-    invoke("sweep", root)
+    invoke("sweep", root, "--yes")
     assert uploads(root) == []
 
 

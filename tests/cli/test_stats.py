@@ -70,7 +70,7 @@ def test_for_people(run):
     assert result.exit_code == 0, result.output
     assert "4 saves; 3 checkpoints are there" in result.output
     assert "1 deleted: not among last 2" in result.output
-    assert "2 starts, 1 ended in a failure: 1 steps" in result.output
+    assert "2 starts, 1 ended in a failure: 1 step " in result.output
     assert re.search(r"until durable\s+4\s", result.output)
 
 
@@ -87,10 +87,10 @@ def test_a_folder_of_runs(run):
 
 def test_openmetrics(run, tmp_path):
     """The file is what the format's own parser reads, and nothing is left beside it."""
-    target = tmp_path / "metrics.prom"
+    target = tmp_path / "metrics.txt"
     result = call("stats", run, "--openmetrics", target)
     assert result.exit_code == 0, result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.prom"]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.txt"]
     found = parsed(target.read_text())
     assert found["holdfast_step", "gpt", None] == 8
     assert found["holdfast_saves_total", "gpt", None] == 4
@@ -117,7 +117,7 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     """--watch writes while somebody trains, once more after the end, and stops."""
     from holdfast.cli import stats as command
 
-    root, target = tmp_path / "run", tmp_path / "metrics.prom"
+    root, target = tmp_path / "run", tmp_path / "metrics.txt"
     ck = hf.Checkpointer(root, {"w": torch.zeros(2)}).start()
     ck.step()
     ck.save()
@@ -148,7 +148,7 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     [
         (["--watch"], "--openmetrics FILE"),
         (["--openmetrics", "x.prom", "--json"], "one of them"),
-        (["--openmetrics", "x.prom", "--watch", "--every", "0"], "at least one second"),
+        (["--openmetrics", "x.prom", "--watch", "--poll", "0s"], "at least one second"),
     ],
 )
 def test_wrong_usage(run, arguments, said):

@@ -397,3 +397,41 @@ def test_the_command_s_answers(tmp_path):
     ended = command(tmp_path, "--", "no-such-program")
     assert ended.returncode == 2
     assert "no-such-program" in ended.stderr
+
+
+class _Restarts:
+    """A loader whose state is not used: each life begins at sample 0."""
+
+    at = 0
+
+    def __iter__(self):
+        while self.at < 4:
+            self.at += 1
+            yield torch.full((2, 4), float(self.at)), torch.zeros(2, 1)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_loader_that_restarts_ends_with_a_verdict(tmp_path, monkeypatch):
+    """The first difference is what the ledger says of the first batch after the resume; the lives are not cut short."""
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        _, model, optimizer = parts()
+        loader = _Restarts()
+        with hf.Checkpointer("runs/tiny", {"model": model}) as ck:
+            for _ in ck.epochs(2):
+                for x, y in ck.batches(loader):
+                    (model(x) - y).pow(2).mean().backward()
+                    optimizer.step()
+                    ck.step()
+
+    found = examine(train, kills=1)
+    assert found.verdict == "differs"
+    assert "gave batch 0 of this epoch again" in found.what()
+    assert "as the ledger of the run shows" in found.causes[0]

@@ -108,7 +108,7 @@ class AutoInterval:
         """Return the seconds between saves."""
         if not self._costs:
             # Lives that end before their first save would never learn: each failure halves the time until then.
-            return max(_SOONEST_S, FIRST_S / 2 ** min(self._lives.failures, 30))
+            return max(_SOONEST_S, FIRST_S * 0.5**self._lives.failures)
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
         return best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
 

@@ -96,11 +96,15 @@ class DataLedger:
         self._ring, self._attempt = ring, attempt
         stored, self._stored = self._stored, None
         if is_own and stored is not None and stored.get("world_size") == self._world_size:
-            self._parent, self._parent_step = int(stored["attempt"]), step
-            self._lives = [list(map(int, life)) for life in stored["lives"]][-_NUM_LIVES:]
-            self._makeups_before = stored["loaders"]
-            if self._on_mismatch != "ignore":
-                self._learn(stored, ring.entries if ring is not None else [])
+            try:
+                self._parent, self._parent_step = int(stored["attempt"]), step
+                self._lives = [[int(life[0]), int(life[1])] for life in stored["lives"]][-_NUM_LIVES:]
+                self._makeups_before = dict(stored["loaders"])
+                if self._on_mismatch != "ignore":
+                    self._learn(stored, ring.entries if ring is not None else [])
+            except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
+                _LOG.warning("the ledger of the checkpoint cannot be read, its batches are not compared: %r", error)
+                self._known, self._makeups_before = {}, {}
         self._lives.append([attempt, step])
 
     def _learn(self, stored: Mapping[str, Any], entries: list[RingEntry]) -> None:

@@ -13,7 +13,7 @@ from holdfast.errors import CheckpointError, ConfigError
 from holdfast.run.catalog import Catalog
 from holdfast.run.reports import live_rows
 
-from .targets import Choice, choose, find, pick_options, run_at
+from .targets import PATH, Choice, choose, find, pick_options, run_at
 from .terminal import console, number, print_json, printable
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("-o", "--output", required=True, help="The new checkpoint: a path or URI.")
 @click.option("--weights", metavar="W,W,...", help="Share of each, in their order; divided by their sum.")
 @click.option("--ema", type=float, metavar="DECAY", help="An exponential moving average of them, the oldest first.")

@@ -12,7 +12,7 @@ from holdfast._progress import sized_progress_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
-from .targets import Choice, choose, find, pick_options
+from .targets import PATH, Choice, choose, find, pick_options
 from .terminal import console, fits, number, print_json, printable, table
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _NOTED = ("step", "epoch", "attempt", "run_id", "created", "world_size")
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--only", multiple=True, help='Names or globs ("model", "optimizer/*") to compare; may be repeated.')
 @click.option("--skip", multiple=True, help="Names or globs to leave out; may be repeated.")
 @click.option("--tolerance", default=0.0, metavar="X", help="Numbers that differ by at most X are the same.")

@@ -13,7 +13,7 @@ from holdfast._progress import progress_bar
 from holdfast.errors import ConfigError
 
 from .finding import Finding, ProbeDeadline
-from .targets import reach
+from .targets import PATH, reach
 from .terminal import console, print_json, printable
 
 __all__ = ["doctor"]
@@ -23,7 +23,7 @@ _SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--bytes", "max_bytes", default="128MiB", show_default=True, help="To write and read for speed; 0: none.")
 @click.option("--seconds", default=20.0, show_default=True, help="No transfer for speed begins after so long.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -23,8 +23,8 @@ from holdfast.run.retention import decide
 from holdfast.run.trash import Trash
 from holdfast.storage.resolve import resolve
 
-from .targets import Choice, choose, find, pick_options, reach, run_at
-from .terminal import console, painted, print_json, printable
+from .targets import PATH, Choice, choose, find, pick_options, reach, run_at
+from .terminal import console, counted, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
 
@@ -32,7 +32,7 @@ _KEEP = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
 def pin(path: str, as_json: bool, pick: Choice) -> None:
@@ -41,7 +41,7 @@ def pin(path: str, as_json: bool, pick: Choice) -> None:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
 def unpin(path: str, as_json: bool, pick: Choice) -> None:
@@ -59,7 +59,7 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--force", is_flag=True, help="Also a checkpoint that is pinned, held, or the newest of its run.")
 @click.option("--now", is_flag=True, help="Delete for good, without a stay in the trash.")
@@ -170,7 +170,7 @@ def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, begun: float
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--keep", "rules", metavar="RULES", help=f"What stays; {_KEEP}. Default: the rules of the run itself.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -274,5 +274,5 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) 
 
 def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool) -> None:
     size = format_bytes(sum(row["bytes"] for row in rows))
-    said = f"{len(rows)} of {among} checkpoint{'s' * (among != 1)}, {size}, "
+    said = f"{len(rows)} of {counted(among, 'checkpoint')}, {size}, "
     click.echo(said + ("deleted" if done else "would be deleted: nothing is, without --yes"))

@@ -7,15 +7,15 @@ import click
 from holdfast._progress import sized_progress_bar
 from holdfast._units import format_bytes
 
-from .targets import Choice, choose, pick_options
+from .targets import PATH, Choice, choose, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["export"]
 
 
 @click.command()
-@click.argument("path")
-@click.argument("destination")
+@click.argument("path", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option(
     "--to", "kind", type=click.Choice(["safetensors", "torch", "dcp", "hf"]), required=True, help="What to write."
 )

@@ -6,14 +6,15 @@ import click
 
 from holdfast._progress import sized_progress_bar
 
+from .targets import PATH
 from .terminal import console, print_json, printable
 
 __all__ = ["import_"]
 
 
 @click.command("import")
-@click.argument("source")
-@click.argument("destination")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option(
     "--from",
     "kind",

@@ -7,14 +7,14 @@ import click
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 
-from .targets import Choice, choose, find, ranking, run_at
+from .targets import PATH, Choice, choose, complete_metric, find, ranking, run_at
 from .terminal import print_json, printable
 
 __all__ = ["best", "latest"]
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def latest(run: str, as_json: bool) -> None:
     """Print the path or URI of the newest good checkpoint of RUN, one line for a script.
@@ -25,8 +25,10 @@ def latest(run: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run")
-@click.option("--metric", help="The metric that ranks; default: that of the run's Keep.")
+@click.argument("run", type=PATH)
+@click.option(
+    "--metric", shell_complete=complete_metric, help="The metric that ranks; default: that of the run's Keep."
+)
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def best(run: str, metric: str | None, mode: str | None, as_json: bool) -> None:

@@ -7,8 +7,10 @@ import io
 import json
 import math
 import shutil
+import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -17,9 +19,11 @@ from holdfast.errors import ConfigError, UnknownMetricError
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import flat_metrics
 from holdfast.run.retention import is_number
+from holdfast.run.status import run_state
+from holdfast.storage.base import Storage
 
 from .log_data import print_ledger
-from .targets import reach, run_at
+from .targets import PATH, complete_metric, reach, run_at, span_option
 from .terminal import console, fits, number, print_json, printable, strict, table
 
 __all__ = ["log"]
@@ -28,11 +32,17 @@ _HEIGHT, _WIDEST = 14, 100
 
 
 @click.command()
-@click.argument("run")
-@click.option("--metric", "metrics", multiple=True, help="Only this metric; may be repeated.")
+@click.argument("run", type=PATH, default=".")
+@click.option(
+    "--metric", "metrics", multiple=True, shell_complete=complete_metric, help="Only this metric; may be repeated."
+)
 @click.option("--format", "kind", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last N rows; 0: all [default: 30 of a table].")
-@click.option("--plot", metavar="METRIC", help="Draw this metric over the steps in the terminal.")
+@click.option("--follow", "-f", is_flag=True, help="Go on printing rows as they come, until the run has ended.")
+@click.option("--poll", default="2s", show_default=True, metavar="SPAN", help="With --follow: time between looks.")
+@click.option(
+    "--plot", metavar="METRIC", shell_complete=complete_metric, help="Draw this metric over the steps in the terminal."
+)
 @click.option("--data", "of_data", is_flag=True, help="Print the ledger: the batches that were trained on last.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def log(
@@ -40,6 +50,8 @@ def log(
     metrics: tuple[str, ...],
     kind: str,
     tail: int | None,
+    follow: bool,
+    poll: str,
     plot: str | None,
     of_data: bool,
     as_json: bool,
@@ -50,10 +62,15 @@ def log(
     """
     if plot is not None and (metrics or kind != "table" or as_json):
         raise ConfigError("--plot METRIC draws that metric alone: leave out --metric, --format and --json")
+    if follow and (plot is not None or as_json):
+        raise ConfigError("--follow prints row by row: leave --plot and --json out (--format jsonl gives JSON lines)")
+    pause_s = span_option("--poll", poll)
     catalog = run_at(reach(run), run)
     if of_data:
-        if plot is not None or metrics or kind == "csv":
-            raise ConfigError("--data prints the ledger of batches: leave out --metric, --plot and --format csv")
+        if plot is not None or metrics or follow or kind == "csv":
+            raise ConfigError(
+                "--data prints the ledger of batches: leave out --metric, --plot, --follow and --format csv"
+            )
         print_ledger(catalog, tail, as_json=as_json, as_lines=kind == "jsonl")
         return
     rows = _rows(catalog)
@@ -68,6 +85,10 @@ def log(
         _plot(rows, plot)
         return
     shown = rows[-tail:] if tail else rows
+    if follow:
+        shown = shown[-30:] if tail is None else shown
+        _follow(catalog.storage, run, rows, shown, names, kind=kind, only=bool(metrics), pause_s=pause_s)
+        return
     if as_json:
         print_json({"path": catalog.storage.uri, "metrics": names, "rows": [_picked(row, names) for row in shown]})
     elif kind == "jsonl":
@@ -77,6 +98,39 @@ def log(
         _csv(shown, names)
     else:
         _table(shown[-30:] if tail is None else shown, names, len(rows))
+
+
+def _follow(
+    storage: Storage, path: str, known: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], names: list[str],
+    *, kind: str, only: bool, pause_s: float,
+) -> None:  # fmt: skip
+    """Print rows and then those that come, until the run has ended; a row again that has got more metrics."""
+    printed = {_key(row) for row in known}
+    fresh = list(shown)
+    if kind == "csv":
+        _csv([], names)
+    while True:
+        for row in fresh:
+            picked = _picked(row, names) if only or kind == "csv" else row
+            if kind == "jsonl":
+                click.echo(json.dumps(strict(picked), allow_nan=False, default=str))
+            elif kind == "csv":
+                _csv([row], names, header=False)
+            elif picked["metrics"]:
+                said = "  ".join(f"{name} {number(value)}" for name, value in picked["metrics"].items())
+                click.echo(printable(f"step {number(row['step']):>7}  {said}  {row['checkpoint'] or ''}".rstrip()))
+        sys.stdout.flush()
+        is_live = run_state(Catalog(storage)).is_live  # before the rows: what came before the end is printed
+        fresh = [row for row in _rows(run_at(storage, path)) if _key(row) not in printed]
+        printed |= {_key(row) for row in fresh}
+        if not fresh:
+            if not is_live:
+                return
+            time.sleep(pause_s)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["attempt"], row["step"], row["checkpoint"], frozenset(row["metrics"])
 
 
 def _rows(catalog: Catalog) -> list[dict[str, Any]]:
@@ -109,11 +163,12 @@ def _picked(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**row, "metrics": {name: row["metrics"][name] for name in names if name in row["metrics"]}}
 
 
-def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str], *, header: bool = True) -> None:
     text = io.StringIO()
     rows, names = printable(list(rows)), printable(list(names))
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", "epoch", "time", "attempt", "checkpoint", *names])
+    if header:
+        writer.writerow(["step", "epoch", "time", "attempt", "checkpoint", *names])
     for row in rows:
         fixed = [row[key] for key in ("step", "epoch", "time", "attempt", "checkpoint")]
         writer.writerow([*fixed, *(row["metrics"].get(name) for name in names)])

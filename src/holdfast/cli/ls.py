@@ -13,11 +13,12 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics, metric_value
 from holdfast.run.retention import best_of
+from holdfast.run.status import runs_below
 from holdfast.storage.base import Storage
 
-from .runs import runs_of, say_unknown, show_runs
+from .runs import say_unknown, show_runs
 from .show import show_checkpoint
-from .targets import find, ranking
+from .targets import PATH, complete_metric, find, ranking
 from .terminal import PlainTable, age, console, number, print_json, printable
 
 __all__ = ["ls"]
@@ -28,12 +29,16 @@ _COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete":
 
 
 @click.command()
-@click.argument("path")
-@click.option("--metric", help="Metric that marks the best; default: that of the run's Keep.")
+@click.argument("path", type=PATH, default=".")
+@click.option(
+    "--metric", shell_complete=complete_metric, help="Metric that marks the best; default: that of the run's Keep."
+)
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """List the checkpoints of the run at PATH, newest first; of a folder of runs, one line for each run.
+
+    Default: the current folder.
 
     "new" is what a checkpoint added to the disk: files that did not change are shared with the checkpoint before.
     """
@@ -42,8 +47,8 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
         show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
     catalog = Catalog(storage)
-    runs = runs_of(catalog)
-    if runs and not catalog.records():
+    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
+    if runs:
         show_runs(storage, runs, metric, mode, as_json=as_json)
         return
     document = _document(catalog, metric, mode)

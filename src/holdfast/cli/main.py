@@ -73,10 +73,13 @@ def _sentence(command: click.Command) -> str:
     return first.partition(". ")[0].rstrip(".") + "."
 
 
-@click.group(cls=_HoldfastGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_HoldfastGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(holdfast.__version__, prog_name="holdfast")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Look at, check, keep, copy, convert and follow training checkpoints and runs.
+
+    Alone it lists what is in the current folder, like ls.
 
     PATH is a directory or a URI such as s3://bucket/run. Where one checkpoint is wanted, a run means its newest one.
 
@@ -86,6 +89,9 @@ def cli() -> None:
       1  found a problem or a difference, or what was asked for is not there (yet), or may not be done now
       2  wrong usage: an option, a path or a name that means nothing
     """  # noqa: D301  click wants the character
+    if context.invoked_subcommand is None:
+        context.invoke(ls)
+        click.echo("holdfast --help lists the commands", err=True)
 
 
 cli.add_command(average)

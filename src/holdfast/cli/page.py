@@ -15,14 +15,14 @@ from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 
 from .output import replace_file
-from .targets import span_option
+from .targets import PATH, span_option
 from .terminal import message, print_json, printable
 
 __all__ = ["page"]
 
 
 @click.command()
-@click.argument("runs", metavar="[RUN]...", nargs=-1)
+@click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
 @click.option("-o", "--output", default="run.html", show_default=True, help="The file to write; replaced as a whole.")
 @click.option("--watch", is_flag=True, help="Write it again as things happen, until the run has ended.")
 @click.option("--poll", default="5s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")

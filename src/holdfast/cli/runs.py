@@ -10,30 +10,24 @@ import click
 from holdfast._units import format_bytes
 from holdfast.errors import HoldfastError
 from holdfast.run.catalog import Catalog
-from holdfast.run.index import RUN_FILE
 from holdfast.run.record import flat_metrics, metric_value
 from holdfast.run.retention import best_of, is_number
 from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 
 from .targets import ranking
-from .terminal import age, console, number, print_json, printable, table
+from .terminal import Row, age, console, counted, number, print_columns, print_json, printable
 
-__all__ = ["run_row", "runs_of", "say_unknown", "show_runs"]
+__all__ = ["run_row", "say_unknown", "show_runs"]
 
 _COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreadable": "red", "silent": "yellow"}
 
 
-def runs_of(catalog: Catalog) -> list[str]:
-    """Return the names of the runs directly in a folder that is no run itself; other folders are left out."""
-    if catalog.index.damage != "missing":
-        return []
-    return [name for name in catalog.foreign if catalog.storage.exists(f"{name}/{RUN_FILE}")]
-
-
-def show_runs(storage: Storage, names: Sequence[str], metric: str | None, mode: str | None, *, as_json: bool) -> None:
+def show_runs(
+    storage: Storage, runs: Sequence[tuple[str, Storage]], metric: str | None, mode: str | None, *, as_json: bool
+) -> None:
     """Print one line for each run, that with the newest checkpoint at the top."""
-    rows = [run_row(storage.child(name), name, metric, mode) for name in names]
+    rows = [run_row(run, name, metric, mode) for name, run in runs]
     rows.sort(key=lambda row: row.get("created") or 0.0, reverse=True)
     if metric is not None:
         say_unknown(metric, storage.uri, [row["metrics"] for row in rows])
@@ -43,29 +37,26 @@ def show_runs(storage: Storage, names: Sequence[str], metric: str | None, mode: 
     from rich.text import Text
 
     out = console()
-    out.print(Text(printable(storage.uri), style="bold") + Text(f"  {len(rows)} runs", style="dim"))
+    out.print(Text(printable(storage.uri), style="bold") + Text(f"  {counted(len(rows), 'run')}", style="dim"))
     out.print()
-    titles = [("run", "left"), ("state", "left"), ("attempt", "right"), ("checkpoints", "right"), ("step", "right")]
-    titles += [("age", "right"), ("size", "right"), ("best", "left"), ("where", "left")]
-    made = table(titles)
+    sides = dict.fromkeys(("attempt", "checkpoints", "step", "age", "size"), "right")
+    columns = {"run": "left", **sides, "best": "left", "where": "left", "state": "left"}
+    lines: list[Row] = []
     for row in printable(rows):
-        state = Text(row["state"], style=_COLOURS.get(row["state"], "dim"))
-        if row["state"] == "unreadable":
-            made.add_row(row["name"], state, "", "", "", "", "", "", "")
-            continue
-        best, where = row["best"], row["where"]
-        made.add_row(
-            row["name"],
-            state,
-            number(row["attempt"]),
-            str(row["checkpoints"]) + (f" +{row['bad']} bad" if row["bad"] else ""),
-            number(row["step"]),
-            age(row["created"]) if row["created"] else "-",
-            format_bytes(row["size_bytes"]),
-            f"{row['metric']} {number(best['value'])} at {best['step']}" if best else "-",
-            where or "",
-        )
-    out.print(made)
+        cells = dict.fromkeys(columns, "") | {"run": row["name"], "state": row["state"]}
+        if row["state"] != "unreadable":
+            best = row["best"]
+            cells |= {
+                "attempt": number(row["attempt"]),
+                "checkpoints": str(row["checkpoints"]) + (f" +{row['bad']} bad" if row["bad"] else ""),
+                "step": number(row["step"]),
+                "age": age(row["created"]) if row["created"] else "-",
+                "size": format_bytes(row["size_bytes"]),
+                "best": f"{row['metric']} {number(best['value'])} at {best['step']}" if best else "-",
+                "where": row["where"] or "",
+            }
+        lines.append((cells, "", _COLOURS.get(row["state"], "dim")))
+    print_columns(out, columns, lines, droppable=["where", "attempt", "checkpoints", "best", "size", "age"])
     for row in printable(rows):
         if row.get("reason"):
             out.print(Text(f"{row['name']}: {row['reason']}", style="red"))

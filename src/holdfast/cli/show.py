@@ -15,7 +15,7 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import files_of
 from holdfast.run.record import read_sidecar, timestamp, unpack
 
-from .targets import Choice, choose, pick_options
+from .targets import PATH, Choice, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table
 
 __all__ = ["show", "show_checkpoint"]
@@ -25,7 +25,7 @@ _DATA_SHOWN = 24
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor with shape and dtype.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)

@@ -15,14 +15,13 @@ from holdfast.run.costs import saves
 from holdfast.run.costs import stats as sum_up
 from holdfast.run.goodput import goodput
 from holdfast.run.openmetrics import openmetrics
-from holdfast.run.status import run_state
+from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .output import replace_file
-from .runs import runs_of
-from .targets import run_at
-from .terminal import console, message, print_json, printable, table
+from .targets import PATH, run_at, span_option
+from .terminal import Row, console, counted, message, print_columns, print_json, printable, table
 
 __all__ = ["stats"]
 
@@ -39,12 +38,14 @@ _WORST = 5
 
 
 @click.command()
-@click.argument("run")
-@click.option("--openmetrics", "target", metavar="FILE", help="Write FILE for Prometheus instead; replaced as a whole.")
+@click.argument("run", type=PATH, default=".")
+@click.option(
+    "--openmetrics", "target", metavar="FILE", help="Write FILE for Prometheus instead; *.prom: for node_exporter."
+)
 @click.option("--watch", is_flag=True, help="With --openmetrics: write it again and again until no run is trained.")
-@click.option("--every", default=15.0, show_default=True, help="With --watch: seconds between looks.")
+@click.option("--poll", default="15s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def stats(run: str, target: str | None, watch: bool, every: float, as_json: bool) -> None:
+def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -> None:
     """Say what checkpointing has cost RUN, or each run of a folder: time, bytes, deletions, failures.
 
     "held" is the time that saves held the training loop, "lost" adds what steps took longer while a save was being
@@ -53,8 +54,9 @@ def stats(run: str, target: str | None, watch: bool, every: float, as_json: bool
     storage = resolve(run)
     if watch and target is None:
         raise ConfigError("--watch writes a file again and again: name it with --openmetrics FILE")
+    every = span_option("--poll", poll)
     if every < 1:
-        raise ConfigError(f"--every {every:g}: give at least one second")
+        raise ConfigError(f"--poll {poll}: give at least one second")
     if target is not None:
         if as_json:
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
@@ -72,13 +74,13 @@ def stats(run: str, target: str | None, watch: bool, every: float, as_json: bool
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Describe the run at a path, or the runs in a folder; those have names."""
     catalog = Catalog(storage)
-    names = runs_of(catalog)
-    if not names or catalog.records():
+    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
+    if not runs:
         return [_describe(run_at(storage, path), None)]
     summaries = []
-    for name in names:
+    for name, run in runs:
         try:
-            summaries.append(_describe(Catalog(storage.child(name)), name))
+            summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
             click.echo(message(f"holdfast: {name} cannot be read: {error}"), err=True)
     return summaries
@@ -114,7 +116,11 @@ def _show(summary: Mapping[str, Any]) -> None:
     failed = f", {summary['lost_saves']} lost" if summary["lost_saves"] else ""
     skipped = summary["skipped_saves"]
     left_out = f", {skipped} skipped while an earlier save was being written" if skipped else ""
-    out.print(f"{summary['saves']} saves{failed}{left_out}; {summary['checkpoints']} checkpoints are there")
+    there = summary["checkpoints"]
+    out.print(
+        f"{counted(summary['saves'], 'save')}{failed}{left_out}; {counted(there, 'checkpoint')} "
+        f"{'is' if there == 1 else 'are'} there"
+    )
     written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
@@ -149,9 +155,11 @@ def _goodput(parts: Mapping[str, float]) -> str:
 
 
 def _failures(summary: Mapping[str, Any]) -> str:
-    said = f"{len(summary['attempts'])} starts, {summary['failures']} ended in a failure"
+    said = f"{counted(len(summary['attempts']), 'start')}, {summary['failures']} ended in a failure"
     if summary["lost_steps"]:
-        said += f": {summary['lost_steps']:g} steps ({format_duration(summary['failure_s'])}) had to be done again"
+        said += (
+            f": {counted(summary['lost_steps'], 'step')} ({format_duration(summary['failure_s'])}) had to be done again"
+        )
     if summary["down_s"]:
         said += f", {format_duration(summary['down_s'])} between the end of an attempt and the next start"
     return said
@@ -161,26 +169,31 @@ def _show_folder(uri: str, summaries: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     out = console()
-    out.print(Text(uri, style="bold") + Text(f"  {len(summaries)} runs", style="dim"))
+    out.print(Text(uri, style="bold") + Text(f"  {counted(len(summaries), 'run')}", style="dim"))
     out.print()
     titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
-    made = table([("run", "left"), ("state", "left"), *((title, "right") for title in titles)])
+    columns = {"run": "left", **dict.fromkeys(titles, "right"), "state": "left"}
+    lines: list[Row] = []
     for summary in summaries:
         p50 = summary["durable_s"]["p50"]
         figures = [f"{summary[name]['sum']:.3g}" if summary[name]["count"] else "-" for name in ("held_s", "lost_s")]
-        made.add_row(
-            summary["name"],
-            summary["state"],
-            str(summary["saves"]),
-            str(summary["lost_saves"]),
-            *figures,
-            "-" if p50 is None else f"{p50:.3g}",
-            format_bytes(summary["bytes_written"]),
-            str(summary["deleted"]),
-            str(summary["failures"]),
-            f"{summary['lost_steps']:g}",
-        )
-    out.print(made)
+        cells = {
+            "run": summary["name"],
+            "saves": str(summary["saves"]),
+            "lost": str(summary["lost_saves"]),
+            "held s": figures[0],
+            "lost s": figures[1],
+            "durable p50 s": "-" if p50 is None else f"{p50:.3g}",
+            "written": format_bytes(summary["bytes_written"]),
+            "deleted": str(summary["deleted"]),
+            "failures": str(summary["failures"]),
+            "steps again": f"{summary['lost_steps']:g}",
+            "state": summary["state"],
+        }
+        lines.append((cells, "", ""))
+    print_columns(
+        out, columns, lines, droppable=["deleted", "durable p50 s", "held s", "lost", "failures", "written", "lost s"]
+    )
 
 
 def _export(storage: Storage, path: str, target: str, every: float | None) -> None:
@@ -192,7 +205,8 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
                 raise
             click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
-            replace_file(target, openmetrics([(_labels(summary), _figures(summary)) for summary in summaries]).encode())
+            figures = [(_labels(summary), _figures(summary)) for summary in summaries]
+            replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
             if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)

@@ -9,30 +9,28 @@ from typing import Any
 import click
 
 from holdfast._progress import progress_bar
-from holdfast._units import format_duration, parse_span
-from holdfast.errors import ConfigError
+from holdfast._units import format_duration
 from holdfast.storage.object.unfinished import UnfinishedUploads
 
-from .targets import reach
-from .terminal import age, console, print_json, printable
+from .targets import PATH, reach, span_option
+from .terminal import age, console, counted, print_json, printable
 
 __all__ = ["sweep"]
 
 
 @click.command()
-@click.argument("uri")
+@click.argument("uri", type=PATH)
 @click.option("--older", default="1d", show_default=True, help="Only those begun longer ago than this: 12h, 30min.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--yes", is_flag=True, help="Remove. Without it, only what would go is said.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def sweep(uri: str, older: str, dry_run: bool, as_json: bool) -> None:
+def sweep(uri: str, older: str, yes: bool, as_json: bool) -> None:
     """Remove unfinished multipart uploads below URI (s3://, oci://, gs:// with HMAC keys).
 
     A process that is killed in the middle of an upload leaves its parts in the bucket: no listing shows them, and they
-    are paid for. Needs boto3: pip install 'holdfast[s3-sweep]'.
+    are paid for. Without --yes nothing is removed. Needs boto3: pip install 'holdfast[s3-sweep]'.
     """
-    older_s = parse_span(older.strip().lower().replace(" ", ""))
-    if older_s is None:
-        raise ConfigError(f"--older {older}: give a time such as 1d, 12h or 30min")
+    dry_run = not yes
+    older_s = span_option("--older", older)
     uploads = UnfinishedUploads(reach(uri))
     now = time.time()
     with progress_bar("sweep", after_s=1.0, counts=True) as progress:
@@ -44,8 +42,9 @@ def sweep(uri: str, older: str, dry_run: bool, as_json: bool) -> None:
     for row in printable(rows):
         out.print(f"{row['path']}  begun {age(row['started'], now)} ago, {row['state']}")
     removed = sum(row["state"] != "kept" for row in rows)
-    done = "would be removed" if dry_run else "removed"
-    out.print(f"{removed} of {len(rows)} unfinished uploads {done} (those begun over {format_duration(older_s)} ago)")
+    done = "would be removed: nothing is, without --yes" if dry_run else "removed"
+    among = counted(len(rows), "unfinished upload")
+    out.print(f"{removed} of {among} {done} (those begun over {format_duration(older_s)} ago)")
 
 
 def _swept(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
+from click.shell_completion import split_arg_string
 
 from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, UnknownMetricError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.index import RUN_FILE, RunIndex
@@ -22,8 +24,10 @@ from holdfast.storage.resolve import resolve
 from .terminal import printable
 
 __all__ = [
+    "PATH",
     "Choice",
     "choose",
+    "complete_metric",
     "find",
     "pick_options",
     "ranking",
@@ -33,6 +37,7 @@ __all__ = [
     "warn_of_quarantine",
 ]
 
+PATH = click.Path()  # a directory or a URI; the shell completes it
 _Command = Callable[..., None]
 _SHOWN = 8
 
@@ -82,7 +87,12 @@ def pick_options(*, whole: bool) -> Callable[[_Command], _Command]:
         options = [
             click.option("--step", type=int, metavar="N", help=f"{only} the checkpoint of step N."),
             click.option("--mode", type=click.Choice(["min", "max"]), help="Is the best the smallest or the largest?"),
-            click.option("--best", metavar="METRIC", help=f"{only} the checkpoint that is best by METRIC."),
+            click.option(
+                "--best",
+                metavar="METRIC",
+                shell_complete=complete_metric,
+                help=f"{only} the checkpoint that is best by METRIC.",
+            ),
         ]
         if whole:
             options.append(click.option("--newest", is_flag=True, help="Of a run: only the newest checkpoint."))
@@ -216,6 +226,20 @@ def _at_step(catalog: Catalog, step: int) -> Record:
     near = sorted({record.step for record in records}, key=lambda other: (abs(other - step), other))[:_SHOWN]
     has = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "it has none at all"
     raise CheckpointError(f"the run {catalog.storage.uri} has no checkpoint of step {step}: {has}")
+
+
+def complete_metric(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the metrics of the run that the command line names so far, for the shell."""
+    # click has not parsed the arguments when the word it completes is the value of an option.
+    words = [word for word in split_arg_string(os.environ.get("COMP_WORDS", ""))[2:] if word[:1] != "-"]
+    path = next((word for word in words if "://" in word or os.path.isdir(word)), ".")
+    try:
+        catalog = Catalog(resolve(path))
+        names = {name for record in catalog.records() for name in flat_metrics(record.metrics)}
+        names |= {name for row in catalog.index.history() for name in flat_metrics(row.get("metrics") or {})}
+    except HoldfastError:
+        return []
+    return sorted(name for name in names if name.startswith(incomplete) and name.isprintable() and name[0] != "_")
 
 
 def span_option(option: str, text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,15 +22,19 @@ __all__ = [
     "PlainTable",
     "age",
     "console",
+    "counted",
     "fits",
     "message",
     "number",
     "painted",
+    "print_columns",
     "print_json",
     "printable",
     "strict",
     "table",
 ]
+
+Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
@@ -61,6 +66,36 @@ def fits(out: Console, made: Table) -> bool:
     from rich.measure import Measurement
 
     return Measurement.get(out, out.options.update(max_width=10_000), made).maximum <= out.width
+
+
+def counted(count: int, noun: str) -> str:
+    """Say how many: "1 run", "2 runs"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def print_columns(out: Console, columns: Mapping[str, str], rows: Sequence[Row], *, droppable: Sequence[str]) -> None:
+    """Print a table whole: where a line has no room, columns are left out, and named; nothing is cut.
+
+    Args:
+        out: where.
+        columns: title -> "left" or "right", in order; the last one is coloured.
+        rows: cells by title, the style of the row, and that of its last cell.
+        droppable: titles that may be left out, the first ones first.
+    """
+    left_out: list[str] = []
+    while True:
+        shown = [title for title in columns if title not in left_out]
+        made = PlainTable([(title, columns[title]) for title in shown])
+        for cells, style, last in rows:
+            made.add([cells[title] for title in shown], style=style, last=last)
+        rest = [title for title in droppable if title not in left_out]
+        if made.print(out, fitting=bool(rest)):
+            break
+        left_out.append(rest[0])
+    if left_out:
+        names = ", ".join(title for title in columns if title in left_out)
+        for line in textwrap.wrap(f"no room for: {names} (--json has all)", out.width):
+            out.file.write(painted(out, line, "dim") + "\n")
 
 
 class PlainTable:

@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, Conf
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import Choice, choose, find, pick_options, reach, warn_of_quarantine
+from .targets import PATH, Choice, choose, find, pick_options, reach, warn_of_quarantine
 from .terminal import console, print_json, printable
 
 __all__ = ["cp", "pull", "push"]
@@ -40,8 +40,8 @@ def _options(command: _Command) -> _Command:
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
 @_options
 def push(source: str, target: str, **options: Any) -> None:
     """Copy a local run or checkpoint to a remote: SOURCE becomes TARGET/<name of SOURCE>.
@@ -56,8 +56,8 @@ def push(source: str, target: str, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target", default=".")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH, default=".")
 @_options
 def pull(source: str, target: str, **options: Any) -> None:
     """Copy a run or checkpoint from a remote: SOURCE becomes TARGET/<name of SOURCE>, by default in this directory.
@@ -70,8 +70,8 @@ def pull(source: str, target: str, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
 @_options
 def cp(source: str, target: str, **options: Any) -> None:
     """Copy a run or checkpoint between any two places: SOURCE becomes TARGET, or TARGET/<name of SOURCE> after a "/".

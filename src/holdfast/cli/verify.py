@@ -21,7 +21,7 @@ from holdfast.run.lease import is_claim
 from holdfast.run.reports import LOGS, REPORTS, read_history
 from holdfast.storage.base import Storage
 
-from .targets import Choice, choose, find, pick_options
+from .targets import PATH, Choice, choose, find, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["verify"]
@@ -31,7 +31,7 @@ _LEVELS = 3  # of folders within folders: save_folder of many runs, with file na
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option(
     "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
 )

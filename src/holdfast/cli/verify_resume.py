@@ -25,7 +25,7 @@ _SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 @click.option("--every", default=1, show_default=True, help="Compare the state after every so many steps.")
 @click.option("--seed", default=0, show_default=True, help="Of the choice of moments.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for each life of the script.")
-@click.option("--keep", "keep_in", type=click.Path(file_okay=False), help="Keep runs, traces and output here.")
+@click.option("-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep runs, traces and output here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def verify_resume(
     command: tuple[str, ...],

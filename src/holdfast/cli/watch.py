@@ -17,7 +17,7 @@ from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
-from .targets import span_option
+from .targets import PATH, span_option
 from .terminal import printable, strict
 
 __all__ = ["watch"]
@@ -26,7 +26,7 @@ _FIELD = re.compile(r"\{(path|uri|name|step)\}")
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.option("--exec", "command", metavar="COMMAND", help="Run for each; {path}, {uri}, {name}, {step} are filled in.")
 @click.option("--report", is_flag=True, help="The last line COMMAND prints is a JSON object of metrics: report them.")
 @click.option("--every", metavar="INTERVAL", help="Only the first at or after each multiple: 1000ba, 2ep, 1h.")

@@ -21,7 +21,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide
-from holdfast.run.status import run_state
+from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -43,7 +43,7 @@ def collect(storage: Storage) -> dict[str, Any]:
     """
     if storage.exists(RUN_FILE):
         return run_facts(storage)
-    runs = _runs_below(storage)
+    runs = runs_below(storage)
     if runs:
         return folder_facts(runs, title=_title(storage), uri=storage.uri)
     facts = run_facts(storage)  # a run whose run.json was lost still has its manifests
@@ -62,7 +62,7 @@ def collect_all(storages: Sequence[Storage]) -> dict[str, Any]:
         return collect(storages[0])
     found: list[Storage] = []
     for storage in storages:
-        below = [] if storage.exists(RUN_FILE) else [run for _, run in _runs_below(storage)]
+        below = [] if storage.exists(RUN_FILE) else [run for _, run in runs_below(storage)]
         if not below and not storage.exists(RUN_FILE) and not Catalog(storage).records():
             raise CheckpointNotFoundError(
                 f"there is no run at {storage.uri}, and none directly below it: check the path"
@@ -73,11 +73,6 @@ def collect_all(storages: Sequence[Storage]) -> dict[str, Any]:
     return folder_facts(
         list(zip(names, once, strict=True)), title=f"{len(once)} runs", uri=", ".join(one.uri for one in storages)
     )
-
-
-def _runs_below(storage: Storage) -> list[tuple[str, Storage]]:
-    children = sorted(info.path.rstrip("/") for info in storage.list("", recursive=False) if info.path.endswith("/"))
-    return [(name, storage.child(name)) for name in children if storage.exists(f"{name}/{RUN_FILE}")]
 
 
 def _title(storage: Storage) -> str:

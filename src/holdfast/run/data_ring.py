@@ -167,7 +167,9 @@ def _parse(data: bytes) -> tuple[dict[str, int], list[RingEntry]]:
 
 def read_rings(root: Path) -> dict[int, tuple[dict[str, int], list[RingEntry]]]:
     """Return the names of loaders and the entries of every rank's ring, by rank; {} where there is no ledger."""
-    rings = {}
+    rings: dict[int, tuple[dict[str, int], list[RingEntry]]] = {}
+    if (root / FOLDER).is_symlink():
+        return rings
     for path in sorted((root / FOLDER).glob("rank-*")):
         number = path.name.removeprefix("rank-")
         if number.isdigit() and path.is_file() and not path.is_symlink():

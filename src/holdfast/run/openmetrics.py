@@ -41,12 +41,14 @@ _UNITS = ("seconds", "bytes", "ratio")
 _QUANTILES = (("0.5", "p50"), ("0.95", "p95"))
 
 
-def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> str:
+def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]], *, is_classic: bool = False) -> str:
     """Write the figures of runs as text that ends in ``# EOF``.
 
     Args:
         runs: labels and figures of each; the names of the figures are those of the families above without
             ``holdfast_``, ``durable_seconds`` is a summary (`costs.summary`). A figure that is None is left out.
+        is_classic: in the text format of Prometheus (0.0.4) instead, all that the textfile collector of node_exporter
+            reads: a counter is declared under the name of its samples, and there are neither units nor an end.
 
     Example:
         >>> print(openmetrics([({"run": "gpt"}, {"step": 7})]))
@@ -61,10 +63,11 @@ def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> 
     for name, kind, text in _FAMILIES:
         samples = [line for labels, figures in listed for line in _samples(name, kind, labels, figures)]
         if samples:
-            unit = name.rpartition("_")[2]
-            lines += [f"# TYPE {name} {kind}", *([f"# UNIT {name} {unit}"] if unit in _UNITS else [])]
-            lines += [f"# HELP {name} {text}", *samples]
-    return "\n".join([*lines, "# EOF", ""])
+            unit = name.rpartition("_")[2] if not is_classic else ""
+            shown = f"{name}_total" if is_classic and kind == "counter" else name
+            lines += [f"# TYPE {shown} {kind}", *([f"# UNIT {name} {unit}"] if unit in _UNITS else [])]
+            lines += [f"# HELP {shown} {text}", *samples]
+    return "\n".join([*lines, *([] if is_classic else ["# EOF"]), ""])
 
 
 def _samples(name: str, kind: str, labels: Mapping[str, str], figures: Mapping[str, Any]) -> list[str]:

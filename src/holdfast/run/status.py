@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import LocalStorage
+
 from .catalog import Catalog
+from .index import RUN_FILE
 from .lease import STALE_S, owner_of
 
-__all__ = ["RunStatus", "run_state"]
+__all__ = ["RunStatus", "run_state", "runs_below"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,27 @@ class RunStatus:
     def is_live(self) -> bool:
         """Whether the run may change by itself."""
         return self.word in ("training", "silent")
+
+
+def runs_below(storage: Storage, names: Sequence[str] | None = None) -> list[tuple[str, Storage]]:
+    """Return the runs directly below a folder by name, those that a symbolic link of a local folder leads to as well.
+
+    Inside of a run no link is ever followed. A folder of runs is the reader's own, and only looked at.
+
+    Args:
+        storage: the folder.
+        names: of the directories in it that may be runs, if the caller has listed them.
+    """
+    if names is None:
+        names = [info.path.rstrip("/") for info in storage.list("", recursive=False) if info.path.endswith("/")]
+    found = [(name, storage.child(name)) for name in sorted(names) if storage.exists(f"{name}/{RUN_FILE}")]
+    root = storage.local_root
+    if root is not None and root.is_dir():
+        with os.scandir(root) as entries:
+            links = [entry.name for entry in entries if entry.is_symlink() and entry.name[0] != "." and entry.is_dir()]
+        linked = [(name, LocalStorage(root / name)) for name in links if (root / name / RUN_FILE).is_file()]
+        found = sorted({**dict(found), **dict(linked)}.items())
+    return found
 
 
 def run_state(catalog: Catalog) -> RunStatus:

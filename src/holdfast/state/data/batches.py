@@ -295,7 +295,8 @@ class ResumableBatches:
                 name = type(self._loader).__name__
                 self._warn(
                     f"{name} has no state_dict: drawing {self._batches} batches again to get back to the position in "
-                    f"epoch {self._epoch}. A map-style dataset, or a loader with state_dict, seeks at once"
+                    f"epoch {self._epoch}. That takes time, and is exact only if the stream repeats itself (one that "
+                    "shuffles without a seed does not). A map-style dataset, or a loader with state_dict, seeks at once"
                 )
             for drawn in range(self._batches):
                 if next(iterator, _END) is _END:

@@ -223,20 +223,21 @@ def launched_group(info: RankInfo, *, use_gpu: bool) -> Iterator[None]:
     Raises:
         ConfigError: there are fewer devices than workers, or no store to meet through.
     """
+    import torch
     import torch.distributed as dist
 
     from holdfast.checkpointer.rendezvous import find_store, store_of_this_life
+    from holdfast.state.accelerator import accelerator, group_backend
 
     global _current, _joined
+    kind = accelerator() or "cuda"
     if use_gpu:
-        import torch
-
-        _choose_device(torch.cuda.device_count())
+        _choose_device(kind, torch.get_device_module(kind).device_count())
     found = find_store(info, "give ScalingConfig(num_workers=...)")
     store = store_of_this_life(found, info, timeout_s=_JOIN_S)
     if not dist.is_initialized():
         # In that part of the store: gloo would take addresses of an earlier life for those of the ranks (torch 2.13).
-        backend = "nccl" if use_gpu else "gloo"
+        backend = group_backend(kind) if use_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
         _joined = True
     _current = group = Group(store, info.world_size, info.rank)
