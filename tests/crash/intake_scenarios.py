@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.verify import read_metadata, verify
 from holdfast.config import Keep
 from holdfast.errors import HoldfastError
 from holdfast.format.commit import PartSummary, commit, read_manifest
@@ -276,7 +276,7 @@ def check_contents(storage, name, contents):
     found = {e.path: storage.read(f"{name}/{e.path}") for e in manifest.files if e.role != "digests"}
     assert found == contents, sorted(found)
     if contents is MERGED:
-        assert storage.read(f"{name}/.metadata.json") == b'{"rank": 1}'
+        assert read_metadata(storage, f"{name}/.metadata.json") == {"rank": 1}
     if contents is STATE:
         assert {e.path: e.role for e in manifest.files if e.role in ("state", "tensors")}.keys() == STATE.keys() - {
             "extra/x"
