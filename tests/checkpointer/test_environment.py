@@ -141,7 +141,13 @@ def test_nothing_is_left_running_or_lying_about(tmp_path: Path) -> None:
     with pytest.raises((ProcessLookupError, TypeError)):
         os.kill(ck._session.client.process_id, 0)
     assert {thread.name for thread in threading.enumerate()} - before == set()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["reports", "run.json", "step_00000002", "step_00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".ledger",
+        "reports",
+        "run.json",
+        "step_00000002",
+        "step_00000003",
+    ]
 
 
 def test_the_state_may_be_left_out(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_unsupported_values_may_be_dropped(tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"resume": True}, "use resume='auto'"),
+        ({"resume": True}, "Use resume='auto'"),
         ({"strict": 1}, "strict=1"),
         ({"rename": ["a"]}, "give a dict"),
         ({"skip": "holdfast"}, "the run's own step"),
