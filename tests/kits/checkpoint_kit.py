@@ -68,6 +68,8 @@ def build(
 ) -> Manifest | None:
     """Write a whole checkpoint as a writer does; ``finish=False`` dies before the manifest."""
     sid = save_id(start)
+    if tree is TREE and not {one.name for one in MODEL} <= {one.name for one in tensors}:
+        tree = {}  # a structure must not name tensors that no index has
     replaced = look_before(storage, name) if overwrite else None
     files, table, offsets = [], b"", {}
     digests = f"digests-00000-{sid}.bin"
@@ -116,6 +118,6 @@ def build(
 
 def small(storage: Storage, name: str, **fields: object) -> Manifest:
     """Write a checkpoint with next to nothing in it."""
-    made = build(storage, name, **{"tensors": (), "tree": {}, **fields})
+    made = build(storage, name, tensors=(), **fields)
     assert made is not None
     return made
