@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -454,3 +458,33 @@ def test_a_checkpoint_holds_the_batches_since_the_one_before(tmp_path: Path) -> 
     own = hf.load(tmp_path / "step_00000018")["holdfast"]["progress"]["ledger"]
     assert len(own["recent"]) <= 3 * 28
     assert own["at"] == {"train": [0, 18]}
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+import test_data_ledger as kit, torch, holdfast
+with holdfast.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(1, 1)}, every=3) as ck:
+    for batch in ck.batches(kit.Stateful()):
+        ck.step()
+        if ck.global_step == 3:
+            ck.wait()
+        if ck.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_was_given_is_known(tmp_path: Path) -> None:
+    """The ring survives SIGKILL, which no cleaning up follows: a loader that leaves a batch out is an error."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(here)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, capture_output=True, env=environment, check=False).returncode == -signal.SIGKILL
+
+    class LeavesOut(Stateful):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"] + 1
+
+    with pytest.raises(hf.StateMismatchError, match="what comes from batch 3 to 3 would be left out"):
+        life(tmp_path / "run", LeavesOut(), until=5)
+    assert len(life(tmp_path / "run", Stateful(), until=5)) == 2

@@ -178,7 +178,7 @@ def test_where_the_time_went(run):
     assert re.search(
         r"of .* since the first start: [0-9.]+% useful steps, [0-9.]+% steps done again", call("stats", run).output
     )
-    assert call("stats", run, "--openmetrics", run / "it.prom").exit_code == 0
-    figures = parsed((run / "it.prom").read_text())
+    assert call("stats", run, "--openmetrics", run / "it.txt").exit_code == 0
+    figures = parsed((run / "it.txt").read_text())
     assert figures["holdfast_goodput_ratio", "gpt", None] == pytest.approx(parts["ratio"])
     assert figures["holdfast_saving_held_seconds", "gpt", None] == pytest.approx(parts["held_s"])

@@ -20,15 +20,19 @@ def ranks():
         yield server
 
 
-def test_ranks_save_and_go_on_together(ranks, tmp_path):
-    """Each rank copies its share late; a run of two lives ends as one of a single life."""
-    whole = ranks.checked(f"{CASES}:train", str(tmp_path / "whole"), 6)
-    ranks.checked(f"{CASES}:train", str(tmp_path / "parts"), 4)
-    parts = ranks.checked(f"{CASES}:train", str(tmp_path / "parts"), 6)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_ranks_save_and_go_on_together(how, ranks, tmp_path):
+    """DDP and FSDP2: each rank copies its share late; a run of two lives ends as one of a single life."""
+    whole = ranks.checked(f"{CASES}:train", str(tmp_path / "whole"), 6, how=how)
+    ranks.checked(f"{CASES}:train", str(tmp_path / "parts"), 4, how=how)
+    parts = ranks.checked(f"{CASES}:train", str(tmp_path / "parts"), 6, how=how)
     assert [one["begun"] for one in parts] == [4, 4]
-    assert all(not one["said"] and not one["skipped"] for one in whole + parts)
-    assert parts[0]["sums"]["6"] == whole[0]["sums"]["6"] == whole[1]["sums"]["6"]
-    assert ranks.checked(f"{CASES}:weights", str(tmp_path / "parts")) == [whole[0]["sums"]["6"]] * 2
+    assert all(one["late"] and not one["said"] and not one["skipped"] for one in whole + parts)
+    assert [one["sums"]["6"] for one in parts] == [one["sums"]["6"] for one in whole]
+    # Every rank of DDP holds the whole, of FSDP2 its part.
+    words = whole[0]["sums"]["6"] + (whole[1]["sums"]["6"] if how == "fsdp" else 0)
+    assert ranks.checked(f"{CASES}:weights", str(tmp_path / "parts")) == [words] * 2
 
 
 def test_a_tensor_that_changes_on_one_rank_costs_all_of_them_that_save(ranks, tmp_path):

@@ -116,6 +116,6 @@ def build(
 
 def small(storage: Storage, name: str, **fields: object) -> Manifest:
     """Write a checkpoint with next to nothing in it."""
-    made = build(storage, name, tensors=(), **fields)
+    made = build(storage, name, **{"tensors": (), "tree": {}, **fields})
     assert made is not None
     return made

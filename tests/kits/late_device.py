@@ -28,6 +28,8 @@ def missing() -> str | None:
     """Say why the device cannot be had here; None if it can."""
     if shutil.which("g++") is None:
         return "the late device needs a C++ compiler (g++)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the late device needs the headers of Python"
     return None
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import pytest
+import torch
 from catalog_kit import begin, names, save, storage_of
 from checkpoint_kit import build
 
+import holdfast as hf
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
+from holdfast.format.commit import remove
 from holdfast.run import catalog as catalog_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+from holdfast.writer import open_run
 
 
 @pytest.fixture(params=["local", "memory", "far"])
@@ -112,13 +120,13 @@ def test_many_are_deleted_in_bites(tmp_path, monkeypatch) -> None:
     told = []
     catalog.announce = lambda doomed: told.append(sorted(doomed))
     assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0003", "step_0002", "step_0001"]
-    assert catalog.is_behind
+    assert catalog.num_behind
     assert names(catalog) == [f"step_000{step}" for step in (8, 7, 6, 5, 4)] == names(Catalog(LocalStorage(tmp_path)))
     monkeypatch.setattr(catalog_module, "_BITE_S", 0.0)
     assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0004"], "one at least"
     monkeypatch.setattr(catalog_module, "_BITE_S", 60.0)
     catalog.prune(Keep(last=1))
-    assert not catalog.is_behind
+    assert not catalog.num_behind
     assert names(catalog) == ["step_0008"]
     assert told == [[f"step_000{step}" for step in bite] for bite in ((1, 2, 3), (4, 5, 6), (5, 6, 7))]
 
@@ -178,3 +186,24 @@ def test_a_deletion_cut_short_is_finished(storage) -> None:
     assert (again.incomplete, again.records()) == (["step_0001"], [])
     again.sweep()
     assert not any(info.path.startswith("step_0001/") for info in storage.list())
+
+
+def test_a_backlog_at_the_end_is_said(monkeypatch, caplog):
+    """The process ends before all that keep= does not keep is deleted: how many are left, and who goes on with them."""
+    storage = MemoryStorage("backlog")
+    catalog = begin(storage)
+    for step in range(60):
+        save(catalog, step)
+    monkeypatch.setattr(open_run, "_END_S", 0.0)
+    monkeypatch.setattr(catalog_module, "_BITE", 1)
+    monkeypatch.setattr(catalog_module, "remove", lambda *given: (time.sleep(0.05), remove(*given)))  # a slow disk
+    caplog.set_level(logging.WARNING, "holdfast")
+    with hf.Checkpointer("memory://backlog", {"w": torch.ones(1)}, every=1, keep=Keep(last=3), resume="never") as ck:
+        ck.step()
+    left = len(Catalog(storage).records()) - 3
+    assert left > 0
+    assert f"{left} checkpoints that keep= does not keep are still to be deleted" in caplog.text
+    monkeypatch.undo()
+    with hf.Checkpointer("memory://backlog", {"w": torch.ones(1)}, every=1, keep=Keep(last=3), resume="never") as ck:
+        ck.step()
+    assert len(Catalog(storage).records()) <= 4, "the next start goes on; what it did not resume from goes too"

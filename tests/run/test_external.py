@@ -48,7 +48,7 @@ def test_what_is_held_stays_until_it_is_given_back(storage) -> None:
         save(catalog, step)
     with Checkpoint.at(storage, "step_0002").hold() as checkpoint:
         assert [one.name for one in catalog.prune(LAST)] == ["step_0003", "step_0001"]
-        assert not catalog.is_behind
+        assert not catalog.num_behind
         assert checkpoint.verify().ok
         save(catalog, 5, keep=LAST)
     save(catalog, 6, keep=LAST)

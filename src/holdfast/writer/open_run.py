@@ -381,10 +381,10 @@ class Run:
                 together(catalog.storage, [self._confirm, catalog.index.save])
             elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
-            behind = catalog.is_behind
+            behind = catalog.num_behind
             if mirror is not None and mirror.queue.has_begun:
                 self._gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
-            if behind or catalog.is_behind:
+            if behind or catalog.num_behind:
                 self._later(self._go_on)
 
     def make_room(self) -> bool:
@@ -392,7 +392,7 @@ class Run:
         if self._staged is not None:
             return False  # staged saves have their own disks, with no checkpoint
         has_helped = bool(self.retain())
-        while has_helped and self._catalog.is_behind:
+        while has_helped and self._catalog.num_behind:
             self.retain()
         return has_helped
 
@@ -556,8 +556,14 @@ class Run:
         until = time.monotonic() + _END_S
         self._later = lambda _: None
         self._retain()
-        while self._catalog.is_behind and time.monotonic() < until:
+        while self._catalog.num_behind and time.monotonic() < until:
             self._retain()
+        if (left := self._catalog.num_behind) > 0:
+            _LOG.warning(
+                "%s: %d checkpoints that keep= does not keep are still to be deleted; the next start goes on, "
+                "or `holdfast prune` does it now",
+                self._catalog.storage.uri, left,
+            )  # fmt: skip
 
     def steps_done(self) -> dict[str, Any] | None:
         """Return how many steps a trainer that has died had done, as details of its end; None if it did not say."""
@@ -576,7 +582,7 @@ class Run:
             finally:  # a disk that is full keeps nothing from the remote
                 if mirror is not None:
                     mirror.close()
-            if self._heartbeat.lost is None and (mirror is not None or self._catalog.is_behind):
+            if self._heartbeat.lost is None and (mirror is not None or self._catalog.num_behind):
                 self._finish()
         finally:
             self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -298,3 +299,19 @@ def test_progress_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     shown = capsys.readouterr().err
     assert "6/6" in shown
     assert "eval/loss" in shown
+
+
+def test_lines_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a job gets a line now and then: batch, share, pace, epoch, metrics, loss; none without the bar."""
+    plain(None, progress_bar=True).fit()
+    assert "batches/s" not in capsys.readouterr().err, "a short training needs no line"
+    monkeypatch.setattr("holdfast.trainers.loop.training.progress._LINE_S", (0.0, 0.0))
+    plain(None, progress_bar=True, eval_dataloader=loader(6)).fit()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 12
+    assert re.fullmatch(r"holdfast: batch 3 \(25 %\), [\d.e+]+ batches/s  epoch 0  loss [\d.]+", lines[2])
+    assert re.fullmatch(r"holdfast: batch 9 .* epoch 1  eval/loss [\d.]+  loss [\d.]+", lines[8])
+    plain(None, progress_bar=False).fit()
+    assert capsys.readouterr().err == ""

@@ -71,9 +71,15 @@ def _add(hasher: Any, value: Any, depth: int) -> None:
             _add(hasher, value[key], depth - 1)
     elif isinstance(value, (list, tuple)):
         hasher.update(b"[%d" % len(value))
-        step = -(-len(value) // _NUM_ITEMS) or 1
-        for item in value[::step] if step > 1 else value:
-            _add(hasher, item, depth - 1)
+        items = value[:: -(-len(value) // _NUM_ITEMS) or 1]
+        kinds = set(map(type, items))
+        if kinds == {str}:
+            _add_bytes(hasher, "\0".join(items).encode("utf-8", "surrogatepass"))
+        elif kinds <= {int, float}:
+            hasher.update(repr(items).encode())
+        else:
+            for item in items:
+                _add(hasher, item, depth - 1)
     elif isinstance(value, Set):
         for digest in sorted(batch_digest(item) for item in value):
             hasher.update(digest.to_bytes(8, "little"))

@@ -93,7 +93,7 @@ def choose_device(device: Any) -> torch.device:
 def _own(device: Any) -> torch.device:
     """Return the GPU of this process where several on this machine have one each."""
     found, ranks = torch.device(device), current_ranks()
-    if found.type == accelerator() and found.index is None and ranks.world_size > 1:
+    if found.type == default_device(0).type != "cpu" and found.index is None and ranks.world_size > 1:
         return default_device(ranks.local_rank)
     return found
 

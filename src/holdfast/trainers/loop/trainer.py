@@ -87,7 +87,7 @@ class Trainer:
         precision: "fp32", "amp_bf16" or "amp_fp16" (with scaled gradients).
         grad_accum: parts each batch is split into, one after another; the optimizer still steps once a batch.
         grad_clip_norm: bound of the norm of all gradients.
-        progress_bar: draw one, on a terminal.
+        progress_bar: draw one; where stderr is no terminal, say a line after 10 s and then one a minute.
         save_folder: where checkpoints go: a directory or a URI; None saves nothing.
         save_filename: name of each; without suffix a Holdfast directory, ".pt" one file for ``torch.load``,
             ".safetensors" the weights alone.
