@@ -294,6 +294,7 @@ def check_litter(root):
         homes.add(name)
     allowed |= {f"step_{step:08d}/README.txt" for step in (2, 3)}
     allowed |= {path for path in files_under(root) if path.startswith("reports/") and path.endswith(".jsonl")}
+    allowed |= {path for path in files_under(root) if path.startswith(".ledger/rank-")}  # what was trained
     litter = sorted(files_under(root) - allowed)
     assert not litter, f"litter: {litter}"
     homes |= {os.path.dirname(path) for path in files_under(root)}
