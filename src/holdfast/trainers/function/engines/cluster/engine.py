@@ -19,6 +19,7 @@ from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
     Draining,
+    Dying,
     Event,
     Exited,
     GroupSpec,
@@ -301,6 +302,9 @@ class ClusterEngine:
             else:
                 child.outcome = passed
                 link.tell({"do": "limit", "child": child.number, "seconds": _TASK_END_S})
+        elif on == "dying":
+            if child.rank is not None:
+                self._ready.append(Dying(rank=child.rank))
         elif on == "ended":
             self._ended(child, header["status"], header["why"])
 
