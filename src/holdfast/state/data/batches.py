@@ -473,7 +473,7 @@ def _length(dataset: Any) -> int | None:
 
 def _batch_option(loader: Any, name: str) -> int | None:
     """Return a number or a bool of the loader, or of the batch sampler that it was given."""
-    owners = (loader, getattr(loader, "batch_sampler", None))
+    owners: tuple[Any, ...] = (loader, getattr(loader, "batch_sampler", None))
     if isinstance(loader, DataLoader) and loader.batch_size is None:  # then its own drop_last means nothing
         owners = owners[1:]
     found = next((value for owner in owners if (value := getattr(owner, name, None)) is not None), None)
