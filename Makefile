@@ -40,12 +40,11 @@ lint: $(STAMP)  ## style, types, layers, no large files
 reference: $(STAMP)  ## write docs/reference.md from the docstrings
 	$(BIN)/python docs/make_reference.py
 
-mutants: $(STAMP)  ## small mistakes, one at a time: each has to fail a test
+mutants: $(STAMP)  ## small mistakes, one at a time: each has to fail a test; MUTANTS=--tenth for some of them
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
 	$(BIN)/python -m pytest -n 2 -m "$(SWEEP)"
-	$(BIN)/python tests/mutants/run.py --tenth
 
 bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-bench.txt

@@ -14,9 +14,8 @@ from .config import Keep, ValidationTaskConfig
 from .errors import ConfigError
 from .frameworks import DirectoryCheckpoints
 from .frameworks.finished import all_written, report_finished
-from .frameworks.model_directory import model_directory
+from .frameworks.model_directory import model_files
 from .frameworks.trainer_logs import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
-from .model_files import ModelFiles
 from .trainers.function.worker._session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "model_files", "prepare_trainer"]
@@ -154,31 +153,3 @@ def prepare_trainer(trainer: Any) -> Any:
     if all(type(callback).on_save.__module__.startswith("transformers.") for callback in callbacks):
         trainer.add_callback(ReportCallback())
     return trainer
-
-
-def model_files(model: Any, tokenizer: Any = None, *, item: str = "model", folder: str = "") -> ModelFiles:
-    """Make the small files with which the directory of a checkpoint is a model: give them to ``model_files=``.
-
-    ``AutoModel.from_pretrained(checkpoint.path)`` then loads it as it lies there: ``model.safetensors.index.json``
-    names the files of the checkpoint, and no tensor is written twice. Of a PEFT model the adapter is written to
-    ``adapter_model.safetensors``, for ``PeftModel.from_pretrained(base, checkpoint.path)``. Weights have the type that
-    they are trained in, which ``config.json`` says (``dtype``).
-
-    Args:
-        model: what is saved in the state under ``item``, wrapped (DDP, ``torch.compile``) or not.
-        tokenizer: a tokenizer, processor or whatever has ``save_pretrained`` and belongs to the model.
-        item: key of the model in the state.
-        folder: where in the checkpoint these files lie, for several models in one: "encoder".
-
-    Returns:
-        The files, as they are now: make them anew if the configuration changes.
-
-    Raises:
-        ConfigError: it is no model of transformers or PEFT.
-
-    Example:
-        >>> files = model_files(model, tokenizer)                                           # doctest: +SKIP
-        >>> with holdfast.Checkpointer("runs/a", {"model": model}, model_files=files) as ck:  # doctest: +SKIP
-        ...     ...
-    """
-    return model_directory(model, tokenizer, item=item, folder=folder)

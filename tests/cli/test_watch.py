@@ -119,3 +119,21 @@ def test_commands_that_fail_are_said_and_the_next_one_runs(run) -> None:
     assert "give --exec" in invoke("watch", run, "--report", code=2).stderr
     assert "--hold soon" in invoke("watch", run, "--exec", "true", "--hold", "soon", code=2).stderr
     assert "no new checkpoint" in invoke("watch", run.parent / "none", "--timeout", "0.01s", code=1).stderr
+
+
+def test_latest_waits_for_the_first_checkpoint(tmp_path) -> None:
+    """`latest --wait` prints the first checkpoint of a run that has not begun yet, and gives up where it is told to."""
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "latest", str(run), "--wait", "--timeout", "120s"],
+        env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True,
+    ) as waiting:  # fmt: skip
+        trained = trainer(run, 1)
+        said, _ = waiting.communicate(timeout=120)
+        (tmp_path / "run.go").mkdir()
+        (tmp_path / "run.go/1").touch()
+        assert trained.wait(120) == 0
+    assert (waiting.returncode, said) == (0, f"{run}/step_00000001\n")
+    result = invoke("latest", tmp_path / "none", "--wait", "--timeout", "0.1s", code=1)
+    assert "no new checkpoint" in result.output
+    assert "give --wait" in invoke("latest", run, "--timeout", "1s", code=2).output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -121,10 +122,13 @@ def test_a_file_system_without_fsync(tmp_path, monkeypatch, caplog, code):
 
 
 def test_an_fsync_that_fails_is_no_missing_call(tmp_path, monkeypatch):
-    """EIO of fsync is a lost write, and said as that."""
+    """EIO of the fsync of a file is a lost write, and said as that."""
+    fsync = os.fsync
 
     def refuse(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(StorageError, match="the device reported an error"):

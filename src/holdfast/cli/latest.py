@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.errors import ConfigError
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
-from .targets import PATH, Choice, choose, complete_metric, find, ranking, run_at
+from .targets import PATH, Choice, choose, complete_metric, find, ranking, run_at, span_option
 from .terminal import print_json, printable
 
 __all__ = ["best", "latest"]
@@ -15,12 +16,24 @@ __all__ = ["best", "latest"]
 
 @click.command()
 @click.argument("run", type=PATH)
+@click.option("--wait", is_flag=True, help="If there is none yet, wait for the first, until the run has ended.")
+@click.option("--timeout", metavar="SPAN", help="With --wait: give up after this time, with status 1.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def latest(run: str, as_json: bool) -> None:
+def latest(run: str, wait: bool, timeout: str | None, as_json: bool) -> None:
     """Print the path or URI of the newest good checkpoint of RUN, one line for a script.
 
-    Status 1 if there is none yet.
+    Status 1 if there is none, or none yet.
     """
+    if timeout is not None and not wait:
+        raise ConfigError("--timeout says how long --wait waits: give --wait too")
+    if wait:
+        limit_s = None if timeout is None else span_option("--timeout", timeout)
+        try:
+            next(follow(run, timeout_s=limit_s), None)
+        except TimeoutError as error:
+            if isinstance(error, HoldfastError):
+                raise
+            raise CheckpointError(str(error)) from error
     _answer(run, Choice(newest=True), as_json)
 
 

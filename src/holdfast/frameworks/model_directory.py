@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from holdfast._optional import require
 from holdfast.errors import ConfigError
@@ -17,14 +16,37 @@ from holdfast.model_files import ModelFiles
 from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.names import unwrap
 
-__all__ = ["model_directory"]
+__all__ = ["model_files"]
 
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"
 
 
-def model_directory(model: nn.Module, tokenizer: Any, *, item: str, folder: str) -> ModelFiles:
-    """Make the files of a `transformers.PreTrainedModel` or of a `peft.PeftModel`; see `holdfast.transformers`."""
+def model_files(model: Any, tokenizer: Any = None, *, item: str = "model", folder: str = "") -> ModelFiles:
+    """Make the small files with which the directory of a checkpoint is a model: give them to ``model_files=``.
+
+    ``AutoModel.from_pretrained(checkpoint.path)`` then loads it as it lies there: ``model.safetensors.index.json``
+    names the files of the checkpoint, and no tensor is written twice. Of a PEFT model the adapter is written to
+    ``adapter_model.safetensors``, for ``PeftModel.from_pretrained(base, checkpoint.path)``. Weights have the type that
+    they are trained in, which ``config.json`` says (``dtype``).
+
+    Args:
+        model: what is saved in the state under ``item``, wrapped (DDP, ``torch.compile``) or not.
+        tokenizer: a tokenizer, processor or whatever has ``save_pretrained`` and belongs to the model.
+        item: key of the model in the state.
+        folder: where in the checkpoint these files lie, for several models in one: "encoder".
+
+    Returns:
+        The files, as they are now: make them anew if the configuration changes.
+
+    Raises:
+        ConfigError: it is no model of transformers or PEFT.
+
+    Example:
+        >>> files = model_files(model, tokenizer)                                           # doctest: +SKIP
+        >>> with holdfast.Checkpointer("runs/a", {"model": model}, model_files=files) as ck:  # doctest: +SKIP
+        ...     ...
+    """
     module = unwrap(model)
     prefix = f"{folder}/" if folder else ""
     with tempfile.TemporaryDirectory(prefix="holdfast-model-") as made:
