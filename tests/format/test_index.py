@@ -115,7 +115,7 @@ def test_ten_thousand_tensors_stay_compact():
 
 @pytest.mark.parametrize("shape", [[0, 2**61, 2**61], [2**61, 0], [2**31, 0, 2**31], [2**61]])
 def test_shapes_that_nothing_can_hold_are_damage(shape):
-    """Also of a tensor without an element: its strides would not fit."""
+    """Also of a tensor without an element: its strides would not fit, and torch and NumPy say so in their own words."""
     body = {"index": 1, "writer": 0, "files": ["a.safetensors"], "tensors": [["w", "float32", shape, [[0, 0, 0]]]]}
     with pytest.raises(CorruptCheckpointError, match="tensor 'w' has the shape"):
         Index.from_bytes(json.dumps(body).encode())

@@ -341,7 +341,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         names, folder, [uploader], claim=None, keep=None, keeps_none=True, announce=lambda checkpoint: None
     )
     saved = FolderEntry(name="ba1", container="directory")
-    kept.add(saved, Destinations(None, "ba1", None))
+    kept.add(saved, Destinations(None, "ba1", None), b"")
     assert events == ["uploads ba1", "deletes ba1"]
 
 

@@ -185,7 +185,7 @@ def test_nothing_stays_when_asked(remote, local):
     mirror = hf.Mirror(local, delete_after_upload=True, max_behind=9)
     ck = train(remote, mirror, 3, keep=hf.Keep(last=2))
     assert not list(local.glob("step_*"))
-    assert sorted(path.name for path in local.iterdir()) == ["reports", "run.json"]
+    assert sorted(path.name for path in local.iterdir()) == [".ledger", "reports", "run.json"]
     assert steps(remote) == [2, 3]
     assert ck.latest().uri == f"{remote.uri}/step_00000003"
     with running(remote, mirror, keep=hf.Keep(last=2)) as (ck, state):

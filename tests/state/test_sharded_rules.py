@@ -176,7 +176,7 @@ def test_boxes_that_do_not_make_up_a_tensor_are_corruption(damage):
     from holdfast.state.load.targets import Targets
 
     with pytest.raises(hf.CorruptCheckpointError, match=damage):
-        Targets(stored).append("w", torch.empty(4, 2))
+        Targets(stored).add("w", torch.empty(4, 2))
 
 
 def test_the_index_has_boxes_and_every_rank_one():

@@ -368,7 +368,7 @@ def command(tmp_path, *arguments, script=SCRIPT):
 
 def test_the_command(tmp_path):
     """Exit 0 and one JSON document for an exact script, whose own run is untouched; --steps ends it early."""
-    told = ["--json", "--kills", "1", "--steps", "5", "--keep", "kept", "--"]
+    told = ["--json", "--kills", "1", "--steps", "5", "--output", "kept", "--"]
     ended = command(tmp_path, *told, sys.executable, "train.py", "--run", "100000000")
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ def test_one_file_is_a_checkpoint(root: Path, tmp_path: Path, client: WriterClie
     source = kit.make_files(tmp_path / "source", {"model.pt": b"weights", ".model.pt.metadata.json": b'{"a":1}'})
     take(client, LocalStorage(root), {0: source / "model.pt"}, owned=True)
     assert user_files(LocalStorage(root)) == {"model.pt": b"weights"}
-    assert (root / "checkpoint_000001/.metadata.json").read_bytes() == b'{"a":1}'
+    assert json.loads((root / "checkpoint_000001/.metadata.json").read_bytes()) == {"a": 1}
     assert kit.tree(source) == {}
 
 
@@ -182,7 +183,7 @@ def test_metadata_goes_along(root: Path, tmp_path: Path, client: WriterClient) -
     b = kit.make_files(tmp_path / "b", {".metadata.json": b'{"n":2}', "deep/.metadata.json": b"a file like any"})
     take(client, LocalStorage(root), {0: a, 1: b})
     assert user_files(LocalStorage(root)) == {"x": b"1", "deep/.metadata.json": b"a file like any"}
-    assert (root / "checkpoint_000001/.metadata.json").read_bytes() == b'{"n":2}'
+    assert json.loads((root / "checkpoint_000001/.metadata.json").read_bytes()) == {"n": 2}
 
 
 def make_checkpoint(client: WriterClient, path: Path, contents: list[bytes], **fields: object) -> dict[str, bytes]:

@@ -246,7 +246,7 @@ def _plan_names(task: Task) -> bool:
     """
     job, storage = task.job, task.storage
     paths = [*(plan.path for plan in job.files), *(plan.path for plan in job.blobs)]
-    names = [path for path in paths if save_id_of(path) is None]
+    names = [path for path in paths if job.save_id not in path]
     if not names:
         return False
     skip = len(job.directory) + 1
