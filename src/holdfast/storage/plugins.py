@@ -70,7 +70,7 @@ def rebuild(place: str, options: Mapping[str, Any], secrets: dict[str, str] | No
         secrets: what `Storage.secrets` returned; None for those that a storage of this description had before.
 
     Raises:
-        ConfigError: it cannot be imported or made, or is neither a storage nor an entry point: a description may come from a
+        ConfigError: it cannot be imported or made, or is no storage and no entry point: a description may come from a
             file, and must not name any function there is.
     """
     found = load(place)
