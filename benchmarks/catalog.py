@@ -12,7 +12,7 @@ import torch
 import holdfast as hf
 from holdfast.format.manifest import Manifest
 from holdfast.run.index import RunIndex
-from holdfast.run.record import pack, record_from_manifest
+from holdfast.run.record import Sidecar, pack, record_from_manifest
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .bench import Context, Goal, Outcome, remove, timed
@@ -75,7 +75,7 @@ def fabricate(root: Path, count: int) -> None:
         )
         (root / name).mkdir()
         (root / name / "manifest.json").write_bytes(manifest.to_bytes())
-        index.rows[name] = pack(record_from_manifest(name, manifest, metrics={}, pinned=False))
+        index.rows[name] = pack(record_from_manifest(name, manifest, Sidecar()))
     index.save()
 
 

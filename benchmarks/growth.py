@@ -24,7 +24,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.parts import put_part
 from holdfast.run.catalog import Catalog
-from holdfast.run.record import pack, record_from_manifest
+from holdfast.run.record import Sidecar, pack, record_from_manifest
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Exchange, Fault, FaultProxy
@@ -130,7 +130,7 @@ def _fabricate(storage: ObjectStorage, count: int) -> None:
         another = replace(manifest, step=step, checkpoint_id=f"{step:016x}")
         for path, data in [*files, (MANIFEST_NAME, another.to_bytes())]:
             storage.put(f"{name}/{path}", data)
-        catalog.index.rows[name] = pack(record_from_manifest(name, another, metrics={}, pinned=False))
+        catalog.index.rows[name] = pack(record_from_manifest(name, another, Sidecar()))
 
     together(storage, [partial(one, step) for step in range(2, count + 1)])
     catalog.index.save()

@@ -9,7 +9,6 @@ lines that start and end them are different.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from pathlib import Path
@@ -85,7 +84,6 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two steps, so that there is time")
     told = parser.parse_args()
     told.folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("HOLDFAST_GROW_AFTER_S", "5")
     options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=options)
     try:

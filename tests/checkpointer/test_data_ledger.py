@@ -344,6 +344,11 @@ HEALTHY: dict[str, Make] = {
     "tuple": lambda life: DataLoader(table("tuple"), 4, shuffle=True),
     "text": lambda life: DataLoader(table("text"), 4, shuffle=True),
     "nested": lambda life: DataLoader(table("nested"), 4, shuffle=True),
+    "a batch sampler of another batch size": lambda life: DataLoader(
+        Own(), batch_sampler=BatchSampler(range(24), (2, 3, 4, 4, 4)[life], drop_last=False)),
+    "weighted, with other batch sizes": lambda life: DataLoader(
+        Own(), (1, 2, 4, 4, 4)[life], sampler=torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)),
+    "drop_last from the second life on": lambda life: DataLoader(Own(), 5, shuffle=True, drop_last=life > 0),
     "another batch size": lambda life: DataLoader(Own(), 4 if life else 2, shuffle=True),
     "loader with a state": lambda life: Stateful(),
     "endless data": lambda life: Growing(),

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
-from holdfast.format.strict_json import dumps, loads
+from holdfast.format.strict_json import check_depth, dumps, loads
 
 HOSTILE = {
     "duplicate key": b'{"a":1,"b":{"c":1,"c":2}}',
@@ -44,6 +44,24 @@ def test_brackets_in_strings_do_not_count_as_depth():
     assert loads(dumps(value), max_depth=2) == value
     with pytest.raises(CorruptCheckpointError, match="nested 2 levels"):
         loads(dumps(value), max_depth=1)
+
+
+@pytest.mark.parametrize(
+    "text", [r'"\u00bf\"[[["', r'"\\"', r'"\/\b\f\n\r\t\\\"]]]]"', r'"\ud83d\ude00\\"', '"\u00e9[\u20ac\\"["']
+)
+def test_escapes_are_read_as_the_parser_reads_them(text):
+    """Whatever is escaped before it, a quote that ends a text ends it for the count of levels too."""
+    check_depth(f"[[{text}]]".encode() * 20, max_depth=2, where="x")
+    with pytest.raises(CorruptCheckpointError, match="nested 3 levels"):
+        check_depth(f"[{text},[[]]]".encode() * 20, max_depth=2, where="x")
+    loads(f"[{text}]".encode())
+
+
+@pytest.mark.parametrize("text", [r'"\x"', r'"\a"', r'"\1\"', '"\\ "'])
+def test_a_false_escape_hides_no_depth_from_the_parser(text):
+    """Behind an escape that there is not nothing is parsed, however the levels there are counted."""
+    with pytest.raises(CorruptCheckpointError, match="x: "):
+        loads(f"[{text},{'[' * 100_000}".encode(), where="x")
 
 
 def test_size_is_bounded():

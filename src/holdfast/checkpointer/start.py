@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,8 +50,15 @@ _ALIKE = (
     "resume",
 )  # the same on all ranks
 _MARGIN = 16 << 20
-# State tensors of parameter size that an optimizer creates with its first step; others count as one tensor.
-_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
+# State tensors of parameter size that an optimizer creates with its first step, and the options of a parameter group
+# that each add one. An optimizer of another kind counts as one tensor.
+_SLOTS = {
+    "ASGD": 1, "Adadelta": 2, "Adafactor": 1, "Adagrad": 1, "Adam": 2, "AdamW": 2, "Adamax": 2, "LBFGS": 0, "Muon": 0,
+    "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Rprop": 2, "SGD": 0, "SparseAdam": 2,
+}  # fmt: skip
+_MORE_SLOTS = ("amsgrad", "centered", "momentum")
+_MANIFEST_BYTES = 1536
+_INDEX_BYTES = 260  # of a small tensor in the index, in the header of its file and in the structure of the state
 
 
 @dataclass(slots=True)
@@ -108,8 +115,12 @@ def start_run(
         if mine:  # its step is safe; saving it again would only make a copy
             session.resume_at(progress.step, name=name, checkpoint_id=session.saves.parent)
 
+    short: list[str | None] = []
+
     def need() -> list[Any]:
-        own = snapshotter.plan(live).tensor_bytes
+        # Before any rank takes memory: each looks at what all of them share.
+        short.append(snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu")))
+        own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
@@ -118,8 +129,6 @@ def start_run(
         room = _check_storages(session, needs, live, options, probes)
         return {"room": room, "seed": progress.own_seed()}
 
-    # Before any rank takes memory: each looks at what all of them share.
-    short = snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu"))
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
@@ -130,7 +139,7 @@ def start_run(
     if session.leads:
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
-        block.notes.extend([] if short is None else [short])
+        block.notes.extend(note for note in short if note is not None)
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
@@ -315,7 +324,7 @@ def check_room(
                 f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
             )
         least = free if least is None or free is None else min(least, free)
-    size = sum(own for _, own, _ in needs) + future
+    size = sum(own for _, own, _ in needs) + future + _MANIFEST_BYTES
     line = f"one checkpoint takes about {format_bytes(size)}"
     if least is None:
         return line
@@ -376,19 +385,43 @@ def _future_optimizer_bytes(values: Any, *, on: str | None = None) -> int:
     total = 0
     for value in values:
         if isinstance(value, torch.optim.Optimizer):
-            slots = _SLOTS.get(type(value).__name__, 1)
-            if type(value).__name__ == "SGD" and not any(group.get("momentum") for group in value.param_groups):
-                slots = 0
-            total += slots * sum(
-                param.numel() * param.element_size()
-                for group in value.param_groups
-                for param in group["params"]
-                if param.requires_grad and param not in value.state and on in (None, param.device.type)
-            )
+            total += _future_bytes_of(value, on=on)
         elif isinstance(value, Mapping):
             total += _future_optimizer_bytes(value.values(), on=on)
         elif isinstance(value, (list, tuple)):
             total += _future_optimizer_bytes(value, on=on)
+    return total
+
+
+def _future_bytes_of(optimizer: torch.optim.Optimizer, *, on: str | None) -> int:
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _SLOTS), None)
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [param for param in group["params"] if param.requires_grad and on in (None, param.device.type)]
+        if kind == "LBFGS":  # of all parameters together, and more with each step up to the length of its history
+            full = (2 * group["history_size"] + 2) * sum(param.nbytes for param in trained)
+            total += max(0, full - _tensor_bytes(optimizer.state.values()))
+            continue
+        slots = 1 if kind is None else _SLOTS[kind] + sum(bool(group.get(option)) for option in _MORE_SLOTS)
+        for param in trained:
+            if param in optimizer.state:
+                continue
+            if kind == "Adafactor" and param.dim() > 1:  # a row and a column instead of a matrix
+                total += param.nbytes // param.shape[-1] + param.nbytes // param.shape[-2] if param.numel() else 0
+            else:
+                total += slots * param.nbytes
+            total += _INDEX_BYTES * slots
+    return total
+
+
+def _tensor_bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of all tensors in mappings and lists."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.nbytes
+        elif isinstance(value, (Mapping, list)):
+            total += _tensor_bytes(value.values() if isinstance(value, Mapping) else value)
     return total
 
 

@@ -22,6 +22,7 @@ BIG_INT_BITS = 2048
 _MANY = 1_000_000
 _DENSE = 5  # bytes for each list or object in a file that has many: a pair of small numbers takes six
 # Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
+_MEANINGLESS = bytes({*range(256)} - {*b'[]{}"\\/bfnrtu'})
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -107,6 +108,9 @@ def _depth(data: bytes) -> int:
 
 def _outside_strings(data: bytes) -> bytes:
     if b"\\" in data:
+        # First without letters that mean nothing here: half of the time. All that may follow a backslash stays, so it
+        # escapes what it did; where something else follows one, the parser stops before it can come to what is behind.
+        data = data.translate(None, _MEANINGLESS)
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(data.split(b'"')[::2])
 

@@ -308,16 +308,14 @@ class Catalog:
 
         A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
         """
-        try:
-            if is_new and self.storage.traits.num_parallel > 1:  # a read that waits
-                record = record_from_manifest(name, manifest, Sidecar())
-            else:
-                record = self._record(name, manifest)
-        except StorageError as error:
-            # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
-            _log.warning("%s was entered by its manifest alone: %s", name, error)
-            record = record_from_manifest(name, manifest, Sidecar())
-        self.index.rows[name] = pack(record)
+        sidecar = Sidecar()
+        if not (is_new and self.storage.traits.num_parallel > 1):  # there a read is a wait
+            try:
+                sidecar = read_sidecar(self.storage, name)
+            except StorageError as error:
+                # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
+                _log.warning("%s was entered by its manifest alone: %s", name, error)
+        self.index.rows[name] = pack(record_from_manifest(name, manifest, sidecar))
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
         if name in self.incomplete:
@@ -614,9 +612,8 @@ class Catalog:
             )  # fmt: skip
         before = self.index.attempts[:-1]
         num = _TIDIED
-        if (
-            self.storage.traits.num_parallel > 1
-        ):  # saves are committed one after another, so remains lie beside the newest
+        if self.storage.traits.num_parallel > 1:
+            # Saves are committed one after another, so remains lie beside the newest.
             num = _TIDIED_FAR if before and before[-1].ended is None else 0
         swept += sweep_names(
             self.storage,

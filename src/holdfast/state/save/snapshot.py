@@ -23,7 +23,7 @@ from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK, chunk_digests
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
@@ -144,13 +144,18 @@ class Snapshotter:
         self._looked = False  # at memory, for the present layout
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
 
-    def plan(self, state: Mapping[Any, Any], *, unsupported: str | None = None) -> Layout:
-        """Take the state apart and lay it out, without memory for it.
+    def stored_bytes(self, state: Mapping[Any, Any]) -> int:
+        """Return how many bytes this rank would write now: tensors, their indexes and digests, and plain data.
 
         Raises:
             UnsupportedStateError: the state cannot be saved.
         """
-        return self._layout(self._flatten(state, unsupported))
+        flat = self._flatten(state)
+        layout = self._layout(flat)
+        _, contents = self._blobs(flat, layout, "")
+        files = [file.size for file in layout.files]
+        digests = DIGEST_BYTES * sum(map(num_chunks, files))
+        return sum(files) + digests + sum(len(content()) for content in contents)
 
     def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
         """Decide whether a copy of the state fits into memory; return what it costs if it does not.

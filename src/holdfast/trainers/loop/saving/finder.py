@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, cast
@@ -152,19 +152,26 @@ def _is_alias(storage: Storage, path: str) -> bool:
     return link.resolve().is_relative_to(root.resolve())
 
 
-def look(storage: Storage, *, nested: bool, wanted: Callable[[str], object] | None = None) -> list[FolderEntry]:
+def look(
+    storage: Storage,
+    *,
+    nested: bool,
+    wanted: Callable[[str], object] | None = None,
+    named: Iterable[str] = (),
+) -> list[FolderEntry]:
     """Return the checkpoints of a folder, newest first; damaged ones come with their problem.
 
     Args:
         storage: the folder.
         nested: look into sub-folders too.
         wanted: tells which names matter.
+        named: names to ask for although no listing may show them yet.
 
     Raises:
         StorageError: the folder cannot be read. An unreadable folder never counts as empty.
     """
     found = []
-    for name in names_in(storage, nested=nested):
+    for name in sorted({*names_in(storage, nested=nested), *named}):
         if wanted is None or wanted(name):
             entry = look_at(storage, name)
             if entry is not None:

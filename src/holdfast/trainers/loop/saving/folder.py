@@ -30,7 +30,7 @@ from ..training.ranks import TIMEOUT_S, Ranks
 from .file_leases import FileLeases
 from .finder import FolderEntry, look
 
-__all__ = ["SaveFolder", "check_link", "link_latest"]
+__all__ = ["SaveFolder", "check_link", "link_latest", "linked_by"]
 
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0
@@ -132,6 +132,15 @@ class SaveFolder:
             return 1
 
         self._number_life(self.ranks.lead("attempt", look_here))
+
+    def named(self, latest: str | None) -> set[str]:
+        """Return names that are asked for by name, since a listing of a store may be some seconds old.
+
+        Those that run.json names, and the one that the link to the newest (``latest``) means.
+        """
+        names = set() if self._session is None else {str(row[0]) for row in self._session.opened.records}
+        newest = None if latest is None else linked_by(self.storage, latest)
+        return names if newest is None else {*names, newest}
 
     def rise_above(self, attempt: int) -> None:
         """Number this life after another one, which only uploads may know of: this folder may be a new one."""
@@ -273,6 +282,28 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
         return
     with errors_of("link", str(root / latest)):
         _link(root, latest, name)
+
+
+def linked_by(storage: Storage, latest: str) -> str | None:
+    """Return the name that ``latest``, a link of `link_latest` or an upload's pointer, means; None for none in here."""
+    root = storage.local_root
+    if root is not None:
+        try:
+            name = os.path.normpath(os.path.join(os.path.dirname(latest), os.readlink(root / latest)))
+        except OSError:  # none, or something else has its name
+            return None
+        if os.path.isabs(name) or (root / name).is_symlink():
+            return None
+    else:
+        try:
+            text = storage.read(f"{latest}.symlink").decode().strip()
+        except (StorageNotFoundError, UnicodeDecodeError):
+            return None
+        prefix = storage_prefix(storage)
+        if not text.startswith(prefix):
+            return None
+        name = text.removeprefix(prefix)
+    return None if any(part in ("", ".", "..") for part in name.split("/")) else name
 
 
 def check_link(storage: Storage, latest: str) -> None:

@@ -167,12 +167,28 @@ class SaverNames:
         """Return the name of the checkpoint of a moment."""
         return self.file.format(self.variables, now)
 
+    @property
+    def fixed_latest(self) -> str | None:
+        """Name of the link to the newest; None if there is none, or each moment has its own."""
+        return _fixed(self.latest, self.variables)
+
+    @property
+    def fixed_remote_latest(self) -> str | None:
+        """Name of the pointer to the newest upload; None if there is none, or each moment has its own."""
+        return _fixed(self.remote_latest, self.variables)
+
     def destinations(self, now: Timestamp) -> Destinations:
         """Return the names, apart from its own, that the checkpoint of a moment gets."""
         templates = (self.latest, self.remote, self.remote_latest)
         return Destinations(
             *(None if template is None else template.format(self.variables, now) for template in templates)
         )
+
+
+def _fixed(template: NameTemplate | None, variables: Mapping[str, Any]) -> str | None:
+    if template is None or set(template.variables) & set(TIME_VARIABLES):
+        return None
+    return template.format(variables)
 
 
 def run_variables(run_name: str, ranks: RankInfo) -> dict[str, Any]:

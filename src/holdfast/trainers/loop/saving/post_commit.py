@@ -100,10 +100,10 @@ class PostCommit:
 
     def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
-        found = look(self._folder.storage, nested=self._names.nested, wanted=self._names.pattern.fullmatch)
-        good = [
-            entry for entry in reversed(found) if entry.problem is None and entry.name not in self._folder.quarantined
-        ]
+        folder, names = self._folder, self._names
+        named = folder.named(names.fixed_latest)
+        found = look(folder.storage, nested=names.nested, wanted=names.pattern.fullmatch, named=named)
+        good = [entry for entry in reversed(found) if entry.problem is None and entry.name not in folder.quarantined]
         return [asdict(entry) for entry in good if entry.weights_only is weights_only]
 
     def _send_again(self, saved: FolderEntry, there: Destinations) -> None:
@@ -124,9 +124,9 @@ class PostCommit:
 
     def _repair_link(self) -> None:
         """Let the link mean the newest checkpoint there is: a life that died may have left it behind."""
-        template, found = self._names.latest, self.all
-        if template is not None and found and not self._keeps_none and not _has_times(template):
-            link_latest(self._folder.storage, template.format(self._names.variables), found[-1].name)
+        latest, found = self._names.fixed_latest, self.all
+        if latest is not None and found and not self._keeps_none:
+            link_latest(self._folder.storage, latest, found[-1].name)
 
     # -- after a commit, on another thread
 

@@ -22,7 +22,7 @@ from holdfast.run.names import RUN_NAMES
 from holdfast.storage.base import Storage
 
 from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
-from .folder import SaveFolder
+from .folder import SaveFolder, linked_by
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .saver import CheckpointSaver
 from .saver_group import SaverGroup
@@ -162,7 +162,10 @@ class StartingPoint:
         places: list[tuple[int, FolderEntry]] = []
         for number, storage in enumerate(storages):
             try:
-                found = look(storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage))
+                found = look(
+                    storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage),
+                    named=self._named(saver, storage),
+                )  # fmt: skip
             except StorageNotFoundError:
                 continue
             places += [(number, entry) for entry in found if not entry.weights_only]
@@ -172,6 +175,15 @@ class StartingPoint:
             key=lambda place: (place[1].problem is not None, place[1].attempt, place[1].step, -place[0]), reverse=True
         )
         return [(number, asdict(entry)) for number, entry in places]
+
+    def _named(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
+        """Return names to ask a storage for although a listing may not show them yet."""
+        if storage is saver.place.storage:
+            return saver.place.named(saver.names.fixed_latest)
+        latest = saver.names.fixed_remote_latest
+        uploader = next(uploader for uploader in self._context.uploaders if uploader.storage is storage)
+        newest = None if latest is None else linked_by(storage, uploader.path_of(latest))
+        return set() if newest is None else {newest}
 
     def _try(self, storage: Storage, name: str, found: list[LoadReport]) -> str | None:
         """Load a candidate; give the reason if it is bad."""
