@@ -442,6 +442,20 @@ def test_a_damaged_ring_never_stops_a_resume(tmp_path: Path, damage: str) -> Non
     assert [int(batch[0]) // 4 for batch in life(tmp_path, Stateful(), until=6)] == [3, 4, 5]
 
 
+def test_a_batch_size_that_was_only_tried_binds_nobody(tmp_path: Path) -> None:
+    """A life with other batches that dies before its first save does not forbid the loader that was there before."""
+    data = torch.arange(96)
+
+    def loader(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(data, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
+
+    first = life(tmp_path, loader(4), until=9, save_at=3)
+    for options in ({}, {"on_data_mismatch": "ignore"}):
+        life(tmp_path, loader(8), until=6, **options)
+    again = life(tmp_path, loader(4), until=9)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in first[3:]]
+
+
 def test_a_run_made_anew_in_the_same_folder_is_not_compared_with_the_old_one(tmp_path: Path) -> None:
     """`rm -rf RUN/*` leaves the ledger; the attempts of the next run have the same numbers, its batches differ."""
     life(tmp_path, Stateful(), until=9, save_at=3)
