@@ -253,3 +253,25 @@ def test_credentials_travel_apart(box, tmp_path, monkeypatch):
     named = Locked(str(tmp_path), {"key": "correct-horse-battery"})
     assert resolve(named) is named
     assert masked("refused: correct-horse-battery") == "refused: ***"
+
+
+def test_a_storage_that_the_writer_cannot_make_says_why(tmp_path, monkeypatch):
+    """What its constructor raises in the process that writes is the error of the save, not that the writer broke."""
+    (tmp_path / "at_home.py").write_text(
+        "import os\n"
+        "from holdfast.storage import LocalStorage\n"
+        "class AtHome(LocalStorage):\n"
+        "    def __init__(self, root, home=None):\n"
+        "        super().__init__(root)\n"
+        "        self.about = {'kind': 'at_home:AtHome', 'root': str(root), 'home': home or os.getpid()}\n"
+        "        if home not in (None, os.getpid()):\n"
+        "            raise ValueError('no token file here')\n"
+        "    def describe(self):\n"
+        "        return self.about\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "at_home", raising=False)
+    import at_home
+
+    with pytest.raises(ConfigError, match="no token file here"), hf.Checkpointer(at_home.AtHome(tmp_path / "run"), {}):
+        pass

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageNotFoundError
+from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, StorageNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
@@ -22,7 +22,9 @@ from .names import REMOVING_NAME, SIDECARS, check_links, check_path, join, save_
 from .strict_json import dumps, loads
 
 __all__ = [
+    "check_plan",
     "clear_planned",
+    "has_plan",
     "is_passing",
     "is_plan",
     "is_staged",
@@ -158,6 +160,24 @@ def read_plan(storage: Storage, directory: str, name: str) -> tuple[tuple[str, .
     paths = tuple(check_path(path, where=where) for path in body["files"])
     check_links(storage, directory, paths)
     return paths, body["work"]
+
+
+def has_plan(storage: Storage, directory: str, save_id: str) -> bool:
+    """Tell whether the plan of a save is there still: if not, another save has taken the planned names over."""
+    return storage.exists(join(directory, plan_name(save_id)))
+
+
+def check_plan(storage: Storage, directory: str, save_id: str) -> None:
+    """Make sure, before a commit, that the planned files are those of this save.
+
+    Raises:
+        CheckpointExistsError: another save has begun in the same directory.
+    """
+    if not has_plan(storage, directory, save_id):
+        raise CheckpointExistsError(
+            f"{join(storage.uri, directory)}: not committed: another save has begun there, and files of model_files "
+            "have one name in both. Save from one process under one name"
+        )
 
 
 def clear_planned(storage: Storage, directory: str, name: str, paths: Iterable[str]) -> None:

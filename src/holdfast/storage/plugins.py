@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast._outgoing import conceal
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 
 from .base import Storage
 
@@ -70,7 +70,7 @@ def rebuild(place: str, options: Mapping[str, Any], secrets: dict[str, str] | No
         secrets: what `Storage.secrets` returned; None for those that a storage of this description had before.
 
     Raises:
-        ConfigError: it cannot be imported, or is neither a storage nor an entry point: a description may come from a
+        ConfigError: it cannot be imported or made, or is no storage and no entry point: a description may come from a
             file, and must not name any function there is.
     """
     found = load(place)
@@ -88,16 +88,24 @@ def rebuild(place: str, options: Mapping[str, Any], secrets: dict[str, str] | No
     if secrets is not None:
         _known[key] = secrets
         conceal(secrets.values())
-    if is_entry:
-        storage: Storage = found(options["uri"])
-        storage._made = (place, options["uri"], storage.uri)
-        return storage
     try:
+        if is_entry:
+            storage: Storage = found(options["uri"])
+            storage._made = (place, options["uri"], storage.uri)
+            return storage
         rebuilt: Storage = found(**options, **({} if secrets is None else {"secrets": secrets}))
+    except HoldfastError:
+        raise
     except TypeError as error:
         raise ConfigError(
             f"storage description of kind {place!r}: it cannot be called with {sorted(options)}"
             f"{'' if secrets is None else ' and secrets'}: {error}; what describe() returns are its arguments"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"storage {place!r} cannot be made in process {os.getpid()} ({type(error).__name__}: {error}): checkpoints "
+            "are written by a process of their own, which calls it with what describe() returns: nothing else of the "
+            "training process is there"
         ) from error
     return rebuilt
 

@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastErr
 from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name, plan_name, sweep_planned
+from holdfast.format.parts import check_plan, is_passing, parse_part, part_bytes, part_name, plan_name, sweep_planned
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -140,6 +140,8 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
                     "directory",
                     file=entry.path,
                 )
+    if any(job.save_id not in entry.path for part in parts for entry in part.files):
+        check_plan(storage, job.directory, job.save_id)
     if run is not None:
         run.before_commit()
     with paused_gc():

@@ -21,7 +21,7 @@ from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digest
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
-from holdfast.format.parts import clear_planned, part_name, plan_name
+from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
 
@@ -250,9 +250,16 @@ class PartWriter:
         Args:
             plan: there is a plan file of this save, which goes last.
         """
+        created = self._created
+        try:
+            if plan and not has_plan(self._storage, self._job.directory, self._job.save_id):
+                # Another save has begun here, and perhaps committed: what has these names now is its.
+                created, plan = [path for path in created if self._job.save_id in path], False
+        except HoldfastError:
+            return
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.
         part = [part_name(self._job.writer, self._job.save_id)] if self._job.part else []
-        ways = [part, self._created] if self._side_by_side else [[path] for path in [*part, *self._created]]
+        ways = [part, created] if self._side_by_side else [[path] for path in [*part, *created]]
         for paths in ways:
             try:
                 self._storage.delete_many([join(self._job.directory, path) for path in paths])
@@ -263,7 +270,7 @@ class PartWriter:
                 continue
         with contextlib.suppress(HoldfastError):
             if plan:
-                clear_planned(self._storage, self._job.directory, plan_name(self._job.save_id), self._created)
+                clear_planned(self._storage, self._job.directory, plan_name(self._job.save_id), created)
             self._storage.tidy(self._job.directory)
 
     # ---- steps

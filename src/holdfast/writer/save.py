@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastError, StorageError, StorageFullError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    HoldfastError,
+    StorageError,
+    StorageFullError,
+)
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
-from holdfast.format.parts import is_plan, plan_name, put_part, put_plan, read_part, sweep_planned
+from holdfast.format.parts import (
+    check_plan,
+    is_plan,
+    plan_name,
+    put_part,
+    put_plan,
+    read_part,
+    read_plan,
+    sweep_planned,
+)
 from holdfast.storage.base import Storage
 
 from .arriving import Watermark, Window, WindowSource
@@ -209,6 +225,8 @@ class SaveRunner:
                 summary = part.summary if replaced is None else replace(part.summary, base=replaced.etag)
                 put_part(task.storage, job.directory, job.save_id, summary)
             else:
+                if planned:
+                    check_plan(task.storage, job.directory, job.save_id)
                 if run is not None:
                     run.before_commit()
                 manifest = commit(
@@ -249,19 +267,45 @@ def _plan_names(task: Task) -> bool:
     names = [path for path in paths if job.save_id not in path]
     if not names:
         return False
-    skip = len(job.directory) + 1
-    there = {info.path[skip:] for info in storage.list(job.directory)}
+    there, own = _names_in(task), plan_name(job.save_id)
+    others: list[str] = []
     if MANIFEST_NAME not in there:
-        for plan in sorted(name for name in there if is_plan(name)):  # of a save that died, or of this one
-            there -= set(sweep_planned(storage, job.directory, plan))
-    taken = sorted(there & {*names, MANIFEST_NAME})
+        plans = sorted(name for name in there if is_plan(name))
+        if own in plans:  # of this save, by a writer that died
+            there -= set(sweep_planned(storage, job.directory, own))
+        others = [plan for plan in plans if plan != own]
+    expected = {path for plan in others for path in _planned(storage, job.directory, plan)}
+    _check_free(task, (there - expected) & {*names, MANIFEST_NAME})
+    put_plan(storage, job.directory, job.save_id, names, {})
+    now = _names_in(task)
+    if new := sorted(name for name in now - there if name == MANIFEST_NAME or (is_plan(name) and name != own)):
+        _drop_plan(storage, job.directory, job.save_id)
+        _check_free(task, new)
+    # Of saves that died, as far as we can see: one that lives finds its plan gone, and commits nothing.
+    for plan in others:
+        sweep_planned(storage, job.directory, plan)
+    return True
+
+
+def _names_in(task: Task) -> set[str]:
+    skip = len(task.job.directory) + 1
+    return {info.path[skip:] for info in task.storage.list(task.job.directory)}
+
+
+def _planned(storage: Storage, directory: str, plan: str) -> tuple[str, ...]:
+    try:
+        read = read_plan(storage, directory, plan)
+    except CorruptCheckpointError:
+        return ()  # its files are left alone
+    return () if read is None else read[0]
+
+
+def _check_free(task: Task, taken: Collection[str]) -> None:
     if taken:
         raise CheckpointExistsError(
-            f"{join(storage.uri, job.directory)} holds {taken[0]} already: files of model_files keep their names, so "
-            "none of them can be replaced while the checkpoint stays readable; save into another directory"
+            f"{join(task.storage.uri, task.job.directory)} holds {min(taken)} already: files of model_files keep their "
+            "names, so none of them can be replaced while the checkpoint stays readable; save into another directory"
         )
-    put_plan(storage, job.directory, job.save_id, names, {})
-    return True
 
 
 def _drop_plan(storage: Storage, directory: str, save_id: str) -> None:

@@ -156,18 +156,23 @@ class LocalWriter(FileWriter):
         self._ops.fsync(self._fd)
 
     def abort(self) -> None:
-        """Remove the file."""
+        """Remove the file, unless somebody else has put another one in its place."""
         if self._ended:
             return
         self._ended = True
         fd, self._fd = self._fd, -1
+        ours = True
         with contextlib.suppress(OSError):
             if fd >= 0:
-                self._ops.close(fd)
+                try:
+                    ours = os.path.samestat(os.fstat(fd), self._ops.lstat(self._path))
+                finally:
+                    self._ops.close(fd)
         # A file that cannot be removed now is in no manifest, so the next sweep of the directory takes it.
         with contextlib.suppress(OSError):
             try:
-                self._ops.unlink(self._path)
+                if ours:
+                    self._ops.unlink(self._path)
             finally:
                 self._folder.close()
             self._on_abort()

@@ -231,6 +231,8 @@ class ClusterEngine:
         while not self._agents.is_empty and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())  # agents end their processes before they hang up
         self._agents.close()
+        while self._posted:  # agents that connected meanwhile are let go of
+            self._posted.popleft()()
         for sinks in self._outputs.values():
             _end_output(sinks)
         self._selector.close()
