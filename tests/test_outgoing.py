@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 
 import holdfast as hf
+from holdfast import _outgoing
 from holdfast._outgoing import conceal, masked, masked_client, on_one_line, visible
 from holdfast.cli.main import cli
 from holdfast.errors import StorageError
@@ -49,7 +50,8 @@ COMMANDS = ("ls", "show", "verify", "stats", "latest", "page", "log", "prune", "
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch, tmp_path):
-    """No place of the environment is used, and none outside of this machine asked."""
+    """No place of the environment is used, none outside of this machine asked, and no secret known from before."""
+    monkeypatch.setattr(_outgoing, "_known", {})
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("OCI_NAMESPACE", "ns")
     monkeypatch.setenv("OCI_REGION", "eu")
@@ -111,6 +113,7 @@ def test_no_url_is_shown_with_its_secret(place):
             lambda uri=uri: resolve("a", filesystem=uri),
         )
         for number, call in enumerate(calls):
+            _outgoing._known.clear()  # what an earlier place has told must not hide what this place shows
             assert MARK not in shown(call), (scheme, number, shown(call))
 
 
@@ -121,6 +124,7 @@ def test_no_command_shows_a_secret_of_its_path(name):
         for place in ("{scheme}://bucket/run?sig={mark}", "{scheme}://me:{mark}@127.0.0.1:9/bucket/run"):
             uri = place.format(scheme=scheme, mark=MARK)
             for more in ((), ("--json",)):
+                _outgoing._known.clear()
                 said = command(name, uri, *more)
                 assert MARK not in said, (scheme, said)
 
@@ -277,6 +281,19 @@ def test_no_client_says_its_password():
     )
     for call in calls:
         assert MARK not in shown(call), shown(call)
+
+
+def test_a_file_system_is_named_by_its_class():
+    """What the repr of a file system shows is not known to be a secret; so it is in no message."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            return f"Odd(cookie={MARK})"
+
+    for call in (lambda: resolve("a", filesystem=Odd()), lambda: resolve("s3://b/x", filesystem=Odd())):
+        said = shown(call)
+        assert MARK not in said
+        assert "Odd" in said
 
 
 def test_no_file_of_a_run_holds_a_secret(tmp_path, monkeypatch):

@@ -11,18 +11,18 @@ import os
 import re
 from collections.abc import Iterable
 
-__all__ = ["brief", "conceal", "masked", "masked_client", "on_one_line", "visible"]
+__all__ = ["brief", "conceal", "conceal_url", "masked", "masked_client", "on_one_line", "visible"]
 
 _MASK = "***"
 # A user part ends at the last "@" before a blank. "host:9000/" in front of an "@" in the path is no user part.
-_USERINFO = re.compile(r"(://[^\s/@:'\"]*):(?!\d+/)[^\s'\"]*@")
+_USERINFO = re.compile(r"(://)[^\s/@:'\"]*:(?!\d+/)[^\s'\"]*@")
 _BARE_USER = re.compile(r"(\bhttps?://)[^\s/@:'\"]+@")  # a token alone, as code hosts take it
 # Names may hold blanks, so what lies between "://" and "?" is anything; a question mark in prose has a blank behind it.
 _QUERY = re.compile(r"(://[^?\n]*\?)([^\s'\"]+)")
 _HARMLESS = re.compile(r"(?:allow_bucket_creation|endpoint_override|region|scheme)=[\w.:/-]*")
 _NAMED = re.compile(
     r"(?i)\b([\w-]*(?:passw(?:or)?d|passphrase|secret|token|access_?key|account_?key|api_?key|credential|signature)\w*"
-    r"|pwd|sas|sig|authorization)(['\"]?\s*[=:]\s*)(?:(?:bearer|basic)\s+)?['\"]?[^\s,;&)}\]'\"]+"
+    r"|pwd|sas|sig|authorization)(['\"]?\s*[=:]\s*)['\"]?(?:(?:bearer|basic)\s+)?[^\s,;&)}\]'\"]+"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _SECRET_VARIABLE = re.compile(
@@ -35,7 +35,7 @@ _known: dict[str, re.Pattern[str]] = {}
 
 def conceal(values: Iterable[str]) -> None:
     """Let no text of this process show these credentials any more; those of fewer than 8 characters are left out."""
-    for value in values:
+    for value in {part for given in values for part in (given, *given.split())}:  # "Bearer TOKEN" is two words
         if len(value) >= _SHORTEST and value not in _known:
             from urllib.parse import quote  # not above: slow to import, rarely needed
 
@@ -43,18 +43,30 @@ def conceal(values: Iterable[str]) -> None:
             _known[value] = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, forms))})(?![A-Za-z0-9])")
 
 
+def conceal_url(url: str) -> None:
+    """Let no text of this process show password and query of a URL, also where somebody else takes it apart."""
+    _, _, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    user, mark, password = place.rpartition("@")[0].partition(":")
+    conceal([*re.split("[@/]", password), user if mark and not password else ""])
+    for part in re.split("[&;]", query):
+        if not _HARMLESS.fullmatch(part):
+            name, mark, value = part.partition("=")
+            conceal([value if mark else name])
+
+
 def masked(text: str) -> str:
     """Return ``text`` without passwords and queries of URLs in it, and without credentials known here.
 
     Example:
         >>> masked("cannot open sftp://me:hunter2@host/runs, https://host/a?sig=abc&region=eu")
-        'cannot open sftp://me:***@host/runs, https://host/a?sig=***&region=eu'
+        'cannot open sftp://***@host/runs, https://host/a?sig=***&region=eu'
     """
     if "://" in text:
         if "?" in text:
             text = _QUERY.sub(_without_values, text)
         if "@" in text:
-            text = _BARE_USER.sub(rf"\1{_MASK}@", _USERINFO.sub(rf"\1:{_MASK}@", text))
+            text = _BARE_USER.sub(rf"\1{_MASK}@", _USERINFO.sub(rf"\1{_MASK}@", text))
     for value, pattern in list(_known.items()):
         if value in text or "%" in text:
             text = pattern.sub(_MASK, text)

@@ -21,6 +21,7 @@ from .frameworks.lightning_ranks import (
     prepare_trainer,
 )
 from .frameworks.reporting import epochs_between
+from .state.gradient_order import fix_or_warn, parallel_modules
 from .trainers.function.types import CheckpointUploadMode
 from .trainers.function.worker.session import report
 
@@ -45,7 +46,8 @@ class ReportCallback(Grafted):
 
     Metrics (with "epoch" and "step" added) are reported at the end of every training epoch, and a checkpoint with them
     every ``every_n_epochs``; or both every ``every_n_steps``. Put it last among the callbacks, so that their state is
-    saved as it is after the epoch. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do.
+    saved as it is after the epoch. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do. DDP
+    adds gradients in one order from the first step on (docs/parallel.md).
     `fit` goes on from the file ``CHECKPOINT_NAME`` in the directory. For a rhythm of your own, subclass it.
 
     Args:
@@ -76,8 +78,10 @@ class ReportCallback(Grafted):
         self._last_step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take note of the step to go on from: it was reported before."""
+        """Take note of the step to go on from, which was reported before, and let DDP add gradients in one order."""
         self._last_step = trainer.global_step
+        for model in parallel_modules(trainer.strategy.model).values():
+            fix_or_warn(model, leads=trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report with a checkpoint, if steps are counted and it is time."""

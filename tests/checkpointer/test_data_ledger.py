@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -343,6 +344,11 @@ HEALTHY: dict[str, Make] = {
     "tuple": lambda life: DataLoader(table("tuple"), 4, shuffle=True),
     "text": lambda life: DataLoader(table("text"), 4, shuffle=True),
     "nested": lambda life: DataLoader(table("nested"), 4, shuffle=True),
+    "a batch sampler of another batch size": lambda life: DataLoader(
+        Own(), batch_sampler=BatchSampler(range(24), (2, 3, 4, 4, 4)[life], drop_last=False)),
+    "weighted, with other batch sizes": lambda life: DataLoader(
+        Own(), (1, 2, 4, 4, 4)[life], sampler=torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)),
+    "drop_last from the second life on": lambda life: DataLoader(Own(), 5, shuffle=True, drop_last=life > 0),
     "another batch size": lambda life: DataLoader(Own(), 4 if life else 2, shuffle=True),
     "loader with a state": lambda life: Stateful(),
     "endless data": lambda life: Growing(),
@@ -436,9 +442,45 @@ def test_a_damaged_ring_never_stops_a_resume(tmp_path: Path, damage: str) -> Non
     assert [int(batch[0]) // 4 for batch in life(tmp_path, Stateful(), until=6)] == [3, 4, 5]
 
 
+def test_a_batch_size_that_was_only_tried_binds_nobody(tmp_path: Path) -> None:
+    """A life with other batches that dies before its first save does not forbid the loader that was there before."""
+    data = torch.arange(96)
+
+    def loader(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(data, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
+
+    first = life(tmp_path, loader(4), until=9, save_at=3)
+    for options in ({}, {"on_data_mismatch": "ignore"}):
+        life(tmp_path, loader(8), until=6, **options)
+    again = life(tmp_path, loader(4), until=9)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in first[3:]]
+
+
+def test_a_run_made_anew_in_the_same_folder_is_not_compared_with_the_old_one(tmp_path: Path) -> None:
+    """`rm -rf RUN/*` leaves the ledger; the attempts of the next run have the same numbers, its batches differ."""
+    life(tmp_path, Stateful(), until=9, save_at=3)
+    for path in tmp_path.glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    life(tmp_path, Stateful(start=1000), until=4, save_at=3)
+    (_, entries) = read_rings(tmp_path)[0]
+    assert len(entries) == 4
+    assert [int(batch[0]) for batch in life(tmp_path, Stateful(start=1000), until=6)] == [1012, 1016, 1020]
+
+
+def test_the_header_of_a_ring_says_whose_it_is_whatever_names_loaders_have(tmp_path: Path) -> None:
+    """Names that do not fit are left out, and the ring is read again all the same."""
+    ring = DataRing(tmp_path, 0, run_id="a")
+    for number in range(10):
+        ring.add((1, 0, 1, 0, 0, number, 0, number, 4), f"{number}" * 1000)
+    ring.close()
+    again = DataRing(tmp_path, 0, run_id="a")
+    again.close()
+    assert len(again.entries) == 10
+
+
 def test_the_ring_keeps_the_last_entries_and_tells_torn_ones(tmp_path: Path) -> None:
     """Of more entries than there is room for the newest are there; one with a flipped bit is not."""
-    ring = DataRing(tmp_path, 0)
+    ring = DataRing(tmp_path, 0, run_id="")
     for number in range(NUM_ENTRIES + 10):
         ring.add((number + 1, 0, 1, 0, 0, number, 0, number, 4), "train")
     ring.close()

@@ -65,7 +65,7 @@ def test_the_ledger_says_what_was_trained(tmp_path) -> None:
     """Each batch with its step, epoch, life and loader; the last one was given, nothing shows it as trained."""
     root = LocalStorage(tmp_path / "run")
     begin(root)
-    ring = DataRing(tmp_path / "run", 0)
+    ring = DataRing(tmp_path / "run", 0, run_id="")
     for number in range(40):
         ring.add((number + 1, 0, 1 + number // 20, 0, 0, number, number // 10, number % 10, 4), "train")
     ring.close()

@@ -195,3 +195,19 @@ def test_other_readers_see_the_same_json(tmp_path):
         json.loads((tmp_path / "a" / METRICS_FILE).read_text()).items()
         >= {"metrics": {"val": 0.5}, "pinned": True}.items()
     )
+
+
+def test_a_copy_made_again_does_not_hide_damage_of_its_target(run, tmp_path):
+    """`holdfast cp` merges late metrics into a damaged sidecar; that the others are lost is still said after it."""
+    there = tmp_path / "there"
+    copied = CliRunner().invoke(cli, ["cp", str(run), str(there)])
+    assert copied.exit_code == 0, copied.output
+    sidecar = there / BEST / METRICS_FILE
+    sidecar.write_bytes(b"x" + sidecar.read_bytes()[1:])
+    assert CliRunner().invoke(cli, ["cp", str(run), str(there)]).exit_code == 0
+    found = read_sidecar(LocalStorage(there), BEST)
+    assert found.damage
+    assert found.metrics == {"val": 0.25}
+    assert not hf.Checkpoint(there / BEST).verify().ok
+    hf.Checkpoint(there / BEST).pin()
+    assert hf.Checkpoint(there / BEST).verify().ok

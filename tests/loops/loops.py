@@ -468,7 +468,7 @@ def a_save_between_the_optimizer_and_step(path: Any, tick: Tick) -> Ended:
                 nn.functional.mse_loss(model(x), y).backward()
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 tick()
-                if norm > 1.5:
+                if norm > 7.0:
                     ck.state["skipped"] += 1
                     continue
                 optimizer.step()

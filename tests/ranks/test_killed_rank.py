@@ -40,6 +40,5 @@ def test_a_rank_killed_in_a_loop_of_ones_own(tmp_path: Path, killed: int) -> Non
     storage = LocalStorage(tmp_path / "run")
     assert wait_until(lambda: RunIndex.load(storage).attempts[-1].ended is not None)
     (attempt,) = RunIndex.load(storage).attempts
-    who = "rank 1: its trainer process has" if killed else "the trainer"
-    assert attempt.reason == f"{who} died (killed by SIGKILL)"
+    assert attempt.reason == f"rank {killed}: its trainer process has died (killed by SIGKILL)"
     assert attempt.details == {"last_step": 7}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,15 @@ def test_the_next_rm_empties_it(run: Path) -> None:
     assert "deleted" in holdfast("rm", run / "step_00000003", "--yes", "--now")
     assert not Trash(resolve(str(run))).entries()
     assert names(run) == ["step_00000004"]
+
+
+def test_one_rm_does_not_empty_what_it_took_itself(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints in one command are both in the trash, as it says, though the clock is set back meanwhile."""
+    holdfast("rm", run / "step_00000003", "--yes")
+    back = SimpleNamespace(time=lambda: time.time() - 3600)
+    monkeypatch.setattr(module, "time", back)
+    holdfast("rm", run / ONE, run / TWO, "--yes")
+    assert {entry.name for entry in Trash(resolve(str(run))).entries()} == {ONE, TWO}
 
 
 def test_a_week(run: Path) -> None:

@@ -184,3 +184,27 @@ def test_a_silent_store_has_lost_no_index() -> None:
         RunIndex.load(storage)
     with pytest.raises(StorageError, match="silent"):
         Catalog(storage).records()
+
+
+def test_a_lock_of_this_machine_proves_a_life(tmp_path: Path) -> None:
+    """An owner here that holds its lock and whose counter stands still (it is stopped) is not taken over."""
+    storage = LocalStorage(tmp_path, ops=Quick())
+    held = Lease.acquire(storage, make_owner("00000001"), wait_s=0)
+    with pytest.raises(RunBusyError):
+        Lease.acquire(storage, make_owner("00000002"), wait_s=0.2, stale_s=0.0)
+    held.verify()
+    held.release()
+
+
+def test_a_seized_lock_is_left_to_who_seized_it(tmp_path: Path) -> None:
+    """An owner that was taken over gives up its own descriptor, and not the lock file of its successor."""
+    storage = LocalStorage(tmp_path, ops=Quick())
+    late = Lease.acquire(storage, make_owner("00000001"), wait_s=0)
+    assert late._lock is not None
+    successor = lease_module._Lock(*late._door, LOCK_FILE)  # type: ignore[misc]
+    assert successor.take() is False
+    assert successor.seize() is True
+    late._lock.release()
+    assert successor.is_in_place()
+    successor.release()
+    assert not (tmp_path / LOCK_FILE).exists()

@@ -19,7 +19,7 @@ from engine_kit import Driver, start_stubborn_children
 from process_kit import wait_gone
 
 from holdfast.errors import HoldfastError
-from holdfast.trainers.function.engine import Engine, Exited, GroupSpec, Received, Started, Woken
+from holdfast.trainers.function.engine import Dying, Engine, Exited, GroupSpec, Received, Started, Woken
 
 
 class EngineTests:
@@ -183,6 +183,7 @@ class EngineTests:
         helpers = driver.value(0)
         driver.ask(0, lambda channel, facts: time.sleep(600))
         driver.engine.kill()
+        assert driver.next(Dying).rank == 0
         assert driver.next(Exited).signal == signal.SIGKILL
         assert all(wait_gone(pid) for pid in helpers)
 

@@ -34,7 +34,7 @@ from holdfast.trainers.function.control.actions import (
 )
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
-from holdfast.trainers.function.engine import Started
+from holdfast.trainers.function.engine import Dying, Started
 from holdfast.trainers.function.failure import error_to_wire
 
 ONCE = FailurePolicy(max_failures=1)
@@ -99,6 +99,52 @@ def test_the_explanation_is_not_waited_for_long() -> None:
     assert play.controller.deadline() == play.now + 1.0
     play.tick(after=1.0)
     assert play.only(KillGroup)
+
+
+@pytest.mark.parametrize("sign", ["dying", "leaving"])
+def test_a_worker_seen_to_end_is_waited_for(sign: str) -> None:
+    """On a busy machine the status of a process comes long after the errors of its peers: it is their cause."""
+    play = Play(policy=ONCE, limits=WaitLimits(settle_s=1.0)).run()
+    if sign == "dying":
+        play.feed(Dying(rank=1))
+    else:
+        play.say(1, on="leaving")
+    assert play.out == []
+    play.fail(0, RuntimeError("connection closed by peer"))
+    play.feed(Dying(rank=0))
+    assert play.tick(after=5.0) == []
+    play.exit(1, code=7)
+    assert play.only(KillGroup)
+    play.exit(0, code=1)
+    reason = play.only(NextAttempt).reason
+    assert reason.startswith("rank 1: ")
+    assert "exited with status 7" in reason
+
+
+def test_a_worker_that_does_not_end_is_not_waited_for_without_end() -> None:
+    """Its exit handlers may hang: the wait is that for complete reports."""
+    play = Play(limits=WaitLimits(settle_s=1.0, drain_s=10.0)).run()
+    play.say(1, on="leaving")
+    play.fail(0, RuntimeError("connection closed by peer"))
+    assert play.tick(after=9.0) == []
+    assert play.controller.deadline() == play.now + 1.0
+    play.tick(after=1.0)
+    assert play.only(KillGroup)
+
+
+def test_the_first_to_die_is_named_first() -> None:
+    """NCCL ends the ranks that wait for a dead one by SIGABRT; statuses come in any order."""
+    play = Play(policy=ONCE, num_workers=3).run()
+    play.feed(Dying(rank=2))
+    play.feed(Dying(rank=0))
+    play.exit(0, signal=signal.SIGABRT)
+    assert play.out == []  # how rank 2 has ended is about to be known
+    play.exit(2, signal=signal.SIGKILL)
+    assert play.only(KillGroup)
+    play.exit(1, signal=signal.SIGTERM)
+    attempt = play.only(NextAttempt)
+    assert attempt.reason.startswith("rank 2: ")
+    assert list(attempt.details["failures"]) == ["2", "0"]
 
 
 def test_exits_after_the_kill_are_no_failures() -> None:

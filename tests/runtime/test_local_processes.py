@@ -18,7 +18,7 @@ import pytest
 from engine_kit import LIMIT_S, Driver, start_stubborn_children
 from process_kit import wait_gone
 
-from holdfast.trainers.function.engine import Exited, Started, TaskEnded
+from holdfast.trainers.function.engine import Dying, Exited, Started, TaskEnded
 from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 HERE = Path(__file__).parent
@@ -225,12 +225,14 @@ def test_zygote_killed_while_nothing_ran() -> None:
 
 
 def test_zygote_that_does_not_answer(driver: Driver, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stopped zygote a death is told all the same, without its status, after a bounded wait."""
+    """With a stopped zygote a death is seen at once, and told after a bounded wait without its status."""
     monkeypatch.setattr("holdfast.trainers.function.engines.local.supervisor._STATUS_S", 0.3)
     pids = driver.start(1)
     os.kill(zygote_pid(engine), signal.SIGSTOP)
     try:
         os.kill(pids[0], signal.SIGKILL)
+        assert driver.next(Dying).rank == 0
+        assert not any(isinstance(event, Exited) for event in driver.seen)
         event = driver.next(Exited)
         assert (event.exit_code, event.signal) == (None, None)
         assert "does not answer" in event.detail

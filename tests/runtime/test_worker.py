@@ -138,7 +138,7 @@ def test_clean_exit_is_an_end(driver: Driver, code: int | None) -> None:
 def test_exit_with_a_status(driver: Driver, code: Any, status: int) -> None:
     """Any other status is that of the process, after what was reported is safe; it is no end of training."""
     (messages,) = train(driver, lambda: sys.exit(code))
-    assert kinds(messages) == ["running", "drained"]
+    assert kinds(messages) == ["running", "drained", "leaving"]
     assert messages[-1].exit_code == status
     assert ("sorry" in messages[-1].detail) == (code == "sorry")
 

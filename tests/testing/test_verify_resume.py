@@ -18,7 +18,8 @@ import holdfast as hf
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, verify_resume_script
 from holdfast.testing.causes import likely_causes
 from holdfast.testing.comparison import first_difference, unsteady
-from holdfast.testing.moments import choose
+from holdfast.testing.moments import Kill, choose
+from holdfast.testing.plan import Moment
 from holdfast.testing.resume import examine
 
 
@@ -90,6 +91,18 @@ def test_saves_of_the_script_count_too(tmp_path, monkeypatch):
 
     verify_resume_script(lambda: loop(at_end=report, keep=hf.Keep(last=1, best=1, metric="val")), kills=2)
     verify_resume_script(lambda: loop(at_end=lambda ck, _: ck.save(), every="1ep"), kills=2, seed=3)
+
+
+@pytest.mark.slow
+def test_a_save_at_the_step_of_the_next_kill(tmp_path, monkeypatch):
+    """The life begins at the end of the epoch where it should be killed, and goes on to the end: that is no failure."""
+    monkeypatch.chdir(tmp_path)
+    place = Moment(step=8)  # as if the script saved there by itself
+    kills = [Kill(save=place, stop=place), Kill(save=place, stop=Moment(step=8, nth=1))]
+    monkeypatch.setattr("holdfast.testing.resume.choose", lambda *_, **__: kills)
+    found = examine(loop)
+    assert found.verdict == "exact", found.what()
+    assert found.report.lives == ((0, 8), (8, None))
 
 
 # ---- what is not exact is named, with its cause

@@ -23,7 +23,14 @@ from holdfast.writer.handed import Shared
 from holdfast.writer.open_run import Run
 from holdfast.writer.server import WriterLoop
 
-OPEN = {"do": "open_run", "call": 1, "storage": 1, "owner": {"start_id": "aaaaaaaa"}, "keep": None, "wait_s": 1.0}
+OPEN = {
+    "do": "open_run",
+    "call": 1,
+    "storage": 1,
+    "owner": {"start_id": "aaaaaaaa", "trainer_pid": os.getpid()},
+    "keep": None,
+    "wait_s": 1.0,
+}
 
 
 def serve(kind: type[WriterLoop], *messages: dict[str, Any]) -> tuple[WriterLoop, Channel, threading.Thread]:

@@ -487,7 +487,8 @@ class Checkpointer:
         if self._watcher is not None:
             progress.ledger.tell = self._watcher.mismatched
         place = self.storage.local_root
-        ring = None if place is None else DataRing(place, session.meeting.rank)
+        run_id = session.opened.run_id
+        ring = None if place is None else DataRing(place, session.meeting.rank, run_id=run_id)
         progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         log = MetricLog(session) if session.leads else NoLog()

@@ -8,8 +8,8 @@ come:
 - what was trained before the save must not come again in the same epoch.
 
 Only entries count that lead to the checkpoint, or from it: those of its own life, of the lives it descends from, and of
-other lives that went on from the very same checkpoint. A run that was begun afresh, or from a checkpoint of another
-run, with other ranks, or with a loader of another make-up, has nothing to be compared with.
+other lives that went on from the very same checkpoint with the same loader. A run that was begun afresh, or from a
+checkpoint of another run, with other ranks, or with a loader of another make-up, has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class DataLedger:
         self._known: dict[str, _Known] = {}
         self._makeups: dict[str, dict[str, Any]] = {}
         self._makeups_before: Mapping[str, Any] = {}
+        self._apart: set[str] = set()  # loaders of this life whose batches no other life has to give again
         self._said_other = False
 
     # -- life
@@ -190,12 +191,11 @@ class DataLedger:
         """
         makeup = self._makeups[name] = batches.makeup()
         before: Mapping[str, Any] = self._makeups_before.get(name) or {}
-        known = self._known.get(name)
-        if known is None:
-            return
         moved = position is not None and position["epoch"] == batches.epoch and position["batches"] != batches.batches
         changed = [key for key in makeup if makeup[key] != before.get(key, makeup[key])]
         if moved or changed:
+            self._apart.add(name)
+        if (moved or changed) and name in self._known:
             del self._known[name]
             if changed and batches.kind != "map":  # what a map-style loader says of it, it says itself
                 what = ", ".join(f"{key} {makeup[key]!r}, was {before.get(key)!r}" for key in changed)
@@ -214,10 +214,8 @@ class DataLedger:
         content = batch_digest(batch)
         if self._known:
             self._compare(loader, name, (epoch, index), content, indices, batch, step)
-        entry = (
-            content, indices, self._attempt, self._parent, self._parent_step, step, epoch, index,
-            batch_length(batch),
-        )  # fmt: skip
+        parent, parent_step = (0, 0) if name in self._apart else (self._parent, self._parent_step)
+        entry = content, indices, self._attempt, parent, parent_step, step, epoch, index, batch_length(batch)
         if self._ring is not None:
             self._ring.add(entry, name)
         stored = _STORED.pack(content, indices, epoch & 0xFFFFFFFF, index & 0xFFFFFFFF, name_id(name))
@@ -311,6 +309,7 @@ class DataLedger:
     def say(self, name: str, what: str, *, was_trained: int = 0) -> None:
         """Say what is certain; after the first difference everything differs, so nothing more is compared."""
         self._stop_comparing(name)
+        self._apart.add(name)
         if self.tell is not None:
             self.tell(what)
             return

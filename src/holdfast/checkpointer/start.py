@@ -115,7 +115,11 @@ def start_run(
         if mine:  # its step is safe; saving it again would only make a copy
             session.resume_at(progress.step, name=name, checkpoint_id=session.saves.parent)
 
+    short: list[str | None] = []
+
     def need() -> list[Any]:
+        # Before any rank takes memory: each looks at what all of them share.
+        short.append(snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu")))
         own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
@@ -125,8 +129,6 @@ def start_run(
         room = _check_storages(session, needs, live, options, probes)
         return {"room": room, "seed": progress.own_seed()}
 
-    # Before any rank takes memory: each looks at what all of them share.
-    short = snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu"))
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
@@ -137,7 +139,7 @@ def start_run(
     if session.leads:
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
-        block.notes.extend([] if short is None else [short])
+        block.notes.extend(note for note in short if note is not None)
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,13 +76,13 @@ def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as
             raise ConfigError("--undo brings back what was deleted: leave --yes, --force and --now out")
         _undo([Checkpoint(path) for path in paths], as_json=as_json)
         return
-    begun = time.time()
+    emptied: set[str] = set()  # runs; told by this, not by the clock, which may be set back meanwhile
     chosen = [_checkpoint_at(path) for path in paths]
     rows = [_removal(checkpoint, force=force, now=now) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
     if yes and not refused:
         for checkpoint, row in zip(chosen, rows, strict=True):
-            _remove(checkpoint, force=force, to_trash=row["trash"], begun=begun)
+            _remove(checkpoint, force=force, to_trash=row["trash"], emptied=emptied)
             row["state"] = "in the trash" if row["trash"] else "deleted"
     _show_removed(rows, done=yes and not refused, as_json=as_json)
     if refused:
@@ -151,14 +150,16 @@ def _bytes(checkpoint: Checkpoint) -> int:
         return 0
 
 
-def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, begun: float) -> None:
+def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set[str]) -> None:
     storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
         checkpoint.delete()
         return
     with upkeep(storage) as catalog:
         trash = Trash(storage)
-        trash.empty(before=begun)
+        if storage.uri not in emptied:
+            emptied.add(storage.uri)
+            trash.empty()
         catalog.trash = trash if to_trash else None
         catalog.discard([name], "holdfast rm")
         if name in catalog.index.rows and not force:

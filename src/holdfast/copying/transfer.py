@@ -360,7 +360,8 @@ class _Copy:
                     self._target.put(new_path, found)
             elif found != there:
                 ours, theirs = read_sidecar(self._source, self._name), read_sidecar(self._target, self._directory)
-                merged = theirs.with_metrics(ours.metrics).with_pin(ours.pinned or theirs.pinned)
+                # Nobody sets the pin here, so that damage of theirs is still said.
+                merged = replace(theirs.with_metrics(ours.metrics), pinned=ours.pinned or theirs.pinned)
                 if merged != theirs:
                     write_sidecar(self._target, self._directory, merged)
 

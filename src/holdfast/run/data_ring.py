@@ -93,12 +93,14 @@ class DataRing:
     Args:
         root: local root of the run.
         rank: of this process.
+        run_id: of the run; what another run has left here (its files were deleted, all but the hidden ones) goes.
 
     Attributes:
         entries: what earlier lives have left, in the order in which they wrote it.
     """
 
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, root: Path, rank: int, *, run_id: str) -> None:
+        self._run_id = run_id
         self.entries: list[RingEntry] = []
         self._names: dict[str, int] = {}
         self._fd = -1
@@ -116,9 +118,15 @@ class DataRing:
 
     def _read(self) -> None:
         data = os.pread(self._fd, _HEADER_BYTES + NUM_ENTRIES * _ENTRY_BYTES, 0)
-        self._names, self.entries = _parse(data)
-        if len(data) < _HEADER_BYTES:
-            os.pwrite(self._fd, _header(self._names), 0)
+        run_id, self._names, self.entries = _parse(data)
+        if run_id != self._run_id:
+            # Its attempts have the numbers of ours, and none of its batches is one of ours.
+            self._names, self.entries = {}, []
+            os.ftruncate(self._fd, 0)
+            self._write_header()
+
+    def _write_header(self) -> None:
+        os.pwrite(self._fd, _header(self._run_id, self._names), 0)
 
     def add(self, entry: tuple[int, int, int, int, int, int, int, int, int], name: str) -> None:
         """Write an entry: the fields of `RingEntry` between ``seq`` and ``name``."""
@@ -127,7 +135,7 @@ class DataRing:
         try:
             if name not in self._names:
                 self._names[name] = name_id(name)
-                os.pwrite(self._fd, _header(self._names), 0)
+                self._write_header()
             data = RingEntry(self._seq, *entry, self._names[name]).pack()
             os.pwrite(self._fd, data, _HEADER_BYTES + self._seq % NUM_ENTRIES * _ENTRY_BYTES)
         except OSError as error:
@@ -148,21 +156,26 @@ class DataRing:
             self._fd = -1
 
 
-def _header(names: Iterable[str]) -> bytes:
-    return json.dumps({"ledger": 1, "names": sorted(names)[:64]}).encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES)
+def _header(run_id: str, names: Iterable[str]) -> bytes:
+    shown = sorted(names)[:64]
+    while len(header := json.dumps({"ledger": 1, "run": run_id, "names": shown}).encode()) > _HEADER_BYTES:
+        shown.pop()
+    return header.ljust(_HEADER_BYTES)
 
 
-def _parse(data: bytes) -> tuple[dict[str, int], list[RingEntry]]:
-    """Return the names of loaders and the good entries of a file, whatever it holds."""
+def _parse(data: bytes) -> tuple[str, dict[str, int], list[RingEntry]]:
+    """Return the run, the names of loaders and the good entries of a file, whatever it holds."""
+    run_id = ""
     names: dict[str, int] = {}
     try:
         header: Any = json.loads(data[:_HEADER_BYTES])
+        run_id = str(header.get("run"))
         names = {name: name_id(name) for name in header["names"] if isinstance(name, str)}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass  # names are for display only
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # whose it is cannot be told, and names are for display only
     places = range(_HEADER_BYTES, len(data), _ENTRY_BYTES)
     found = (RingEntry.unpack(data[place : place + _ENTRY_BYTES]) for place in places)
-    return names, sorted((entry for entry in found if entry is not None), key=lambda entry: entry.seq)
+    return run_id, names, sorted((entry for entry in found if entry is not None), key=lambda entry: entry.seq)
 
 
 def read_rings(root: Path) -> dict[int, tuple[dict[str, int], list[RingEntry]]]:
@@ -174,5 +187,5 @@ def read_rings(root: Path) -> dict[int, tuple[dict[str, int], list[RingEntry]]]:
         number = path.name.removeprefix("rank-")
         if number.isdigit() and path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
-                rings[int(number)] = _parse(file.read(_HEADER_BYTES + NUM_ENTRIES * _ENTRY_BYTES))
+                rings[int(number)] = _parse(file.read(_HEADER_BYTES + NUM_ENTRIES * _ENTRY_BYTES))[1:]
     return rings

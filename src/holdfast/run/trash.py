@@ -7,6 +7,7 @@ loses its manifest first, and is not brought back after that.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -108,7 +109,7 @@ class Trash:
                 os.fsync(root.fd)
                 os.fsync(trash.fd)
 
-    def empty(self, *, before: float) -> list[str]:
+    def empty(self, *, before: float = math.inf) -> list[str]:
         """Delete for good what was taken before a time, in seconds since 1970; return the names it had."""
         gone = []
         for entry in self.entries():

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from typing import Any, cast
 
-from holdfast._outgoing import conceal, masked
+from holdfast._outgoing import conceal, conceal_url, masked
 from holdfast.errors import ConfigError
 
 from .base import Storage
@@ -141,6 +141,7 @@ def _from_uri(location: str) -> Storage:
     if scheme == "memory":
         name, _, prefix = rest.partition("/")
         return MemoryStorage(name).child(prefix)
+    conceal_url(location)
     prefix, mark, _ = scheme.partition("+")
     place = _SCHEMES.get(scheme) or (_BY_PREFIX.get(prefix) if mark else None)
     if place is None and (storage := from_entry_point(location, scheme)) is not None:

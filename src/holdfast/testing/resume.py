@@ -360,7 +360,12 @@ class _Twins:
         saved = [None, *(None if kill.save is None else kill.save.step for kill in kills)]
         rows = [life.rows for life in lives]
         difference, compared = self._compare(reference, rows, saved, Unsteady())
-        if difference is None and early is not None and _runs(lives[-1].rows) <= _runs(reference):
+        if (
+            difference is None
+            and early is not None
+            and not _begins_after(lives[-1].rows, early.stop)
+            and _runs(lives[-1].rows) <= _runs(reference)
+        ):
             raise LifeFailedError(f"the script ended before step {early.stop.step}, at which it should be killed")
         noise = None
         if difference is not None and difference.kind not in ("path", "not resumed"):
@@ -494,6 +499,12 @@ def _headline(difference: Difference, noise: Unsteady | None) -> str:
 
 def _runs(rows: Sequence[Row]) -> set[str]:
     return {row["run"] for row in rows}
+
+
+def _begins_after(rows: Sequence[Row], stop: Moment) -> bool:
+    """Tell whether a life went on from the step of its own kill or a later one: the script itself had saved there."""
+    starts = [row for row in rows if row["event"] == "start" and stop.run in (None, row["run"])]
+    return any(row["step"] >= stop.step for row in starts)
 
 
 def _why(kills: Sequence[Kill], life: int) -> str:

@@ -100,13 +100,16 @@ class Joint:
 
     Args:
         answers: the writer's loop.
+
+    Attributes:
+        rank: of our trainer.
     """
 
     def __init__(self, answers: DeferredAnswers) -> None:
         self._answers = answers
         self._server: ControlServer | None = None
         self._member: ControlMember | None = None
-        self._rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
+        self.rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
         self._changed = threading.Condition()
         self._waiting: dict[str, _PendingSave] = {}
         self._asked: dict[str, list[int]] = {}
@@ -122,7 +125,7 @@ class Joint:
 
     def join(self, header: dict[str, Any], fds: tuple[int, ...], board: memoryview) -> None:
         """Join the other ranks. The writer that gets a listening socket is that of rank 0 and runs the server."""
-        self._rank, self._world_size, self._timeout_s = header["rank"], header["world_size"], header["timeout_s"]
+        self.rank, self._world_size, self._timeout_s = header["rank"], header["world_size"], header["timeout_s"]
         self._trainer = header["pid"]
         times = {name: header[name] for name in ("beat_s", "stale_s")}
         if fds:
@@ -139,7 +142,7 @@ class Joint:
             self.stage(**header["stage"])
         with self._changed:  # rank 0's first message may come before the assignment: its answer needs the member
             self._member = ControlMember(
-                rank=self._rank,
+                rank=self.rank,
                 addresses=[(host, port) for host, port in header["addresses"]],
                 token=header["token"],
                 board=StepMailbox(board),
@@ -156,7 +159,7 @@ class Joint:
 
         here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
         if self._staged is None:
-            self._staged = StagedParts(here, far, self._rank, start_id, self._say)
+            self._staged = StagedParts(here, far, self.rank, start_id, self._say)
         self._answers.later(lambda: self._lead(here, far, limits, call))
 
     def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:

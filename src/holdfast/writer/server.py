@@ -56,7 +56,7 @@ class WriterLoop:
         self._names: NameLeases | None = None  # made by the reading thread for the first name
         self._ending = threading.Event()
         self._end = _DIED
-        self._how = ""  # for people: how the trainer has died
+        self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
         self._trainer_pid = 0
         self._handlers: dict[str, Callable[[Message], None]] = {
             "storage": self._handed.take_storage,
@@ -88,7 +88,8 @@ class WriterLoop:
             _LOG.exception("the writer cannot read its trainer's messages")
         finally:
             if self._end == _DIED:  # now, before its parent has asked for its status
-                self._how = how_it_ended(self._trainer_pid)
+                died = _DIED if self._joint is None else f"rank {self._joint.rank}: its trainer process has died"
+                self._reason = died + how_it_ended(self._trainer_pid)
             self._ending.set()
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
@@ -279,7 +280,7 @@ class WriterLoop:
             work()
         try:
             if self._run is not None:
-                self._run.close(self._end + self._how, self._run.steps_done() if self._end == _DIED else None)
+                self._run.close(self._reason or self._end, self._run.steps_done() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
         if self._names is not None:

@@ -154,3 +154,28 @@ def test_the_strategies_of_ray_train(tmp_path: Path) -> None:
     """`RayDDPStrategy` and its environment take ranks from the workers; the weights agree."""
     assert fit(train_as_for_ray, tmp_path, workers=2).metrics == {"done": 1}
     assert same(torch.load(tmp_path / "ray-0.pt"), torch.load(tmp_path / "ray-1.pt"))
+
+
+class Silent(ReportCallback):
+    """Reports nothing."""
+
+    def report(self, trainer, *, with_checkpoint=True):
+        pass
+
+
+def train_three_in_two_lives(config):
+    """Without a break, then with one after two epochs."""
+    root = Path(config["root"])
+    options = {"devices": 3, "strategy": "ddp", "enable_checkpointing": False}
+    models = [make_model(TREES[0], width=64) for _ in range(3)]
+    make_trainer(TREES[0], root, callbacks=[Silent()], **options).fit(models[0])
+    before = make_trainer(TREES[0], root, callbacks=[Silent()], max_epochs=2, **options)
+    before.fit(models[1])
+    before.save_checkpoint(root / "two.ckpt")
+    make_trainer(TREES[0], root, callbacks=[Silent()], **options).fit(models[2], ckpt_path=root / "two.ckpt")
+    hf.report({"same": same(weights(models[0]), weights(models[2]))})
+
+
+def test_three_ranks_add_gradients_in_one_order(tmp_path: Path) -> None:
+    """The first step after a resume gives the bits that it gives in the middle of a training."""
+    assert fit(train_three_in_two_lives, tmp_path, workers=3).metrics == {"same": True}

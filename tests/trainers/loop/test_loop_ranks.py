@@ -350,7 +350,7 @@ def test_torchrun_starts_it_again(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{HERE}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/kits'}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert sorted(ended.stdout.split()) == sorted(["rank", "0:", "4", "to", "9", "rank", "1:", "4", "to", "9"])

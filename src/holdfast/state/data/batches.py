@@ -164,7 +164,9 @@ class ResumableBatches:
         loader, order = self._loader, self._order
         return {
             "kind": self.kind,
-            "batch size": _plain_number(getattr(loader, "batch_size", None)),
+            "batch size": _batch_option(loader, "batch_size"),
+            # Of other kinds a change is told by the batches: what is written here of them is said when it changes.
+            "drop_last": _batch_option(loader, "drop_last") if order is not None else None,
             "samples": _length(getattr(loader, "dataset", None)),
             "sampler": None if order is None else order.sampler_name,
             "ranks": self._world_size if order is None else order.replicas,
@@ -334,8 +336,8 @@ class ResumableBatches:
             self._mismatch(
                 f"epoch {self._epoch}: {order.sampler_name} does not give the order again in which it was begun: "
                 f"{self._samples} samples of it were trained, and they are others than it draws first now, so the rest "
-                "would not hold each sample exactly once. It remembers something that is not among its own plain "
-                "attributes, lists and generators"
+                "would not hold each sample exactly once. It was made with other arguments (weights, indices), or it "
+                "remembers something that is not among its own plain attributes, lists and generators"
             )
 
     def _inner_state(self) -> Any:
@@ -344,6 +346,7 @@ class ResumableBatches:
             return {
                 "dataset_length": _length(self._loader.dataset),
                 "sampler": order.sampler_name,
+                "batch_size": _batch_option(self._loader, "batch_size"),
                 "recipe": order.recipe,
                 "replicas": order.replicas,
                 "divides": order.divides,
@@ -385,7 +388,8 @@ class ResumableBatches:
 
     def _differs(self, begun: Mapping[str, Any]) -> bool:
         now = self._inner_state()
-        return any(begun.get(name, now[name]) != now[name] for name in ("dataset_length", "sampler", "replicas"))
+        names = ("dataset_length", "sampler", "batch_size", "replicas")
+        return any(begun.get(name, now[name]) != now[name] for name in names)
 
     def _compare_order(self, order: MapOrder, begun: Mapping[str, Any], position: Mapping[str, Any]) -> None:
         """Warn where the rest of the epoch is not what the same ranks would have drawn."""
@@ -467,8 +471,13 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _plain_number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+def _batch_option(loader: Any, name: str) -> int | None:
+    """Return a number or a bool of the loader, or of the batch sampler that it was given."""
+    owners: tuple[Any, ...] = (loader, getattr(loader, "batch_sampler", None))
+    if isinstance(loader, DataLoader) and loader.batch_size is None:  # then its own drop_last means nothing
+        owners = owners[1:]
+    found = next((value for owner in owners if (value := getattr(owner, name, None)) is not None), None)
+    return found if isinstance(found, int) else None
 
 
 def batch_length(batch: Any) -> int:

@@ -102,6 +102,7 @@ class MapOrder:
             owners = [self._batch_sampler, self._sampler]
             self.memory = SamplerMemory(owners, given=memory, is_mid_epoch=is_mid_epoch)
         self.prefix = self.skipped = 0
+        self._is_compared = True
         self._check: Callable[[], None] = _nothing
 
     def _set_epoch(self) -> None:
@@ -175,6 +176,8 @@ class MapOrder:
     def _without(self, drawn: Iterator[tuple[Any, int]], skip: int) -> Iterator[tuple[Any, int]]:
         """Leave out the first samples of a sampler of the user's own, batch by batch as they were given."""
         left = skip
+        # Batches of another size were trained before: where they ended is not known, so nothing is to be compared.
+        self._is_compared = skip % (self._batch_size or 1) == 0
         while left > 0 and (group := list(itertools.islice(drawn, min(left, self._batch_size or 1)))):
             self._extend([index for index, _ in group])
             left -= len(group)
@@ -182,7 +185,7 @@ class MapOrder:
         yield from drawn
 
     def _extend(self, indices: list[Any]) -> None:
-        if self._split is not None:
+        if self._split is not None or not self._is_compared:
             return  # the part of a rank: positions are the same on all of them
         self.prefix = mix(self.prefix, indices_digest(indices))
 

@@ -425,4 +425,5 @@ def _uri_of(filesystem: Any, root: str) -> str:
 
 
 def _without_password(uri: str) -> str:
-    return masked(re.sub(r"^([^:/]+://[^/@:]*):(?!\d+/).*@", r"\1@", uri))
+    without = re.sub(r"^([^:/]+://):@|^([^:/]+://)[^/@:]+:@", r"\1\2", uri)  # a token alone, in place of the user
+    return masked(re.sub(r"^([^:/]+://[^/@:]*):(?!\d+/).*@", r"\1@", without))

@@ -214,7 +214,7 @@ def from_uri(uri: str) -> Storage:
     """
     scheme = uri.partition("://")[0]
     fs = require("pyarrow.fs", extra="pyarrow", purpose=f"{scheme}:// locations")
-    shown = re.sub(r"://[^/@]*@", "://", uri).partition("?")[0]
+    shown = re.sub(r"://[^/]*@", "://", uri).partition("?")[0]
     try:
         with client_errors("open", shown):
             filesystem, path = fs.FileSystem.from_uri(uri.removeprefix(_PREFIX))

@@ -18,6 +18,7 @@ from holdfast.writer.frames import Message
 __all__ = [
     "Capacity",
     "Draining",
+    "Dying",
     "Engine",
     "Event",
     "Exited",
@@ -105,6 +106,16 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dying:
+    """A worker is at its end: it sends nothing more, and its Exited follows as soon as its status is known.
+
+    It is seen before the errors that other workers get for want of this one. Engines may leave it out.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """A worker has ended; nothing more comes from this rank until the next start.
 
@@ -185,15 +196,15 @@ class TaskEnded:
     error: BaseException | None
 
 
-Event: TypeAlias = Placed | Started | Received | Exited | Capacity | Draining | Unable | Woken | TaskEnded
+Event: TypeAlias = Placed | Started | Received | Dying | Exited | Capacity | Draining | Unable | Woken | TaskEnded
 
 
 class Engine(Protocol):
     """Runs worker groups for one controller; every method but `wake` belongs to the controller's thread.
 
     Each rank of a started group yields Started once (unless it could not be started, and with Placed before it where
-    there are nodes), then Received for each message in order, then Exited once and last (see there). An engine that has
-    to find places says with Capacity how many there are, first of all.
+    there are nodes), then Received for each message in order, then Exited once and last (see there); a Dying
+    comes a little before. An engine that has to find places says with Capacity how many there are, first of all.
     """
 
     def start(self, spec: GroupSpec) -> None:

@@ -18,7 +18,7 @@ from holdfast.errors import (
 )
 from holdfast.writer.messages import RunOpened
 
-from ..engine import Capacity, Draining, Exited, Placed, Received, Started, Unable
+from ..engine import Capacity, Draining, Dying, Exited, Placed, Received, Started, Unable
 from ..failure import error_from_wire
 from .actions import (
     Action,
@@ -129,7 +129,7 @@ class Controller:
                 self._hand_over(self._group, Cause.PREEMPTION, event.detail, wait_s=wait_s)
         elif isinstance(event, Unable):
             self._fatal(event.error)
-        elif isinstance(event, (Placed, Started, Received, Exited)):
+        elif isinstance(event, (Placed, Started, Received, Dying, Exited)):
             self._on_worker(event)
         if not self.state.is_end:
             self._advance()
@@ -240,9 +240,12 @@ class Controller:
         self._become(RunState.SCHEDULING)
         self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
 
-    def _on_worker(self, event: Placed | Started | Received | Exited) -> None:
+    def _on_worker(self, event: Placed | Started | Received | Dying | Exited) -> None:
         group, rank = self._group, event.rank
         if group is None:
+            return
+        if isinstance(event, Dying):
+            group.note_dying(rank)
             return
         if isinstance(event, Exited):
             group.exited[rank] = event
@@ -286,6 +289,8 @@ class Controller:
             if header.get("left"):
                 group.left.add(rank)
             self.reports.ledger.finished.add(rank)
+        elif on == "leaving":
+            group.note_dying(rank)
         elif on == "failed":
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._fail(rank, error, settle_s=self._limits.settle_s)

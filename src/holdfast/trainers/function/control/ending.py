@@ -87,7 +87,7 @@ class Teardown:
 
     Attributes:
         settle_until: when the cause has to be known.
-        drain_until: when what is complete has to be committed.
+        drain_until: when what is complete has to be committed, and workers seen to end by themselves have to be gone.
         upto: reports after this one are not taken any more.
         fatal: what ends the run; None: the failure policy decides, unless the run is aborted.
         kill_until: when killed workers have to be gone; None before they are killed.
@@ -110,7 +110,9 @@ class Teardown:
         if self.kill_until is None:
             left = self.drain_until - now
             busy = reports.salvage(group.dead, left, lost=group.lost)
-            if (busy and left > 0) or (now < self.settle_until and not group.is_explained):
+            if left > 0 and (busy or group.has_silent_end):
+                return False
+            if now < self.settle_until and not group.is_explained:
                 return False
             self.kill_until = now + limits.grace_s + limits.stop_s
             if not group.all_exited:

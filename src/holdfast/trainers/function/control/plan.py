@@ -23,8 +23,9 @@ class WaitLimits:
             `holdfast.trainers.function.control.policy.growth_pause_s`.
         start_s: from the start of a group until train_func runs on all ranks.
         report_s: from the first rank that enters a report with data until the last.
-        settle_s: after an error of a worker, how long to wait for the exit of another that may have caused it.
-        drain_s: how long complete reports are finished after a failure, or when the run is stopped.
+        settle_s: after an error of a worker, how long to wait for a sign that another, its cause, has ended.
+        drain_s: how long complete reports are finished after a failure, or when the run is stopped, and how long the
+            exit of a worker that is seen to end by itself is waited for.
         end_s: how long the last commits may take after train_func has returned.
         grace_s: from SIGTERM to SIGKILL.
         stop_s: how long workers may take to end, beyond the grace.

@@ -56,6 +56,7 @@ class WorkerGroup:
         finished: ranks whose train_func has returned.
         left: those of them that ended by ``sys.exit``.
         exited: how each ended, by rank.
+        dying: place of each rank in the order in which their ends were first seen, before how is known.
         failures: what went wrong, by rank.
         died: ranks whose process ended without a message, not killed by us: the cause of errors of other ranks.
         preempted: a worker was preempted.
@@ -74,6 +75,7 @@ class WorkerGroup:
         self.finished: set[int] = set()
         self.left: set[int] = set()
         self.exited: dict[int, Exited] = {}
+        self.dying: dict[int, int] = {}
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
         self.preempted = self.unplaced = False
@@ -121,14 +123,21 @@ class WorkerGroup:
 
     @property
     def causes(self) -> dict[int, BaseException]:
-        """The failures, those of ranks that died first: others often fail because a peer is gone."""
-        order = sorted(self.failures, key=lambda rank: rank not in self.died)
+        """The failures, those of ranks that died first, in that order: others often fail because a peer is gone."""
+        last = len(self.dying)
+        order = sorted(self.failures, key=lambda rank: self.dying.get(rank, last) if rank in self.died else last + 1)
         return {rank: self.failures[rank] for rank in order}
 
     @property
     def is_explained(self) -> bool:
         """Whether the cause is known, so that waiting longer tells no more."""
         return bool(self.died) or self.moved is not None or len(self.dead) == self.size
+
+    @property
+    def has_silent_end(self) -> bool:
+        """Whether others have failed while a process ends without a word: how it ended is about to be known."""
+        silent = self.dying.keys() - self.dead - self.finished
+        return bool(silent and self.failures) and self.moved is None
 
     def odd_ends(self, entered: Sequence[int]) -> str | None:
         """Say which ranks left by ``sys.exit`` while others did not; None if there are none.
@@ -152,6 +161,10 @@ class WorkerGroup:
             for rank in sorted(self.finished - self.failures.keys())
         ]
         return f"train_func had ended before on {', '.join(gone)}" if gone else ""
+
+    def note_dying(self, rank: int) -> None:
+        """Note that a process is about to end; its first sign counts."""
+        self.dying.setdefault(rank, len(self.dying))
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Note a failure; the first of a rank counts."""

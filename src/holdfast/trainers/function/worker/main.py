@@ -70,7 +70,11 @@ def run(
             ended = call(function, arguments)
             status = ended.status
             session.drain()
-            if not status:
+            if status:
+                # Ahead of the end of the group, at which others in a collective fail: the end itself takes longer.
+                channel.send({"on": "leaving"})
+                channel.flush(FLUSH_S)
+            else:
                 packed = pack_result(ended.value) if rank == 0 else None
                 channel.send({"on": "finished", "left": ended.left}, [] if packed is None else [packed])
                 channel.flush(FLUSH_S)

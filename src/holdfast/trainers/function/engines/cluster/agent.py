@@ -96,6 +96,7 @@ class Agent:
         self._supervisor = Supervisor(
             on_start=self._on_start,
             on_message=self._on_message,
+            on_dying=lambda child: self._tell({"on": "dying", "child": self._numbers[child.number]}),
             on_end=self._on_end,
             zygote_sinks=(_Sink(self._tell, 0, 0), _Sink(self._tell, 0, 1)),
         )

@@ -19,6 +19,7 @@ from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
     Draining,
+    Dying,
     Event,
     Exited,
     GroupSpec,
@@ -230,6 +231,8 @@ class ClusterEngine:
         while not self._agents.is_empty and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())  # agents end their processes before they hang up
         self._agents.close()
+        while self._posted:  # agents that connected meanwhile are let go of
+            self._posted.popleft()()
         for sinks in self._outputs.values():
             _end_output(sinks)
         self._selector.close()
@@ -301,6 +304,9 @@ class ClusterEngine:
             else:
                 child.outcome = passed
                 link.tell({"do": "limit", "child": child.number, "seconds": _TASK_END_S})
+        elif on == "dying":
+            if child.rank is not None:
+                self._ready.append(Dying(rank=child.rank))
         elif on == "ended":
             self._ended(child, header["status"], header["why"])
 

@@ -139,7 +139,7 @@ class AgentListener:
                     break
                 answer += more
             number = read_answer(self._token, challenge, answer) if len(answer) == ANSWER_BYTES else None
-            if number is None:
+            if number is None or self._closed:
                 sock.close()
                 return
             sock.sendall(make_proof(self._token, challenge, answer))

@@ -15,7 +15,17 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
-from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Reason, Received, Started, TaskEnded, Woken
+from holdfast.trainers.function.engine import (
+    Dying,
+    Event,
+    Exited,
+    GroupSpec,
+    Reason,
+    Received,
+    Started,
+    TaskEnded,
+    Woken,
+)
 from holdfast.trainers.function.failure import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
@@ -66,7 +76,9 @@ class LocalEngine:
             os.set_blocking(fd, False)
             # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
             weakref.finalize(self, os.close, fd)
-        self._supervisor = Supervisor(on_start=self._on_start, on_message=self._on_message, on_end=self._on_end)
+        self._supervisor = Supervisor(
+            on_start=self._on_start, on_message=self._on_message, on_dying=self._on_dying, on_end=self._on_end
+        )
         self._supervisor.watch(self._woken, self._on_wake)
         if prepare:
             self._supervisor.prepare(num_workers)
@@ -220,6 +232,11 @@ class LocalEngine:
         else:
             self._outcomes[child.number] = message
             self._supervisor.limit(child, _TASK_END_S)
+
+    def _on_dying(self, child: Child) -> None:
+        rank = self._rank_of.get(child.number)
+        if rank is not None:
+            self._ready.append(Dying(rank=rank))
 
     def _on_end(self, child: Child, why: str) -> None:
         code, number = _decode(child.status)

@@ -31,11 +31,12 @@ _END_S = 5.0
 
 
 class Supervisor:
-    """Owns the zygote and its children; reports events through three functions, called from `wait` alone.
+    """Owns the zygote and its children; reports events through four functions, called from `wait` alone.
 
     Args:
         on_start: a child exists.
         on_message: a child sent a message.
+        on_dying: a child has closed its connection or is gone; its end is told when its status is known.
         on_end: a child and all its session are gone; ``why`` says more if it never started or its status is unknown.
         zygote_sinks: where the zygote's own output goes; default: shown.
     """
@@ -45,10 +46,12 @@ class Supervisor:
         *,
         on_start: Callable[[Child], None],
         on_message: Callable[[Child, Message], None],
+        on_dying: Callable[[Child], None],
         on_end: Callable[[Child, str], None],
         zygote_sinks: tuple[Sink, Sink] | None = None,
     ) -> None:
-        self._on_start, self._on_message, self._on_end = on_start, on_message, on_end
+        self._on_start, self._on_message = on_start, on_message
+        self._on_dying, self._on_end = on_dying, on_end
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
         self._numbers = itertools.count(1)
@@ -196,6 +199,8 @@ class Supervisor:
             self._on_message(child, message)
         if child.inbox.ended:
             self._selector.unregister(child)
+            if child.gone_at is None:
+                self._on_dying(child)
             if child.inbox.broken:  # it may still train, but cannot be understood any more
                 child.signal(signal.SIGKILL)
             if self._zygote is None and child.pidfd < 0:
@@ -204,6 +209,8 @@ class Supervisor:
     def _see_gone(self, child: Child) -> None:
         self._selector.unregister(child.pidfd)
         child.gone_at = time.monotonic()
+        if not child.inbox.ended:  # as when a process that it has started holds the connection too
+            self._on_dying(child)
         if self._zygote is None:
             self._end(child, "its exit status is not known: the process that started it is gone")
 
