@@ -15,6 +15,7 @@ __all__ = ["Content", "ModelFiles", "model_files_of"]
 Content: TypeAlias = "bytes | str | Callable[[], bytes | str]"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+_TOO_LONG = re.compile(r"[^/]{201}|.{801}")  # file systems take 255 bytes for a part, and add some for a temporary name
 # Names that a save or a storage gives; see holdfast/format/names.py.
 _OURS = re.compile(
     r"manifest\.json|(?:state|part|plan|staged|rank|index)-.*|.*-[0-9]{5}(?:\.part[0-9]+)?-[0-9a-f]{8,}-.*"
@@ -49,10 +50,12 @@ class ModelFiles:
     def __post_init__(self) -> None:
         names = [*self.files, *self.indexes, *self.named]
         for name in names:
-            if not isinstance(name, str) or not _NAME.fullmatch(name) or _OURS.fullmatch(name.rpartition("/")[2]):
+            fits = isinstance(name, str) and _NAME.fullmatch(name) and not _TOO_LONG.search(name)
+            if not fits or _OURS.fullmatch(name.rpartition("/")[2]):
                 raise ConfigError(
                     f"model_files: {name!r} cannot be the name of a file in a checkpoint: use letters, digits, '.', "
-                    "'_' and '-', folders separated by '/', and none of the names that Holdfast gives itself"
+                    "'_' and '-' (at most 200 in a part, 800 in all), folders separated by '/', and none of the names "
+                    "that Holdfast gives itself"
                 )
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

@@ -155,6 +155,8 @@ def test_another_item_has_a_file_of_its_own_at_any_size(tmp_path):
         ({"manifest.json": b""}, "cannot be the name"),
         ({"sub/manifest.json": b""}, "cannot be the name"),
         ({"state-0badc0de-1.json": b""}, "cannot be the name"),
+        ({"x" * 201: b""}, "cannot be the name"),
+        ({"/".join("x" * 401): b""}, "cannot be the name"),
         ({"a": b"", "a/b": b""}, "is a file and the folder"),
         ({"a": 3}, "int is no content"),
     ],

@@ -367,7 +367,7 @@ class WriterLoop:
             from .uploads.mirror import RemoteSide  # not above: most writers never need it, and each start waits
 
             remote = RemoteSide.from_told(self._handed.storage(told["storage"]), told)
-        self._trainer_pid = header["owner"]["trainer_pid"]
+        self._trainer_pid = header["owner"].get("trainer_pid", 0)
         run, opened = Run.open(
             self._handed.storage(header["storage"]),
             owner=header["owner"],
