@@ -197,7 +197,7 @@ def test_a_situation_at_the_start_has_its_exact_outcome(
 
 def _files(path: Path) -> dict[str, bytes]:
     """Everything that belongs to checkpoints; what the run keeps about itself may change."""
-    own = re.compile(r"run\.json|reports/|\.metrics\.json|lease")
+    own = re.compile(r"run\.json|reports/|\.metrics\.json|lease|\.ledger/")
     found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
     return {name: data for name, data in found.items() if not own.search(name)}
 

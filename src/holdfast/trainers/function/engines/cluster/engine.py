@@ -100,6 +100,7 @@ class ClusterEngine:
         self._entry = entry
         self._ready: list[Event] = []
         self._posted: deque[Callable[[], None]] = deque()
+        self._over = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe()
         for fd in (self._woken, self._waker):
@@ -231,8 +232,8 @@ class ClusterEngine:
         while not self._agents.is_empty and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())  # agents end their processes before they hang up
         self._agents.close()
-        while self._posted:  # agents that connected meanwhile are let go of
-            self._posted.popleft()()
+        self._over = True
+        self._work_off()  # agents that connected meanwhile are let go of
         for sinks in self._outputs.values():
             _end_output(sinks)
         self._selector.close()
@@ -243,7 +244,14 @@ class ClusterEngine:
     def _post(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the thread of the engine; callable from any thread."""
         self._posted.append(work)
+        if self._over:  # nobody waits any more
+            self._work_off()
+            return
         self._poke()
+
+    def _work_off(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
 
     def _poke(self) -> None:
         try:
@@ -267,8 +275,7 @@ class ClusterEngine:
                     self._ready.append(Woken())
             elif self._selector.get_map().get(key.fd) is key:
                 self._agents.read(key.data)
-        while self._posted:
-            self._posted.popleft()()
+        self._work_off()
         self._read_at = time.monotonic()
         if unread_s > BEAT_S:
             self._agents.listened(now)
