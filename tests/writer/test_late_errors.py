@@ -95,5 +95,8 @@ def test_a_save_that_is_being_committed_is_not_given_up() -> None:
     assert one.stored(0, "s-1") == []
     assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
     assert one.expire(1000.0) == []
+    assert one.failed(0, "s-1", {"type": "StorageError", "message": "late", "extra": {}}) == []
+    assert one.lost(1, "its writer process has died") == []
+    assert one.left(0, "closed") == []
     (told,) = one.committed("s-1", value={}, error=None)
     assert told.error is None
