@@ -136,7 +136,7 @@ def _test(tests: Sequence[str], folder: str) -> int:
     os.dup2(null, 2)
     os.chdir(ROOT)
     sys.path.insert(0, folder)
-    os.environ["PYTHONPATH"] = folder
+    os.environ |= {"PYTHONPATH": folder, "HOLDFAST_TEST_SHRINK": "0"}
     import pytest
 
     import holdfast
