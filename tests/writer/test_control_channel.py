@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.ranks import link
+from holdfast.writer.ranks import member as member_module
 from holdfast.writer.ranks.link import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
@@ -461,6 +463,51 @@ def test_a_job_that_was_suspended_goes_on(channel: Channel) -> None:
     channel.save("s-1")
     assert channel.commits.get(timeout=LIMIT_S) == "s-1"
     assert not any(member.gone for member in server._members)
+
+
+def test_a_member_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch, channel: Channel) -> None:
+    """For it as for the server: silence while it was stopped itself is nobody's fault."""
+    until(lambda: all(link is not None for link in [member.link for member in channel.server._members]))
+    gone_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + gone_s, sleep=time.sleep)
+    monkeypatch.setattr(member_module, "time", clock)
+    gone_s = 60.0
+    beats = [member._heard for member in channel.members]
+    until(lambda: all(member._heard > before + 30 for member, before in zip(channel.members, beats, strict=True)))
+    works(channel, "s-1")
+    assert not any(member.lost for member in channel.members)
+
+
+def test_a_step_that_is_done_by_now_is_not_agreed_on() -> None:
+    """The server did not know that the trainer was there already: another step is proposed, which it comes to."""
+    channel = Channel(1, beat_s=1000.0, stale_s=3000.0)
+    until(lambda: channel.server.steps.gathered)
+    board = channel.boards[0]
+    assert not board.calls(2)
+    channel.members[0].say({"do": "want", "kind": "save"})
+    until(lambda: board.armed)
+    assert board.target > 2
+    assert not board.calls(2)
+    assert board.calls(board.target)
+    channel.close()
+
+
+def test_a_message_that_the_socket_takes_in_parts() -> None:
+    """What does not fit at once follows, every byte of it, and the next message behind it."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    one, other = Link(ends[0]), Link(ends[1])
+    messages = [{"do": "left", "why": letter * (4 << 20)} for letter in "ab"]
+    heard: list[dict[str, Any]] = []
+    assert all(one.send(message) for message in messages)
+    assert one.unsent
+    while len(heard) < 2:
+        heard += other.receive() or []
+        assert one.flush()
+    assert heard == messages
+    one.close()
+    other.close()
 
 
 def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
