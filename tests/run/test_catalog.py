@@ -265,6 +265,18 @@ def test_a_damaged_sidecar_protects(storage) -> None:
     assert names(catalog) == ["step_0002", "step_0001"]
 
 
+def test_a_pin_sets_a_damaged_sidecar_right(storage) -> None:
+    """Somebody has decided: the metrics of the manifest count again, and it goes when its time has come."""
+    catalog = begin(storage)
+    save(catalog, 1, metrics={"loss": 1.0})
+    storage.put("step_0001/.metrics.json", b"{")
+    assert not catalog.set_metrics("step_0001", {}).metrics, "damaged: nobody knows which count"
+    assert catalog.pin("step_0001", on=True).metrics == {"loss": 1.0}
+    assert catalog.pin("step_0001", on=False).metrics == {"loss": 1.0}
+    save(catalog, 2, keep=Keep(last=1))
+    assert names(catalog) == ["step_0002"]
+
+
 def test_checkpoints_removed_by_hand_take_no_place(storage) -> None:
     """With keep.last=2 and the newest but one deleted by hand, the one before it stays."""
     catalog = begin(storage)
