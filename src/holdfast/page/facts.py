@@ -14,6 +14,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.format.contents import ContentsReader
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
@@ -267,7 +268,7 @@ def _details(storage: Storage, good: Sequence[Record]) -> dict[str, dict[str, An
 def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_local: bool) -> dict[str, Any]:
     try:
         manifest = read_manifest(storage, name)
-        rows = items(tensors(storage, name, manifest))
+        rows = items(tensors(ContentsReader(storage.child(name), manifest)))
         problems = verify(storage, name, deep=False).problems if is_local else ()
     except (CheckpointError, StorageError) as error:
         return {"checked": f"cannot be read: {error}"}
