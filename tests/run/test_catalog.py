@@ -11,7 +11,8 @@ from checkpoint_kit import small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
-from holdfast.errors import CheckpointNotFoundError, StorageError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from holdfast.run.candidates import newest_good
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.record import Sidecar, write_sidecar
@@ -343,3 +344,18 @@ def test_a_commit_is_known_whatever_its_sidecar(storage, monkeypatch, caplog) ->
     assert "out of reach" in caplog.text
     assert [record.step for record in catalog.records()] == [2, 1]
     assert catalog.set_metrics("step_0002", {"late": 2.0}).metrics == {"loss": 1.0, "late": 2.0}
+
+
+def test_what_was_set_aside_is_not_tried_again() -> None:
+    """Of several candidates the first good one is taken; if there is none, all reasons are said."""
+    tried = []
+
+    def check(step):
+        tried.append(step)
+        return None if step == 1 else "it does not load"
+
+    candidates = [("c", 3), ("b", 2), ("a", 1)]
+    found = newest_good(candidates, check, bad={"c": "rot"}, where="run", advice="start anew")
+    assert (found, tried) == ((1, [("b", "it does not load")]), [2, 1])
+    with pytest.raises(CorruptCheckpointError, match=r"2 checkpoint\(s\)"):
+        newest_good(candidates[:2], check, bad={"c": "rot"}, where="run", advice="start anew")
