@@ -21,7 +21,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import rank_list
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
@@ -371,7 +371,7 @@ class RunSession:
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
                 future = snapshotter.submit(state(), self.client, request, lazy=follow is None).future
-        except TRANSIENT_ERRORS as error:
+        except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
@@ -533,7 +533,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
+        if isinstance(error, (*TRANSIENT_ERRORS, DroppedSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -681,7 +681,7 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
-    if isinstance(error, TornSaveError):
+    if isinstance(error, DroppedSaveError):
         return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
