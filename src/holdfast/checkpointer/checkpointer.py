@@ -293,7 +293,7 @@ class Checkpointer:
         self._step_s = step_s = entered - self._left - course.held_s
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
-        session.note_step(progress.step)
+        session.memory.note_step(progress.step)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:

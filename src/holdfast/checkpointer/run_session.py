@@ -7,8 +7,6 @@ save is named and numbered, what its parent is, how it is followed, and what a l
 from __future__ import annotations
 
 import contextlib
-import os
-import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +23,9 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveErr
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
-from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
@@ -41,7 +39,6 @@ from .transient import TRANSIENT_ERRORS, state_of
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
-_STEPS = struct.Struct("=q")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
@@ -115,6 +112,7 @@ class RunSession:
         announcer: calls listeners with what is committed.
         paid: called with the seconds that a save has cost training, and those until it was durable.
         extra: entries of the manifest's ``extra`` for the next saves.
+        memory: what the writer has to know if this process is killed.
     """
 
     def __init__(
@@ -146,8 +144,7 @@ class RunSession:
         self._notes: list[_Note] = []
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
-        self._steps = Arena.create(_STEPS.size)  # outlives this process in its writer
-        self._owner = os.getpid()
+        self.memory = StepMemory()
         self.client = WriterClient.start(storage, remote=remote)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
@@ -221,13 +218,8 @@ class RunSession:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
-            steps=None if self._steps.fd is None else self._steps,
+            memory=self.memory.arena,
         )  # fmt: skip
-
-    def note_step(self, step: int) -> None:
-        """Let the writer know how many steps are done, so that the end of a killed trainer says it; costs no call."""
-        if self._owner == os.getpid():  # a forked child has not got that memory
-            _STEPS.pack_into(self._steps.view, 0, step)
 
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
@@ -292,7 +284,7 @@ class RunSession:
             checkpoint_id: parent of the next checkpoint.
         """
         self.saves.resume_at(step, name=name, checkpoint_id=checkpoint_id)
-        self.note_step(step)
+        self.memory.note_step(step)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
@@ -658,8 +650,7 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
-        self._owner = 0
-        self._steps.close()
+        self.memory.close()
 
 
 def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
