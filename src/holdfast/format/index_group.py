@@ -178,9 +178,9 @@ class _Kind:
 
     def _flush(self, left: list[IndexFile]) -> None:
         waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
-        shape, heads = self.shape, []
-        if shape is None or not waiting:
+        if not waiting or self.shape is None:  # an index that is alone needs no shape: it costs as much as encoding it
             return
+        shape, heads = self.shape, []
         for file, at in waiting:
             head = _head(file, at)
             if head is None or (self.sizes is not None and not self.sizes.keys() >= {*head.files}):
