@@ -21,6 +21,7 @@ from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.life import LifeReport, deaths_before
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -110,6 +111,7 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        life: what this process tells `holdfast run`; None unless that has started it, and before the run is open.
         paid: called with the seconds that a save has cost training, and those until it was durable.
         extra: entries of the manifest's ``extra`` for the next saves.
         memory: what the writer has to know if this process is killed.
@@ -137,6 +139,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.life: LifeReport | None = None
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
@@ -221,8 +224,19 @@ class RunSession:
             memory=self.memory.arena,
         )  # fmt: skip
 
+    def note_step(self, step: int) -> None:
+        """Let the writer, and `holdfast run`, know how many steps are done; costs no call."""
+        self.memory.note_step(step)
+        if self.life is not None:
+            self.life.stepped(step)
+
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
+        uri = self.root.uri
+        self.life = LifeReport.begin(uri=uri, attempt=opened.attempt, rank=self.meeting.rank)
+        if self.life is not None and self.leads:
+            for death in deaths_before(uri):
+                self.journal(**death)
 
     @property
     def is_open(self) -> bool:
@@ -554,6 +568,8 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
+        if self.life is not None:
+            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost
@@ -631,6 +647,8 @@ class RunSession:
             what = "the end of the run was not recorded"
             self.note("close_run", what=what, reason=reason, details=dict(details or {}))
         self.wait_for_notes()
+        if self.life is not None:
+            self.life.end(reason)
 
     def abandon(self, why: str) -> None:
         """Give up a run that failed before its first step; never raises."""
@@ -650,6 +668,8 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
+        if self.life is not None:
+            self.life.end()
         self.memory.close()
 
 
