@@ -11,7 +11,7 @@ import click
 from .terminal import message, print_json
 
 if TYPE_CHECKING:
-    from holdfast.testing.resume import Examined
+    from holdfast.verify.resume import Examined
 
 __all__ = ["verify_resume"]
 
@@ -42,8 +42,8 @@ def verify_resume(
     COMMAND is any training script with a holdfast.Checkpointer, as it is: holdfast verify-resume -- python train.py.
     Its runs go to a temporary directory. Exit status: 0 the resume is exact, 1 it is not or the script failed, 2 usage.
     """
-    from holdfast.testing.lives import LifeFailedError
-    from holdfast.testing.resume import examine
+    from holdfast.verify.lives import LifeFailedError
+    from holdfast.verify.resume import examine
 
     def say(line: str) -> None:
         click.echo(f"holdfast: {message(line)}", err=as_json)
