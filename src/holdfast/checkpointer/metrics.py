@@ -9,28 +9,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 from holdfast.state.accelerator import has_streams
 
-from .identity import plain_metrics, take_metrics
+from .identity import plain_at_once, plain_metrics, take_metrics
 from .run_session import RunSession
 
 __all__ = ["MetricLog", "NoLog"]
 
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
+_EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request
 _EMPTY: dict[str, Any] = {}
 
 
 class MetricLog:
     """Rows of metrics on their way to the run's history.
 
-    Tensors are copied on their own device and kept, not read: reading a tensor waits for its device. `flush` has them
-    read when a save or a report happens or 1 000 rows have gathered. Rows of a life that dies before that are void
-    anyway, because the next life goes on from a checkpoint before them.
+    They are sent when a save or a report happens, every few seconds, and when 1 000 have gathered; until then they lie
+    in memory that the writer has too (`StepMemory`), so that a kill does not take them. Tensors of a device are copied
+    there and kept, not read, because reading waits for the device: a kill takes rows with such values that were not
+    sent. Values that only this thread can read are sent at the next save or report.
 
     Args:
         session: the run; failures surface in its `settle`.
@@ -40,6 +43,9 @@ class MetricLog:
         self._session = session
         self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
         self._current_step, self._current = -1, _EMPTY
+        self._num_late = 0  # rows with values whose reading makes this thread wait
+        self._every_s = _EVERY_S if session.root.local_root is not None else _EVERY_FAR_S
+        self._due = time.time() + self._every_s
 
     def add(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         """Keep the metrics of a step.
@@ -47,9 +53,20 @@ class MetricLog:
         Raises:
             ConfigError: a value is no metric.
         """
-        metrics = take_metrics(metrics, step=step)
+        metrics, now = take_metrics(metrics, step=step), time.time()
+        plain = plain_at_once(metrics)
+        # Not between two rows of a step: a save of it is about to name it.
+        if now >= self._due and not self._num_late and step != self._current_step:
+            self._send(None)
+        if plain is None:
+            self._num_late += any(map(_is_ours_to_read, metrics.values()))
+        else:
+            memory = self._session.memory
+            if not memory.add_row(step, epoch, now, plain) and not self._num_late:
+                self._send(None)
+                memory.add_row(step, epoch, now, plain)
         rows = self._rows
-        rows.append((step, epoch, time.time(), metrics))
+        rows.append((step, epoch, now, metrics))
         if self._current_step == step:
             self._current = {**self._current, **metrics}
         else:
@@ -60,7 +77,7 @@ class MetricLog:
     def of_step(self, step: int) -> Callable[[], dict[str, Any]]:
         """Return what gives everything reported for ``step`` so far, as numbers; it may wait for a device."""
         current = self._current if self._current_step == step else _EMPTY
-        read = _reader([current])
+        read = _reader([(step, current)])
         if read is None:
             return lambda: _readable(current, step)
         return lambda: _readable(read()[0], step)
@@ -70,7 +87,7 @@ class MetricLog:
         session = self._session
         name, step = session.last_name, session.last_step
         metrics = take_metrics(metrics, step=step)
-        read = _reader([metrics])
+        read = _reader([(step, metrics)])
         if read is None:
             session.note("metrics", about=name, name=name, metrics=_readable(metrics, step))
         else:
@@ -92,9 +109,11 @@ class MetricLog:
         _LOG.error("while the run was ending with an error, a save failed too: %s", error)
 
     def _send(self, checkpoint: str | None, step: int = -1) -> None:
+        self._due = time.time() + self._every_s
         if not self._rows:
             return
         rows, self._rows = self._rows, []
+        self._num_late = 0
         attempt = self._session.opened.attempt
 
         def records(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -110,12 +129,12 @@ class MetricLog:
                 for (at, epoch, when, _), metrics in zip(rows, values, strict=True)
             ]
 
-        values = [metrics for *_, metrics in rows]
-        read = _reader(values)
+        read = _reader([(at, metrics) for at, _, _, metrics in rows])
         if read is None:
-            self._session.note("report", about=checkpoint, rows=records(values))
+            self._session.note("report", about=checkpoint, rows=records([metrics for *_, metrics in rows]))
         else:
             self._session.note("report", about=checkpoint, late=lambda: {"rows": records(read())})
+        self._session.memory.clear_rows()
 
 
 class NoLog(MetricLog):
@@ -138,14 +157,21 @@ class NoLog(MetricLog):
         """Send nothing."""
 
 
-def _reader(values: Sequence[Mapping[str, Any]]) -> Callable[[], list[dict[str, Any]]] | None:
-    """Return what gives the same values with those of accelerators in host memory; None if there are none of these.
+def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[dict[str, Any]]] | None:
+    """Return what gives metrics with those of accelerators in host memory; None if there are none of these.
 
     It is for another thread: it waits until the device has done what the current streams have to do by now.
+
+    Args:
+        rows: steps and their metrics.
     """
-    devices = {tensor.device for value in values for tensor in _on_devices(value)}
+    devices = {tensor.device for _, value in rows for tensor in _on_devices(value)}
     if not devices:
         return None
+    values = [
+        {**value, **_readable({name: item for name, item in value.items() if _is_ours_to_read(item)}, step)}
+        for step, value in rows
+    ]
     events: list[Any] = []
     for device in devices:
         module = torch.get_device_module(device)
@@ -174,13 +200,22 @@ def _reader(values: Sequence[Mapping[str, Any]]) -> Callable[[], list[dict[str, 
     return read
 
 
+def _is_ours_to_read(value: Any) -> bool:
+    """Tell whether a value lies elsewhere, and only the training thread may wait for it."""
+    if isinstance(value, (Mapping, list)):
+        return any(map(_is_ours_to_read, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, torch.Tensor):
+        return not value.is_cpu and next(_on_devices(value), None) is None
+    return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
+
+
 def _on_devices(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a metric, or in a mapping of them, that another thread can read.
 
     Not those of subclasses: reading a DTensor is a call of all ranks.
     """
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        if has_streams(value.device):
+    if isinstance(value, torch.Tensor):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device):
             yield value
     elif isinstance(value, (Mapping, list)):
         for item in value.values() if isinstance(value, Mapping) else value:

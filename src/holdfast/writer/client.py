@@ -336,7 +336,7 @@ class WriterClient:
         wait_s: float = 60.0,
         mirror: Mirror | None = None,
         remote: Storage | None = None,
-        steps: Arena | None = None,
+        memory: Arena | None = None,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -347,8 +347,7 @@ class WriterClient:
             wait_s: how long to wait for the writer of a dead trainer to finish.
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
-            steps: memory whose first 8 bytes are the number of steps done: the writer records what it says when the
-                trainer has died.
+            memory: see `step_memory`: the writer records what it says when the trainer has died.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -358,10 +357,10 @@ class WriterClient:
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header["wait_s"] = wait_s
-            if steps is not None:
-                self._talk.steps = steps
-                self._talk.tell_arena(steps)
-                header["steps"] = steps.number
+            if memory is not None:
+                self._talk.memory = memory
+                self._talk.tell_arena(memory)
+                header["memory"] = memory.number
             if mirror is not None and remote is not None:
                 far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}

@@ -80,7 +80,7 @@ class Conversation:
     def __init__(self, *, thread: bool) -> None:
         self.lock = threading.RLock()
         self.run: dict[str, Any] | None = None
-        self.steps: Arena | None = None  # the steps of that run, see `WriterClient.open_run`
+        self.memory: Arena | None = None  # of the trainer of that run, see `WriterClient.open_run`
         self.names: dict[str, dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
@@ -352,8 +352,8 @@ class Conversation:
         for key, description in self._descriptions.items():
             self.send({"do": "storage", "key": key, **description})
         if self.run is not None:
-            if self.steps is not None:
-                self.tell_arena(self.steps)
+            if self.memory is not None:
+                self.tell_arena(self.memory)
             # Nobody waits for this answer: a failure shows in the jobs that follow.
             self.send({**self.run, "call": self.number()})
         for header in self.names.values():
