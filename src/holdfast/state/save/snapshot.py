@@ -68,6 +68,7 @@ class SaveRequest:
         run: the save belongs to the writer's open run.
         part: write this rank's part only; the writer that has the parts of all ranks commits them.
         joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
+        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
     """
 
     storage: Storage
@@ -79,6 +80,7 @@ class SaveRequest:
     run: bool = False
     part: bool = False
     joint: bool = False
+    metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -90,13 +92,14 @@ class Submitted:
         held_s: how long the caller was held by flattening and copying.
         tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
-        names: tensor names, in the order of the layout.
+        handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
     tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
+    handed_over: Future[None] | None = None
 
 
 class Snapshotter:
@@ -242,9 +245,14 @@ class Snapshotter:
             want_unchanged=request.reuse and not windowed and not self._observed,
         )
 
+        def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
+            if request.metrics is not None:
+                job.manifest["metrics"] = dict(request.metrics())
+            return client.submit(request.storage, job, blobs, arena, filled=filled)
+
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
-            return client.submit(request.storage, job, [content() for content in contents], arena, filled=filled)
+            return submit(arena, [content() for content in contents], filled)
 
         future: Future[Any]
         if aside:
@@ -259,14 +267,17 @@ class Snapshotter:
                 layout,
                 arena,
                 client,
-                lambda filled: client.submit(request.storage, job, blobs, arena, filled=filled),
+                lambda filled: submit(arena, blobs, filled),
                 lazy=lazy,
             )
         else:
             arena = self._arena(layout)
             future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
-        return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
+        return Submitted(
+            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
+            handed_over=None if self.copies is None else self.copies.sealing,
+        )  # fmt: skip
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
