@@ -97,6 +97,7 @@ class RunSession:
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
         silence_s: a rank that says nothing for so long is given up.
+        client: the writer, which `close` closes; None: a new one.
 
     Attributes:
         root: of the run.
@@ -127,6 +128,7 @@ class RunSession:
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
         silence_s: float = SILENCE_S,
+        client: WriterClient | None = None,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -148,7 +150,7 @@ class RunSession:
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
         self._steps = Arena.create(_STEPS.size)  # outlives this process in its writer
         self._owner = os.getpid()
-        self.client = WriterClient.start(storage, remote=remote)
+        self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
