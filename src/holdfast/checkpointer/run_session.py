@@ -96,6 +96,7 @@ class RunSession:
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
         silence_s: a rank that says nothing for so long is given up.
+        client: the writer, which `close` closes; None: a new one.
 
     Attributes:
         root: of the run.
@@ -128,6 +129,7 @@ class RunSession:
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
         silence_s: float = SILENCE_S,
+        client: WriterClient | None = None,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -149,7 +151,7 @@ class RunSession:
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
         self.memory = StepMemory()
-        self.client = WriterClient.start(storage, remote=remote)
+        self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
