@@ -106,7 +106,7 @@ def test_a_file_that_is_not_part_of_the_checkpoint_is_refused():
 
 def test_a_newer_index_says_what_to_install():
     """A newer kind is told from a damaged one."""
-    with pytest.raises(FormatVersionError, match="pip install"):
+    with pytest.raises(FormatVersionError, match="holdfast is needed: update the checkout"):
         Index.from_bytes(change(index=2))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from holdfast._optional import upgrade_command
 from holdfast._outgoing import brief
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
@@ -140,8 +141,7 @@ class Index:
                 raise TypeError("index version or writer")
             if version > INDEX_VERSION:
                 raise FormatVersionError(
-                    f"{where}: index version {version}, this Holdfast reads {INDEX_VERSION}: "
-                    "pip install --upgrade holdfast"
+                    f"{where}: index version {version}, this Holdfast reads {INDEX_VERSION}: {upgrade_command()}"
                 )
             files = tuple(_file(path, save_id, where) for path in body["files"])
             rows = _Rows(files, where)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast._optional import require
 from holdfast.checkpoint._location import file_system
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, stored_keep
 from holdfast.errors import (
     ConfigError,
-    MissingExtraError,
     RunNotFoundError,
     TrainingFailedError,
     UnknownMetricError,
@@ -195,10 +195,7 @@ class Result:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("metrics_dataframe needs pandas: pip install 'holdfast[pandas]'") from error
+        pd = require("pandas", extra="pandas", purpose="metrics_dataframe")
         self._reports()
         rows = self._live
         metrics = [flat_metrics(without_marks(row["metrics"])) for row in rows]
