@@ -37,4 +37,4 @@ def test_a_right_resume_is_exact(tmp_path, name):
     """No false verdict."""
     report = verified(tmp_path, HEALTHY[name])
     assert report.exact, "\n".join(report.lines())
-    assert any(life.killed_before is not None for life in report.lives)
+    assert any(life.killed_after is not None for life in report.lives)

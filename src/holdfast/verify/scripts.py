@@ -328,11 +328,11 @@ class _Lives:
             where = "began at step 0" if began == 0 else "went on from no step that is known"
         if not life.killed and life.status != 0:
             where = f"ended with exit status {life.status}"
-        end = f"killed before step {(began or 0) + made - 1} ({kill.why})" if life.killed and kill else "not killed"
+        end = f"killed after step {(began or 0) + made - 1} ({kill.why})" if life.killed and kill else "not killed"
         self._say(f"life {number + 1}: {where}, {end} ({life.seconds:.1f} s)")
         self._lives.append(
             LifeReport(
-                began=began, steps=made, killed_before=(began or 0) + made - 1 if life.killed else None,
+                began=began, steps=made, killed_after=(began or 0) + made - 1 if life.killed else None,
                 why=kill.why if kill is not None and life.killed else "", seconds=life.seconds, status=life.status,
                 differs_from=None if finding is None else finding.step,
             )
