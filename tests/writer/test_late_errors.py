@@ -20,19 +20,23 @@ _numbers = count()
 
 
 class _Breaking(FileWriter):
-    def __init__(self, inner: FileWriter, storage: Breaking) -> None:
-        self._inner, self._storage = inner, storage
+    def __init__(self, inner: FileWriter, storage: Breaking, *, breaks: bool) -> None:
+        self._inner, self._storage, self._breaks = inner, storage, breaks
 
     def write(self, view: memoryview) -> None:
-        self._storage.may("write")
+        if self._breaks:
+            self._storage.may("write")
         self._inner.write(view)
 
     def close(self) -> None:
         self._inner.close()
-        self._storage.may("close")
+        self._storage.ended.add(self)
+        if self._breaks:
+            self._storage.may("close")
 
     def abort(self) -> None:
         self._inner.abort()
+        self._storage.ended.add(self)
 
 
 class Breaking(MemoryStorage):
@@ -47,6 +51,8 @@ class Breaking(MemoryStorage):
     def __init__(self, number: int, call: str, parallel: int) -> None:
         super().__init__(f"breaking-{next(_numbers)}")
         self.left, self.call, self.has_failed = number, call, False
+        self.begun: list[_Breaking] = []
+        self.ended: set[_Breaking] = set()
         self._traits = StorageTraits(num_parallel=parallel)
 
     @property
@@ -62,8 +68,8 @@ class Breaking(MemoryStorage):
         self.left, mine = self.left - 1, self.left == 0
         if mine:
             self.may("create")
-        inner = super().create(path, size)
-        return _Breaking(inner, self) if mine else inner
+        self.begun.append(_Breaking(super().create(path, size), self, breaks=mine))
+        return self.begun[-1]
 
 
 @pytest.mark.parametrize("parallel", [1, 16])
@@ -76,6 +82,7 @@ def test_each_file_of_a_save_may_fail(call: str, parallel: int) -> None:
         with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
             job = kit.make_job(CONTENTS)
             error = client.submit(storage, job, [b"{}"], arena).exception(60)
+            assert storage.ended == {*storage.begun}, "each file is closed, or given up"
             if not storage.has_failed:  # there are no more files, or nothing is written to this one
                 assert error is None
                 continue
@@ -95,5 +102,8 @@ def test_a_save_that_is_being_committed_is_not_given_up() -> None:
     assert one.stored(0, "s-1") == []
     assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
     assert one.expire(1000.0) == []
+    assert one.failed(0, "s-1", {"type": "StorageError", "message": "late", "extra": {}}) == []
+    assert one.lost(1, "its writer process has died") == []
+    assert one.left(0, "closed") == []
     (told,) = one.committed("s-1", value={}, error=None)
     assert told.error is None

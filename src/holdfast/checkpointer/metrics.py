@@ -9,22 +9,24 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 
-from .identity import plain_metrics, take_metrics
+from .identity import plain_at_once, plain_metrics, take_metrics
 from .run_session import RunSession
 
 __all__ = ["MetricLog", "NoLog"]
 
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
+_EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request
 _EMPTY: dict[str, Any] = {}
 
 
 class MetricLog:
     """Rows of metrics on their way to the run's history.
 
-    Tensors are copied on their own device and kept, not read: reading a tensor waits for its device. `flush` reads
-    them when a save or a report happens or 1 000 rows have gathered. Rows of a life that dies before that are void
-    anyway, because the next life goes on from a checkpoint before them.
+    They are sent when a save or a report happens, every few seconds, and when 1 000 have gathered; until then they lie
+    in memory that the writer has too (`StepMemory`), so that a kill does not take them. Tensors of a device are copied
+    there and kept, not read, because reading waits for the device: rows with such values are sent at the next save or
+    report only, and a kill takes those since.
 
     Args:
         session: the run; failures surface in its `settle`.
@@ -34,6 +36,9 @@ class MetricLog:
         self._session = session
         self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
         self._current_step, self._current = -1, _EMPTY
+        self._num_late = 0  # rows with values that only a device has
+        self._every_s = _EVERY_S if session.root.local_root is not None else _EVERY_FAR_S
+        self._due = time.time() + self._every_s
 
     def add(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         """Keep the metrics of a step.
@@ -41,9 +46,20 @@ class MetricLog:
         Raises:
             ConfigError: a value is no metric.
         """
-        metrics = take_metrics(metrics, step=step)
+        metrics, now = take_metrics(metrics, step=step), time.time()
+        plain = plain_at_once(metrics)
+        # Not between two rows of a step: a save of it is about to name it.
+        if now >= self._due and not self._num_late and step != self._current_step:
+            self._send(None)
+        if plain is None:
+            self._num_late += 1
+        else:
+            memory = self._session.memory
+            if not memory.add_row(step, epoch, now, plain) and not self._num_late:
+                self._send(None)
+                memory.add_row(step, epoch, now, plain)
         rows = self._rows
-        rows.append((step, epoch, time.time(), metrics))
+        rows.append((step, epoch, now, metrics))
         if self._current_step == step:
             self._current = {**self._current, **metrics}
         else:
@@ -77,9 +93,11 @@ class MetricLog:
         _LOG.error("while the run was ending with an error, a save failed too: %s", error)
 
     def _send(self, checkpoint: str | None, step: int = -1) -> None:
+        self._due = time.time() + self._every_s
         if not self._rows:
             return
         rows, self._rows = self._rows, []
+        self._num_late = 0
         found = [
             {
                 "attempt": self._session.opened.attempt,
@@ -92,6 +110,7 @@ class MetricLog:
             for at, epoch, when, metrics in rows
         ]
         self._session.note("report", about=checkpoint, rows=found)
+        self._session.memory.clear_rows()
 
 
 class NoLog(MetricLog):

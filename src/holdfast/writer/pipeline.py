@@ -244,13 +244,19 @@ class PartWriter:
                 writer.abort()
             self._settle([])
 
-    def discard(self, *, plan: bool = False) -> None:
+    def discard(self, *, plan: bool = False, again: bool = False) -> None:
         """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start.
 
         Args:
             plan: there is a plan file of this save, which goes last.
+            again: a writer that died had begun this save: any of its files may be there.
         """
         created = self._created
+        if again:
+            job = self._job
+            paths = [*(file.path for file in job.files), *(blob.path for blob in job.blobs)]
+            paths.append(DigestFile(job.writer, job.save_id).path)
+            created = list(dict.fromkeys([*created, *(path for path in paths if job.save_id in path)]))
         try:
             if plan and not has_plan(self._storage, self._job.directory, self._job.save_id):
                 # Another save has begun here, and perhaps committed: what has these names now is its.

@@ -239,7 +239,7 @@ class SaveRunner:
                 )
         except BaseException:
             if certainly_uncommitted(task.storage, job.directory, job.manifest):
-                writer.discard(plan=planned)
+                writer.discard(plan=planned, again=task.again)
             raise
         if planned and not job.part:
             _drop_plan(task.storage, job.directory, job.save_id)

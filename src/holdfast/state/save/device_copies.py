@@ -112,7 +112,29 @@ class DeviceCopies:
 
         Returns:
             The future of the save. It fails with `TornSaveError` if a tensor changed while it was copied.
+
+        Raises:
+            BaseException: what went wrong, once no copy is in flight any more: the arena may be unmapped.
         """
+        devices = {tensor.device for tensor in flat.tensors if has_streams(tensor.device)}
+        try:
+            return self._start(flat, layout, arena, client, hand_over, lazy=lazy)
+        except BaseException:
+            self._fences.clear()
+            for device in devices:
+                torch.get_device_module(device).synchronize(device)
+            raise
+
+    def _start(
+        self,
+        flat: Flat,
+        layout: Layout,
+        arena: Arena,
+        client: WriterClient,
+        hand_over: Callable[[int | None], SaveFuture],
+        *,
+        lazy: bool,
+    ) -> Future[Any]:
         self._pin(arena)
         copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
         # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
