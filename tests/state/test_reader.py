@@ -426,7 +426,7 @@ def test_each_block_is_handed_out_once():
     def between(feed):
         thread = threading.Thread(target=lambda: taken.append(feed.take()))
         thread.start()
-        thread.join(0.05)  # it may have to wait until we are done
+        thread.join(0.01)  # it may have to wait until we are done
         taken.append(thread)
 
     for feed, own in at_every_line((reader_module,), lambda: BlockFeed(blocks, Hints()), BlockFeed.take, between):
