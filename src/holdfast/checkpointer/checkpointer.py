@@ -20,9 +20,9 @@ from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
-from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
+from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -417,8 +417,8 @@ class Checkpointer:
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first; needs no lease, so it works at any time."""
         if self.remote is None:
-            return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
-        sides = MirrorView.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+            return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+        sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
@@ -428,7 +428,7 @@ class Checkpointer:
         """Return the newest committed checkpoint, None if there is none yet."""
         found = []
         for side in self._sides:
-            record = Catalog(side).latest()
+            record = RunView(side).latest()
             if record is not None:
                 found.append((side, record))
                 if record.attempt == self.attempt:
@@ -455,7 +455,7 @@ class Checkpointer:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        found = [(side, record) for side in self._sides if (record := Catalog(side).best(name, order)) is not None]
+        found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
         if not found:
             return None
         first = retention.rank([record for _, record in found], name, order)[0].name

@@ -14,10 +14,11 @@ from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.catalog import Catalog
 from holdfast.run.fence import damaged_fences
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
+from holdfast.run.remains import is_remains
 from holdfast.run.reports import LOGS, REPORTS, read_history
 from holdfast.storage.base import Storage
 
