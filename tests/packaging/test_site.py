@@ -83,7 +83,7 @@ def origin(pages: dict[str, str]) -> Iterator[str]:
     shutil.which("node") is None or not (STORES / "playwright-core").exists(), reason="make test-frameworks installs it"
 )
 def test_in_a_browser(pages: dict[str, str], origin: str, tmp_path: Path) -> None:
-    """At 1400 and 390 pixels: a silent console, no request to elsewhere, no page wider than the window; search finds."""
+    """At 1400 and 390 pixels: a silent console, no request to elsewhere, no page wider than the window; it finds."""
     names = ["index.html", *(name for name in pages if name not in ("404.html", "index.html"))]
     done = subprocess.run(
         ["node", Path(__file__).with_name("site.mjs"), json.dumps([origin, names, [1400, 390]])],
