@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def test_commands_exist() -> None:
     commands = (ROOT / "src/holdfast/cli/main.py").read_text()
     for page in PAGES:
         for line in "\n".join(blocks(page, "bash")).splitlines():
-            if not line or line.startswith("#") or line == "pip install .":
+            if not line or line.startswith(("#", "pip install ")):
                 continue
             tool, word = line.split()[:2]
             assert tool in ("make", "holdfast"), f"{page.name}: {line}"
@@ -59,6 +61,36 @@ def test_commands_exist() -> None:
                 assert re.search(rf"^{word}:", makefile, re.MULTILINE), f"{page.name}: {line}"
             else:
                 assert word.replace("-", "_") in commands, f"{page.name}: {line}"
+
+
+@pytest.mark.slow
+def test_the_commands_of_readme_work_after_its_example(tmp_path: Path) -> None:
+    """Who types README's first example and then its commands, one after the other, gets no error."""
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    lines = "\n".join(blocks(ROOT / "README.md", "bash")).splitlines()
+    commands = [line.partition("#")[0].split() for line in lines if line.startswith("holdfast ")]
+    mine = [
+        words for words in commands if not {"old.pt", "verify-resume"} & set(words) and "s3://" not in " ".join(words)
+    ]
+    assert len(mine) > 6
+    for words in mine:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        differs = words[1] == "diff"  # two steps of a training
+        assert done.returncode == int(differs), f"{words}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_page_has_a_run_folder_of_its_own() -> None:
+    """Whoever tries one page after the other in one folder resumes no run of another page."""
+    owner: dict[str, str] = {}
+    for page in PAGES:
+        for kind in ("python", "python frameworks/huggingface"):
+            for block in blocks(page, kind):
+                for folder in re.findall(r"Checkpointer\(\s*\"([\w./-]+)\"|save_folder=\"([\w./-]+)\"", block):
+                    name = "".join(folder)
+                    assert owner.setdefault(name, page.name) == page.name, f"{page.name}: {name} is {owner[name]}'s"
 
 
 def test_links_resolve() -> None:

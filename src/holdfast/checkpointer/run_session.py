@@ -226,7 +226,7 @@ class RunSession:
 
     def note_step(self, step: int) -> None:
         """Let the writer know how many steps are done, so that the end of a killed trainer says it; costs no call."""
-        if self._owner == os.getpid():  # a forked child has not got that memory
+        if self._owner == os.getpid():  # a forked child does not have that memory
             _STEPS.pack_into(self._steps.view, 0, step)
 
     def _take(self, opened: RunOpened) -> None:
