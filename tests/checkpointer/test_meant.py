@@ -135,5 +135,5 @@ def test_the_bound_of_memory_as_text(given, taken, tmp_path):
 @pytest.mark.parametrize("given", ["much", "4 XB", 4.5e6, True, "-4MiB", ""])
 def test_a_bound_of_memory_that_is_none(given, tmp_path):
     """What cannot be read as a size is named, with what to write."""
-    with pytest.raises(hf.ConfigError, match="max_staging_bytes=.*give a whole number of bytes, a text such as"):
+    with pytest.raises(hf.ConfigError, match=r"max_staging_bytes=.*give a whole number of bytes, a text such as"):
         hf.Checkpointer(tmp_path, {"w": torch.ones(1)}, max_staging_bytes=given)
