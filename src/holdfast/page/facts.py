@@ -22,6 +22,7 @@ from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide
 from holdfast.run.status import run_state, runs_below
+from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -236,6 +237,9 @@ def _checkpoints(
     best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
     why = {verdict.name: verdict.why for verdict in decide(_rules(keep), good)}
     details = _details(catalog.storage, good)
+    for name, verified in read_verified(catalog.storage, catalog.found()).items():
+        if name in details:
+            details[name]["verified"] = verified.describe(catalog.storage, name)["words"]
     rows = []
     for number, record in enumerate(good):
         marks = {"newest": not number, "best": record is best, "pinned": record.pinned}

@@ -387,7 +387,7 @@
     const parent = more.parent && facts.checkpoints.find((one) => one.name === more.parent);
     const lines = [["size", bytes(row.size_bytes)], ["new on disk", row.new_bytes !== row.size_bytes ? bytes(row.new_bytes) : ""],
       ["saved", row.created ? moment(row.created) + " UTC" : ""], ["epoch", row.epoch === null ? "" : number(row.epoch)], ["attempt", number(row.attempt)],
-      ["deleted", row.deleted ? moment(row.deleted) + " UTC" : ""], [row.state === "ok" ? "kept because" : "why", row.why], ["checked", more.checked]];
+      ["deleted", row.deleted ? moment(row.deleted) + " UTC" : ""], [row.state === "ok" ? "kept because" : "why", row.why], ["checked", more.checked], ["verified", more.verified]];
     const list = make("dl", {class: "facts"}, ...lines.filter(([, text]) => text).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     if (more.parent) list.append(make("dt", {}, "parent"), make("dd", {}, parent ? make("button", {type: "button", class: "link", onclick: () => showCheckpoint(parent)}, more.parent) : more.parent));
     const metrics = Object.entries(row.metrics);
