@@ -74,7 +74,7 @@ class Driver:
             while self._inputs:
                 self._take(self._inputs.popleft())
             self._take(Tick())
-            self._session.memory.note_step(self.num_reports)
+            self._session.note_step(self.num_reports)
         return self._end
 
     def close(self) -> None:

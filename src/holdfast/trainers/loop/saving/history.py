@@ -47,7 +47,7 @@ class HistoryLogger(LoggerDestination):
     def stepped(self) -> None:
         """Tell the runs how many batches are trained."""
         for session in self._sessions:
-            session.memory.note_step(self._state.timestamp.count("batch"))
+            session.note_step(self._state.timestamp.count("batch"))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep a row."""
