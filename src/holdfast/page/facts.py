@@ -15,9 +15,11 @@ from holdfast.config import rules_of, stored_keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import ContentsReader
+from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
+from holdfast.run.goodput import goodput
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
@@ -132,6 +134,7 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         ),
         "saving": {**sums, "curves": _saving_curves(made)},
         "newest": _newest(storage, records),
+        "goodput": goodput(history, made, now=time.time() if state.is_live else None),
         "warnings": [*_warnings(catalog), *warnings],
     }
 
@@ -278,6 +281,7 @@ def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_loc
         return {"checked": f"cannot be read: {error}"}
     sound = "manifest and sizes of all files are right; contents were not read" if is_local else "manifest alone"
     return {
+        "every_s": _every_s(manifest),
         "parent": names.get(manifest.parent, f"{manifest.parent} (no longer there)") if manifest.parent else None,
         "items": [
             {"name": i.name, "tensors": i.tensors, "numel": i.numel, "bytes": i.nbytes, "dtypes": list(i.dtypes)}
@@ -285,6 +289,12 @@ def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_loc
         ],
         "checked": "; ".join(problems) or sound,
     }
+
+
+def _every_s(manifest: Manifest) -> float | None:
+    """Return the interval that ``every="auto"`` had chosen when the checkpoint was saved."""
+    chosen = manifest.extra.get("every_s")
+    return float(chosen) if isinstance(chosen, (int, float)) and 0 < chosen < math.inf else None
 
 
 def _deleted(
