@@ -16,6 +16,7 @@ from holdfast.checkpointer.pending_saves import RunSave, failed
 from holdfast.checkpointer.run_session import NamedSave
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import StorageFullError, UnsupportedStateError
+from holdfast.model_files import ModelFiles
 from holdfast.state.save.snapshot import Snapshotter
 
 from ..training.ranks import TIMEOUT_S
@@ -38,6 +39,7 @@ class AsyncSaver:
         claim: the name of its files that the folder has claimed; None for directories.
         parent: id of the checkpoint that training goes on from.
         make_room: deletes what the rules of retention do not keep; tells whether anything has gone.
+        model_files: committed beside the tensors of a directory.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class AsyncSaver:
         claim: str | None,
         parent: str | None,
         make_room: Callable[[], bool],
+        model_files: ModelFiles | None = None,
     ) -> None:
         self._folder, self._container, self._claim = folder, container, claim
         self._make_room = make_room
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
-            max_file_bytes=folder.storage.traits.max_file_bytes,
+            max_file_bytes=folder.storage.traits.max_file_bytes, model_files=model_files,
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -207,6 +207,17 @@ class SaveFolder:
             return
         self.confirm(entry.name)  # not in the index of the run: said all the same before it goes
         remove(self.storage, entry.name)
+
+    def clear(self, name: str, files: Iterable[str]) -> None:
+        """Remove a directory, good or damaged, so that files with these names can be written there.
+
+        Raises:
+            RunBusyError: another process has taken the folder over: nothing is removed.
+        """
+        self.delete(FolderEntry(name=name, container="directory"))
+        for file in files:  # of a damaged checkpoint nothing else tells that they belong to it
+            with contextlib.suppress(StorageNotFoundError):
+                self.storage.delete(f"{name}/{file}")
 
     def is_held(self, claim: str | None) -> bool:
         """Tell whether checkpoints here are ours to delete; not after `close`. For ``claim`` see `open`."""
