@@ -123,7 +123,7 @@ def _decide(root: Path, keep: hf.Keep, saves: int, name: str) -> dict[str, float
     enter()
     while True:  # what the rules before had kept
         catalog.prune(keep)
-        if not catalog.is_behind:
+        if not catalog.num_behind:
             break
     cpu = 0.0
     storage.index_bytes = 0

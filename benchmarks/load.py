@@ -54,6 +54,9 @@ def run(context: Context) -> Outcome:
                 if not cold:
                     read_all(raw)
                 outcome.add("limit", first=not turn, **{kind: limits.read(raw, cold=cold)})
+                if turn and not cold:
+                    outcome.add("limit, hashed", warm=limits.read_hashed(raw, state.tensors.values()))
+                    hf.load(ours, into=state.objects)  # that wrote other bytes into the state
                 for name in list(ways):
                     path, load = ways[name]
                     if cold:
@@ -88,13 +91,15 @@ def read_all(path: Path) -> None:
 
 
 def _judge(outcome: Outcome) -> None:
+    hashed = outcome.median("holdfast", "warm") / outcome.median("limit, hashed", "warm")
+    outcome.goals.append(Goal(what="warm: of the limit that hashes, into the same tensors", value=hashed, at_most=1.1))
     for kind in ("warm", "cold"):
         limit = outcome.median("limit", kind)
-        for method in outcome.samples:
+        for method in outcome.samples.keys() - {"limit, hashed"}:
             outcome.ratios[f"{method}: limit / {kind}"] = limit / outcome.median(method, kind)
         share = outcome.ratios[f"holdfast: limit / {kind}"]
         outcome.goals.append(Goal(what=f"{kind}: share of the read limit, digests on", value=share, at_least=0.85))
-        peers = [name for name in outcome.samples if name != "limit" and not name.startswith("holdfast")]
+        peers = [name for name in outcome.samples if not name.startswith(("limit", "holdfast"))]
         if peers:
             best = min(peers, key=lambda name: outcome.median(name, kind))
             ratio = outcome.speedup(best, "holdfast", kind)

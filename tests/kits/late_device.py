@@ -44,6 +44,9 @@ def load() -> types.ModuleType:
     module = _device_module(library)
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    # In a forked child torch makes its pool of threads anew, without a lock. The autograd threads of two devices would
+    # do that at once ("Invalid thread pool!" and SIGABRT in one of three lives): it is made here, by one thread.
+    torch.set_num_threads(torch.get_num_threads())
     return module
 
 

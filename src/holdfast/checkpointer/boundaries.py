@@ -191,12 +191,16 @@ class StepBoundary:
             force: wait for a busy writer, also with ``when_busy="skip"``.
         """
         begun = time.perf_counter()
-        step = self._progress.step
+        step, life = self._progress.step, self._session.life
+        if life is not None:
+            life.waits(True)
         is_saved = self._session.last_step == step or self._start_save(force=force)
         # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
         self.pace.saved()
         if is_saved:
             self.log.flush(step)  # has rows only if the step was saved before
+        if life is not None:
+            life.waits(False)
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
 
     def _start_save(self, *, force: bool) -> bool:

@@ -500,6 +500,9 @@ class Checkpointer:
         if session.team is not None:
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+        if session.life is not None:
+            requeue = self.options.exit_code if isinstance(self.options.exit_code, int) else -1
+            session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         self._course.watcher = self._watcher
         if started.has_generators:

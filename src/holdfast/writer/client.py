@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall
+from .conversation import Conversation, PendingCall, WindowsLostError
 from .frames import Message
 from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
@@ -43,7 +43,7 @@ class WriterClient:
 
     Futures are resolved on a thread of the client: a callback must be short and must not wait for another future.
     After a death of the writer process it is started again once and everything unanswered is sent again (the data
-    still lies in the arena); a windowed job cannot be repeated and fails.
+    still lies in the arena). The windows of a job have to be sent again by whoever sent them, see `window`.
 
     Example:
         >>> with WriterClient.start(storage) as writer:                               # doctest: +SKIP
@@ -130,7 +130,7 @@ class WriterClient:
                     attachments=tuple(blobs),
                     arena=arena,
                     future=future,
-                    repeatable=not job.windowed,
+                    windowed=job.windowed,
                     decode=_result,
                 ),
             )
@@ -192,10 +192,27 @@ class WriterClient:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
 
         Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
+
+        Raises:
+            WindowsLostError: (also from the future) the writer has died and was started again; after `begin_again` all
+                windows of this job have to be sent once more, from the first.
         """
         header = {"do": "window", "job_no": job_no, "file_no": file_no, "file_offset": file_offset}
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
-        return self._call(header, repeatable=False)
+        with self._talk.lock:
+            self._check_windows(job_no)
+            return self._call(header, repeatable=False)
+
+    def begin_again(self, job_no: int) -> None:
+        """Send the windows of a job from the first again, to a writer that was started again."""
+        with self._talk.lock:
+            if (call := self._talk.find(job_no)) is not None:
+                call.interrupted = False
+
+    def _check_windows(self, job_no: int) -> None:
+        call = self._talk.find(job_no)
+        if call is not None and call.interrupted:
+            raise WindowsLostError("the writer process died during this save, and was started again")
 
     def fill(self, job_no: int, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
@@ -214,13 +231,19 @@ class WriterClient:
             job_no: from the future of `submit`.
             blobs: bytes of ``job.blobs``, unless `submit` got them.
             manifest: fields that replace those given before.
+
+        Raises:
+            WindowsLostError: as `window`.
         """
         with self._talk.lock:
             self._talk.check()
+            self._check_windows(job_no)
+            if (call := self._talk.find(job_no)) is not None:
+                call.sealed = True
             self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
 
     def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
-        """Drop a job that is not sealed; its files are removed and its future fails.
+        """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
 
         Args:
             job_no: from the future of `submit`.
@@ -228,9 +251,12 @@ class WriterClient:
         """
         header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
+            if self._talk.closed:
+                return  # the writer drops what is not sealed; an error of ours would hide the one that led here
             self._talk.check()
             if (call := self._talk.find(job_no)) is not None:
-                call.repeatable = False  # a writer that is started again must not wait for the rest of it
+                # A writer that is started again must not wait for the rest of it.
+                call.dropped = call.dropped or error or HoldfastError("the trainer abandoned this save")
             self._talk.send(header)
 
     def join(
@@ -314,7 +340,7 @@ class WriterClient:
         wait_s: float = 60.0,
         mirror: Mirror | None = None,
         remote: Storage | None = None,
-        steps: Arena | None = None,
+        memory: Arena | None = None,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -325,8 +351,7 @@ class WriterClient:
             wait_s: how long to wait for the writer of a dead trainer to finish.
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
-            steps: memory whose first 8 bytes are the number of steps done: the writer records what it says when the
-                trainer has died.
+            memory: see `step_memory`: the writer records what it says when the trainer has died.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -336,10 +361,10 @@ class WriterClient:
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header["wait_s"] = wait_s
-            if steps is not None:
-                self._talk.steps = steps
-                self._talk.tell_arena(steps)
-                header["steps"] = steps.number
+            if memory is not None:
+                self._talk.memory = memory
+                self._talk.tell_arena(memory)
+                header["memory"] = memory.number
             if mirror is not None and remote is not None:
                 far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}

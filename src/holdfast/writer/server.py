@@ -313,7 +313,7 @@ class WriterLoop:
             work()
         try:
             if self._run is not None:
-                self._run.close(self._reason or self._end, self._run.steps_done() if self._end == _DIED else None)
+                self._run.close(self._reason or self._end, self._run.take_left() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
         self._saver.close()
@@ -407,8 +407,8 @@ class WriterLoop:
             remote=remote,
             later=self._work_later,
         )
-        if (number := header.get("steps")) is not None:
-            run.steps = partial(self._handed.view, number)
+        if (number := header.get("memory")) is not None:
+            run.memory = partial(self._handed.view, number)
         self._run = run
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()

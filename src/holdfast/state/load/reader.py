@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -126,12 +126,16 @@ def _span(row: ReadRequest) -> tuple[int, int, bool]:
 def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], Place | None]]]:
     """Cut rows into groups whose detours need little memory: the rows of each range, and their place (see `_place`)."""
     group: list[tuple[list[ReadRequest], Place | None]] = []
-    size = 0
-    for _, same in groupby(rows, _span):
-        members = list(same)
+    size = at = 0
+    while at < len(rows):
+        first, members = rows[at], [rows[at]]
+        at += 1
+        while at < len(rows) and rows[at].offset == first.offset and _span(rows[at]) == _span(first):
+            members.append(rows[at])
+            at += 1
         place = _place(members)
         if place is None:
-            nbytes = members[0].nbytes
+            nbytes = first.nbytes
             if size and size + nbytes > BATCH:
                 yield group
                 group, size = [], 0
