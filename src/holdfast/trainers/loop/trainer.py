@@ -34,9 +34,8 @@ from .options import (
     seed_ranks,
 )
 from .saving.functions import save_checkpoint
-from .saving.restart import StartingPoint
 from .saving.saver import CheckpointSaver, default_saver
-from .saving.saver_group import SaverGroup
+from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
 from .times.intervals import Every, When, parse_when

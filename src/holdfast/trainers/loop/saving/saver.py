@@ -30,12 +30,11 @@ from ..times.timestamp import Timestamp
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
-from .async_saver import AsyncSaver
 from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
 from .folder import SaveFolder, check_link
 from .naming import NameTemplate, SaverNames
-from .post_commit import PostCommit
 from .saver_context import SaverContext
+from .saves import AsyncSaver, PostCommit
 from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
 
@@ -120,7 +119,7 @@ class CheckpointSaver(Callback):
         self._context_given: SaverContext | None = None
         self._folder: SaveFolder | None = None
         self._names: SaverNames | None = None
-        self._after: PostCommit | None = None
+        self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
         self._last_batch = -1
@@ -134,7 +133,8 @@ class CheckpointSaver(Callback):
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
-        return [] if self._after is None else [_join(self.place.spelling, entry.name) for entry in self._after.all]
+        entries = [] if self._post_commit is None else self._post_commit.all
+        return [_join(self.place.spelling, entry.name) for entry in entries]
 
     @property
     def is_full(self) -> bool:
@@ -177,7 +177,7 @@ class CheckpointSaver(Callback):
             ConfigError: a name leads out of the folder, the model is no single file, or nothing would stay of it.
         """
         self._context_given, self._folder, self._is_source = context, folder, is_source
-        self._after, self._last_batch, self._ready, self._parent = None, -1, False, None
+        self._post_commit, self._last_batch, self._ready, self._parent = None, -1, False, None
         for template in (self.filename, self.latest_filename):
             if template is not None:
                 _check_name(template, template.shape(context.variables), beside_run=self.container == "directory")
@@ -266,7 +266,8 @@ class CheckpointSaver(Callback):
 
     def find_saved(self, step: int) -> str | None:
         """Return the URI of the checkpoint of this moment, if there is one."""
-        found = [entry.name for entry in self._after.all if entry.step == step] if self._after is not None else []
+        entries = [] if self._post_commit is None else self._post_commit.all
+        found = [entry.name for entry in entries if entry.step == step]
         return f"{self.place.storage.uri.rstrip('/')}/{found[-1]}" if found else None
 
     def check_interval(self) -> None:
@@ -293,12 +294,12 @@ class CheckpointSaver(Callback):
             return
         folder, context, names = self.place, self._context, self.names
         self.take_place()
-        if self._after is None:
-            self._after = self._make_after(folder, context)
-        after, now = self._after, context.state.timestamp
+        if self._post_commit is None:
+            self._post_commit = self._make_post_commit(folder, context)
+        post_commit, now = self._post_commit, context.state.timestamp
         self._saves = AsyncSaver(
-            folder, self.container, claim=self.claim, parent=self._parent or context.parent, make_room=after.make_room,
-            model_files=self.model_files,
+            folder, self.container, claim=self.claim, parent=self._parent or context.parent,
+            make_room=post_commit.make_room, model_files=self.model_files,
         )  # fmt: skip
         if (latest := names.destinations(now).latest) is not None:
             folder.ranks.lead("link", lambda: check_link(folder.storage, latest))
@@ -306,7 +307,7 @@ class CheckpointSaver(Callback):
             folder.ranks.lead("sweep", lambda: folder.sweep(names.pattern.fullmatch, nested=names.nested))
         if self.model_files is not None:
             self._in_place = set(folder.ranks.lead("in place", lambda: self._to_be_replaced(now)))
-        if context.resumed and after.find_earlier(now, weights_only=self.weights_only):
+        if context.resumed and post_commit.find_earlier(now, weights_only=self.weights_only):
             self._last_batch = now.count("batch")  # this moment is safe already
 
     def _to_be_replaced(self, now: Timestamp) -> list[str]:
@@ -318,7 +319,7 @@ class CheckpointSaver(Callback):
                 found.append(name)
         return found
 
-    def _make_after(self, folder: SaveFolder, context: SaverContext) -> PostCommit:
+    def _make_post_commit(self, folder: SaveFolder, context: SaverContext) -> PostCommit:
         keep = self.keep
         if self.num_to_keep > 0 and not folder.is_remote:  # a number never cleans a remote folder
             keep = Keep(last=self.num_to_keep)
@@ -354,16 +355,16 @@ class CheckpointSaver(Callback):
 
     def make_up(self, event: Event) -> None:
         """Save what was due at the moment training goes on from, if the life that ended there did not come to it."""
-        assert self._after is not None
+        assert self._post_commit is not None
         now = self._context.state.timestamp.count("batch")
-        if self.is_due(event) and not self._after.has(now):
+        if self.is_due(event) and not self._post_commit.has(now):
             self.save_now()
 
     def save_now(self) -> None:
         """Save, once for one batch."""
         assert self._saves is not None
-        assert self._after is not None
-        context, after, is_source = self._context, self._after, self._is_source
+        assert self._post_commit is not None
+        context, post_commit, is_source = self._context, self._post_commit, self._is_source
         state = context.state
         batch = state.timestamp.count("batch")
         if batch == self._last_batch:
@@ -381,11 +382,11 @@ class CheckpointSaver(Callback):
             files = [*self.model_files.files, *self.model_files.indexes, *self.model_files.named]
             context.ranks.lead("replace", lambda: self.place.clear(saved.name, files))
             self._in_place.discard(saved.name)
-        there = self.names.destinations(state.timestamp)
+        destinations = self.names.destinations(state.timestamp)
 
         def committed(manifest: bytes) -> None:
             context.begun |= is_source
-            after.add(saved, there, manifest)
+            post_commit.add(saved, destinations, manifest)
 
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
