@@ -409,6 +409,41 @@ class RunSession:
         )  # fmt: skip
         self._held(time.perf_counter() - begun)
 
+    def keep_state(
+        self,
+        state: Callable[[], Mapping[Any, Any]],
+        snapshotter: Snapshotter,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+    ) -> bool:
+        """Copy a state and have the writer hold the copy, which it commits only if this process dies.
+
+        Args:
+            state: returns what to save.
+            snapshotter: copies it.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+
+        Returns:
+            False if memory is too short for it.
+        """
+        begun = time.perf_counter()
+        fields = self._manifest(
+            uuid.uuid4().hex, step, epoch, metrics, parent=self.saves.parent, world_size=self.meeting.world_size
+        )
+        if self.extra:
+            fields["extra"] = dict(self.extra)
+        request = SaveRequest(
+            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
+            reuse=True, run=True,
+        )  # fmt: skip
+        kept = snapshotter.keep(state(), self.client, request)
+        self._held(time.perf_counter() - begun)
+        return kept
+
     def save_directory(
         self,
         sources: Sequence[IngestSource],

@@ -136,6 +136,41 @@ class WriterClient:
             )
             return future
 
+    def hold(self, storage: Storage, job: SaveJob, blobs: Sequence[bytes], arena: Arena) -> None:
+        """Have the writer keep a sealed save that it commits only if the trainer dies, or at `rescue`.
+
+        It holds until another one is kept in the same arena, or `release`. Nobody waits for it, and it is lost with its
+        writer: the next one is kept by the writer that is started again.
+
+        Args:
+            storage: as for `submit`.
+            job: as for `submit`.
+            blobs: as for `submit`.
+            arena: must not change before `release`.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            header = {"do": "hold", "job": job.to_json(), "storage": self._talk.tell_storage(storage)}
+            self._talk.tell_arena(arena)
+            self._talk.send({**header, "arena": arena.number}, blobs)
+
+    def release(self, arena: Arena) -> None:
+        """Have the writer forget what it holds in an arena, which may change from now on."""
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "release", "arena": arena.number})
+
+    def rescue(self, why: str) -> Future[str | None]:
+        """Commit the newest save that is held, if it is newer than all that are committed.
+
+        Args:
+            why: for the manifest.
+
+        Returns:
+            The name of the checkpoint, None if there was nothing newer.
+        """
+        return self._call({"do": "rescue", "why": why})
+
     def ingest(self, storage: Storage, job: IngestJob) -> SaveFuture:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,8 @@ class WriterLoop:
         self._joint: Joint | None = None
         self._uploads: dict[int, FileUploads] = {}  # by the number of their target
         self._files: FileSaves | None = None  # made by the reading thread for the first file, or the first name
+        self._kept: dict[int, Task] = {}  # saves that are committed only if the trainer dies, by their arena
+        self._committed_step = -1  # of the run
         self._ending = threading.Event()
         self._end = _DIED
         self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
@@ -63,6 +66,9 @@ class WriterLoop:
             "arena": self._handed.take_arena,
             "drop_arena": self._drop_arena,
             "save": self._take_save,
+            "hold": self._take_hold,
+            "release": self._release,
+            "rescue": lambda message: self._later(message, lambda: self._rescue(message.header["why"])),
             "window": self._arriving.window,
             "fill": self._arriving.fill,
             "seal": self._arriving.seal,
@@ -100,6 +106,8 @@ class WriterLoop:
             self._arriving.abandon_all(f"{self._end} before this save was complete")
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
+            if self._end == _DIED:
+                self._work.put(self._rescue_after_death)
             self._work.put(None)
             if self._files is not None:
                 self._files.end()
@@ -145,6 +153,7 @@ class WriterLoop:
 
     def _drop_arena(self, message: Message) -> None:
         """Let go of an arena, behind the jobs that use it."""
+        self._kept.pop(message.header["number"], None)
 
         def drop() -> None:
             self._handed.drop_arena(message.header["number"])
@@ -186,6 +195,16 @@ class WriterLoop:
 
             self._files = FileSaves()
         return self._files
+
+    def _take_hold(self, message: Message) -> None:
+        header = message.header
+        self._kept[header["arena"]] = Task(
+            job=SaveJob.from_json(header["job"]), storage=self._handed.storage(header["storage"]),
+            storage_key=header["storage"], view=self._handed.view(header["arena"]), blobs=message.attachments,
+        )  # fmt: skip
+
+    def _release(self, message: Message) -> None:
+        self._kept.pop(message.header["arena"], None)
 
     def _join(self, message: Message) -> None:
         from .distributed import Joint  # not above: a writer of one rank starts faster without
@@ -371,7 +390,32 @@ class WriterLoop:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
             else:
+                if job.run:
+                    self._committed_step = max(self._committed_step, job.manifest["step"])
                 self.say_done(call, result.to_json(), (result.manifest,))
+
+    def _rescue(self, why: str) -> str | None:
+        """Commit the newest save that is held, if none that is committed is as new; on the working thread."""
+        kept = max(self._kept.values(), key=lambda task: task.job.manifest["step"], default=None)
+        self._kept.clear()
+        if kept is None or kept.job.manifest["step"] <= self._committed_step:
+            return None
+        manifest = dict(kept.job.manifest)
+        manifest["extra"] = {**manifest.get("extra", {}), "rescued": why}
+        job = replace(kept.job, manifest=manifest)
+        try:
+            self._stored(replace(kept, job=job))
+        except Exception as error:
+            self.note_lost(job, error)
+            raise
+        self._committed_step = manifest["step"]
+        return job.directory
+
+    def _rescue_after_death(self) -> None:
+        try:
+            self._rescue(self._reason or self._end)
+        except Exception:  # noqa: BLE001 - a thread edge: the newest durable checkpoint counts
+            _LOG.exception("the snapshot of the dead trainer could not be saved")
 
     def _stored(self, task: Task) -> SaveResult:
         container = task.job.container
