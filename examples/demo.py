@@ -40,7 +40,11 @@ console = Console(width=100)
 
 
 class DemoError(Exception):
-    """Something did not go as promised."""
+    """It could not be shown: a trainer failed, or did not come to its end. Nothing was compared."""
+
+
+class StalledError(DemoError):
+    """No trainer has trained a step for `STALL_S`."""
 
 
 class Trainer:
@@ -161,7 +165,7 @@ def train_and_kill(victim: Trainer, twin: Trainer, chance: random.Random) -> Sto
             if total != seen:
                 moved, seen = time.monotonic(), total
             if time.monotonic() - moved > STALL_S:
-                raise DemoError(f"no step was trained for {STALL_S:.0f} s, see {victim.output} and {twin.output}")
+                raise StalledError(f"no step was trained for {STALL_S:.0f} s, see {victim.output} and {twin.output}")
             time.sleep(0.05)
     story.seconds = time.monotonic() - began
     return story
@@ -224,7 +228,9 @@ def compare_states(victim: Trainer, twin: Trainer) -> tuple[Table, list[str]]:
         newest = Catalog(resolve(trainer.run)).latest()
         if newest is None or newest.step != trainer.steps:
             raise DemoError(f"{trainer.run} has no checkpoint of step {trainer.steps}: {newest}")
-        states.append(holdfast.load(trainer.run / newest.name))
+        state = holdfast.load(trainer.run / newest.name)
+        del state["holdfast"]["progress"]["ledger"]  # it names the attempts that trained the batches: theirs differ
+        states.append(state)
     problems: list[str] = []
     names = {"model": "weights", "optimizer": "optimizer", "scheduler": "learning-rate schedule"}
     for key in sorted({*states[0], *states[1]}, key=lambda key: (key not in names, key)):
@@ -369,7 +375,9 @@ def main() -> int:
     try:
         problems = demo(parser.parse_args())
     except DemoError as error:
-        problems = [str(error)]
+        word = "STALLED" if isinstance(error, StalledError) else "FAILED"
+        console.print(Text(f"{word}, nothing was compared: {error}", "bold red"))
+        return 1
     seconds = time.monotonic() - began
     if problems:
         console.print(Text("NOT EQUAL: " + "\n".join(problems[:10]), "bold red"))

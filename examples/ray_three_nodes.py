@@ -2,7 +2,7 @@
 
     python examples/ray_three_nodes.py [--folder FOLDER] [--epochs N]
 
-Needs `pip install 'holdfast[ray]' scikit-learn`. The nodes are raylets on this machine; on a real cluster only the
+Needs `pip install '.[ray]' scikit-learn`. The nodes are raylets on this machine; on a real cluster only the
 lines that start and end them are different.
 """
 

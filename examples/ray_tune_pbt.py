@@ -2,7 +2,7 @@
 
     python examples/ray_tune_pbt.py [--trials N] [--epochs N] [--folder DIR]
 
-Needs `pip install 'holdfast[ray-tune]' scikit-learn`. Trials that die are restarted from their newest checkpoint.
+Needs `pip install '.[ray-tune]' scikit-learn`. Trials that die are restarted from their newest checkpoint.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def test_unknown_fields_are_ignored_and_a_newer_minor_version_is_read():
 @pytest.mark.parametrize("version", ["2.0", "0.9", "11.3"])
 def test_an_unknown_major_version_says_what_to_install(version):
     """Not corruption: the message has the version and the command."""
-    with pytest.raises(FormatVersionError, match=rf"{re.escape(version)}.*pip install --upgrade 'holdfast>=0\.1\.0'"):
+    with pytest.raises(
+        FormatVersionError, match=rf"{re.escape(version)}.*holdfast>=0\.1\.0 is needed: update the checkout"
+    ):
         Manifest.from_bytes(closed(tree_of(format_version=version, versions={"holdfast": "0.1.0"}, files=3)))
 
 

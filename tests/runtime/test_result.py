@@ -246,7 +246,7 @@ def test_the_dataframe_says_what_to_install(run: Run, monkeypatch) -> None:
     run.start(0)
     result = Result.from_path(run.storage.uri)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(hf.MissingExtraError, match=r"pip install 'holdfast\[pandas\]'"):
+    with pytest.raises(hf.MissingExtraError, match=r"pip install .*\[pandas\]'"):
         _ = result.metrics_dataframe
 
 

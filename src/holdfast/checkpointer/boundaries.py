@@ -138,7 +138,7 @@ class StepBoundary:
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         kept = self._session.keep_state(
             self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
-            metrics=self.log.of_step(progress.step),
+            metrics=self.log.of_step(progress.step)(),
         )  # fmt: skip
         if not kept:
             self.snapshots = None

@@ -27,7 +27,7 @@ def sweep(uri: str, older: str, yes: bool, as_json: bool) -> None:
     """Remove unfinished multipart uploads below URI (s3://, oci://, gs:// with HMAC keys).
 
     A process that is killed in the middle of an upload leaves its parts in the bucket: no listing shows them, and they
-    are paid for. Without --yes nothing is removed. Needs boto3: pip install 'holdfast[s3-sweep]'.
+    are paid for. Without --yes nothing is removed. Needs boto3, which the extra s3-sweep brings.
     """
     dry_run = not yes
     older_s = span_option("--older", older)

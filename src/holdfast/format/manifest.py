@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from holdfast._optional import upgrade_command
 from holdfast._outgoing import brief
 from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
@@ -228,12 +229,10 @@ def _check_version(tree: dict[str, Any], where: str) -> None:
     if major[1] != FORMAT_VERSION.partition(".")[0]:
         versions = tree.get("versions")
         writer = versions.get("holdfast") if isinstance(versions, dict) else None
-        needed = (
-            f"holdfast>={writer}" if isinstance(writer, str) and re.fullmatch(r"[0-9a-z.+]+", writer) else "holdfast"
-        )
+        needed = writer if isinstance(writer, str) and re.fullmatch(r"[0-9a-z.+]+", writer) else None
         raise FormatVersionError(
             f"{where} is of format version {version}, this Holdfast reads {FORMAT_VERSION[0]}.x: "
-            f"pip install --upgrade '{needed}'"
+            f"{upgrade_command(needed)}"
         )
 
 

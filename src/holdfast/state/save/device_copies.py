@@ -66,6 +66,7 @@ class DeviceCopies:
 
     Attributes:
         late_bytes: how much of the last save was copied late.
+        sealing: done when the writer has all of the last save; None: it has it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
         self._sums: dict[torch.device, torch.Tensor] = {}  # pinned memory for checksums
         self._sealer = SerialExecutor("holdfast-seal")
-        self._sealing: Future[None] | None = None
+        self.sealing: Future[None] | None = None
         self._torn: set[str] = set()  # names of tensors that changed while they were copied late
         self._num_torn = 0  # saves dropped for it
         self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
@@ -112,7 +113,29 @@ class DeviceCopies:
 
         Returns:
             The future of the save. It fails with `TornSaveError` if a tensor changed while it was copied.
+
+        Raises:
+            BaseException: what went wrong, once no copy is in flight any more: the arena may be unmapped.
         """
+        devices = {tensor.device for tensor in flat.tensors if has_streams(tensor.device)}
+        try:
+            return self._start(flat, layout, arena, client, hand_over, lazy=lazy)
+        except BaseException:
+            self._fences.clear()
+            for device in devices:
+                torch.get_device_module(device).synchronize(device)
+            raise
+
+    def _start(
+        self,
+        flat: Flat,
+        layout: Layout,
+        arena: Arena,
+        client: WriterClient,
+        hand_over: Callable[[int | None], SaveFuture],
+        *,
+        lazy: bool,
+    ) -> Future[Any]:
         self._pin(arena)
         copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
         # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
@@ -146,7 +169,7 @@ class DeviceCopies:
         names = layout.signature.names  # the state itself is not kept: its tensors may be freed while they are copied
         check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
         result: Future[Any] = Future()
-        self._sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
+        self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
         return result
 
     def _late(self, flat: Flat, numbers: Sequence[int]) -> list[int]:
@@ -248,9 +271,9 @@ class DeviceCopies:
 
     def unpin(self) -> None:
         """Release the pinning of arenas before they are unmapped, once nothing copies into them any more."""
-        if self._sealing is not None:
-            wait([self._sealing])
-            self._sealing = None
+        if self.sealing is not None:
+            wait([self.sealing])
+            self.sealing = None
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._pinned.clear()

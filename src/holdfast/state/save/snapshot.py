@@ -21,13 +21,14 @@ from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.conversation import WindowsLostError
 from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
@@ -68,6 +69,7 @@ class SaveRequest:
         run: the save belongs to the writer's open run.
         part: write this rank's part only; the writer that has the parts of all ranks commits them.
         joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
+        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
     """
 
     storage: Storage
@@ -79,6 +81,7 @@ class SaveRequest:
     run: bool = False
     part: bool = False
     joint: bool = False
+    metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -90,13 +93,14 @@ class Submitted:
         held_s: how long the caller was held by flattening and copying.
         tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
-        names: tensor names, in the order of the layout.
+        handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
     tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
+    handed_over: Future[None] | None = None
 
 
 class Snapshotter:
@@ -313,9 +317,14 @@ class Snapshotter:
             want_unchanged=request.reuse and not windowed and not self._observed,
         )
 
+        def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
+            if request.metrics is not None:
+                job.manifest["metrics"] = dict(request.metrics())
+            return client.submit(request.storage, job, blobs, arena, filled=filled)
+
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
-            return client.submit(request.storage, job, [content() for content in contents], arena, filled=filled)
+            return submit(arena, [content() for content in contents], filled)
 
         future: Future[Any]
         if aside:
@@ -330,7 +339,7 @@ class Snapshotter:
                 layout,
                 arena,
                 client,
-                lambda filled: client.submit(request.storage, job, blobs, arena, filled=filled),
+                lambda filled: submit(arena, blobs, filled),
                 lazy=lazy,
             )
         else:
@@ -339,7 +348,10 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
-        return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
+        return Submitted(
+            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
+            handed_over=None if self.copies is None else self.copies.sealing,
+        )  # fmt: skip
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -438,7 +450,7 @@ class Snapshotter:
 
     def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: AsideCopy, window: Arena) -> None:
         try:
-            self._stream(layout, client, save, window, copy.fill)
+            self._stream(layout, client, save, window, copy.fill, again=False)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
             _LOG.debug("the first save was not sent: %s", error)
             return
@@ -616,8 +628,12 @@ class Snapshotter:
         save: SaveFuture,
         arena: Arena,
         fill: Callable[[FileLayout, int, int, int], None],
+        *,
+        again: bool = True,
     ) -> None:
         """Send the state window by window; two windows take turns, so copying and writing overlap.
+
+        If the writer dies meanwhile, the one that is started in its place gets everything from the first window.
 
         Args:
             layout: the files of the save.
@@ -625,24 +641,20 @@ class Snapshotter:
             save: the windowed job.
             arena: room for two windows.
             fill: called with a file, first byte, number of bytes and the address to copy them to.
+            again: what was sent can be sent once more.
         """
-        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
-        slots = deque([0, window])
-        waiting: deque[tuple[Future[None], int]] = deque()
         try:
-            for number, file in enumerate(layout.files):
-                for start in range(0, file.padded, window):
-                    if not slots:
-                        done, slot = waiting.popleft()
-                        self._taken(done)
-                        slots.append(slot)
-                    slot = slots.popleft()
-                    size = min(window, file.padded - start)
-                    fill(file, start, size, arena.address + slot)
-                    sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
-                    waiting.append((sent, slot))
-            for done, _ in waiting:
-                self._taken(done)
+            while True:
+                try:
+                    self._send_all(layout, client, save, arena, fill)
+                    client.seal(save.job_no)
+                    return
+                except WindowsLostError as error:
+                    if not again:
+                        why = DroppedSaveError(f"{error}; what it had got is no longer in memory")
+                        client.abandon(save.job_no, why)
+                        raise
+                    client.begin_again(save.job_no)
         except HoldfastError as error:
             # A window may be refused because its save has failed, which is heard of a moment later.
             wait([save], timeout=_ANSWER_S)
@@ -654,7 +666,31 @@ class Snapshotter:
         except BaseException:
             client.abandon(save.job_no)
             raise
-        client.seal(save.job_no)
+
+    def _send_all(
+        self,
+        layout: Layout,
+        client: WriterClient,
+        save: SaveFuture,
+        arena: Arena,
+        fill: Callable[[FileLayout, int, int, int], None],
+    ) -> None:
+        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
+        slots = deque([0, window])
+        waiting: deque[tuple[Future[None], int]] = deque()
+        for number, file in enumerate(layout.files):
+            for start in range(0, file.padded, window):
+                if not slots:
+                    done, slot = waiting.popleft()
+                    self._taken(done)
+                    slots.append(slot)
+                slot = slots.popleft()
+                size = min(window, file.padded - start)
+                fill(file, start, size, arena.address + slot)
+                sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+                waiting.append((sent, slot))
+        for done, _ in waiting:
+            self._taken(done)
 
     def _taken(self, window: Future[None]) -> None:
         wait([window], timeout=self.timeout_s)

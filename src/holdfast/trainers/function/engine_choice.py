@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._optional import install_command
 from holdfast.config import ScalingConfig
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
@@ -62,7 +63,8 @@ def make_engine(
         if scaling.engine == "auto" and ray_api.is_missed():
             _LOG.warning(
                 "RAY_ADDRESS names a cluster, and Ray is not installed here: this run stays on this machine; for the "
-                "cluster pip install 'holdfast[ray]', else say ScalingConfig(engine='local')"
+                "cluster %s, else say ScalingConfig(engine='local')",
+                install_command("ray"),
             )
         return LocalEngine(num_workers=scaling.most_workers, storage=storage)
     resources = _resources(scaling)

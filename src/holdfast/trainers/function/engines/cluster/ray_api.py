@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._optional import install_command
 from holdfast.errors import ConfigError
 
 from .nodes import AgentCall
@@ -59,7 +60,7 @@ def connect() -> RayApi:
         import ray
     except ImportError as error:
         raise ConfigError(
-            f"ScalingConfig(engine='ray'): Ray cannot be imported ({error}): pip install 'holdfast[ray]'"
+            f"ScalingConfig(engine='ray'): Ray cannot be imported ({error}): {install_command('ray')}"
         ) from error
     if ray.util.client.ray.is_connected() or os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ConfigError(f"ScalingConfig(engine='ray'): {_CLIENT}")
