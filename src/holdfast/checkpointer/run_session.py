@@ -30,6 +30,7 @@ from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
+from .note_sender import NoteSender
 from .pending_saves import PendingSaves, RunSave, failed
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
@@ -95,6 +96,7 @@ class RunSession:
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
         silence_s: a rank that says nothing for so long is given up.
+        client: the writer, which `close` closes; None: a new one.
 
     Attributes:
         root: of the run.
@@ -127,6 +129,7 @@ class RunSession:
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
         silence_s: float = SILENCE_S,
+        client: WriterClient | None = None,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -148,7 +151,8 @@ class RunSession:
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
         self.memory = StepMemory()
-        self.client = WriterClient.start(storage, remote=remote)
+        self.client = WriterClient.start(storage, remote=remote) if client is None else client
+        self._sender = NoteSender(self.client)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
@@ -330,7 +334,7 @@ class RunSession:
         *,
         step: int,
         epoch: int,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         announce: Callable[[str], object] | None = None,
         named: NamedSave | None = None,
     ) -> None:
@@ -341,7 +345,8 @@ class RunSession:
             snapshotter: copies it; of this session alone.
             step: steps done.
             epoch: current epoch.
-            metrics: of this step.
+            metrics: of this step; a function that returns them is called when the save is handed over, by a thread that
+                may wait for a device.
             announce: called with the name of the checkpoint before the save is handed over.
             named: the name and the owner of the save; None: the session names and follows it.
 
@@ -366,17 +371,23 @@ class RunSession:
                 if announce is not None:
                     announce(name)
                 fields = self._manifest(
-                    checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
-                )
+                    checkpoint_id, step, epoch, {} if callable(metrics) else metrics, parent=named.saves.parent,
+                    world_size=self.meeting.world_size,
+                )  # fmt: skip
                 if self.staged:
-                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
+                    self._staged_saves[name] = lambda far, name: CommittedCheckpoint.told(
+                        far, name, step=step, metrics=fields["metrics"]
+                    )
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+                    metrics=self._sender.behind(metrics) if callable(metrics) else None,
                 )  # fmt: skip
-                future = snapshotter.submit(state(), self.client, request, lazy=follow is None).future
+                submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                future = submitted.future
+                self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             future = failed(error)
 
@@ -397,6 +408,41 @@ class RunSession:
             named.saves, follow=follow,
         )  # fmt: skip
         self._held(time.perf_counter() - begun)
+
+    def keep_state(
+        self,
+        state: Callable[[], Mapping[Any, Any]],
+        snapshotter: Snapshotter,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+    ) -> bool:
+        """Copy a state and have the writer hold the copy, which it commits only if this process dies.
+
+        Args:
+            state: returns what to save.
+            snapshotter: copies it.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+
+        Returns:
+            False if memory is too short for it.
+        """
+        begun = time.perf_counter()
+        fields = self._manifest(
+            uuid.uuid4().hex, step, epoch, metrics, parent=self.saves.parent, world_size=self.meeting.world_size
+        )
+        if self.extra:
+            fields["extra"] = dict(self.extra)
+        request = SaveRequest(
+            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
+            reuse=True, run=True,
+        )  # fmt: skip
+        kept = snapshotter.keep(state(), self.client, request)
+        self._held(time.perf_counter() - begun)
+        return kept
 
     def save_directory(
         self,
@@ -589,16 +635,25 @@ class RunSession:
 
     # -- notes: small records that nobody waits for
 
-    def note(self, op: str, *, about: str | None = None, what: str = "metrics were not recorded", **args: Any) -> None:
+    def note(
+        self,
+        op: str,
+        *,
+        about: str | None = None,
+        what: str = "metrics were not recorded",
+        late: Callable[[], Mapping[str, Any]] | None = None,
+        **args: Any,
+    ) -> None:
         """Send the writer a small record of the run, see `WriterClient.run_op`; its failure surfaces in `settle`.
 
         Args:
             op: kind of record.
             about: name of the checkpoint that it belongs to; if that save is lost, so is this record.
             what: the beginning of what is logged if the storage did not take it.
+            late: gives the rest of the record, on a thread that may wait for a device.
             **args: the record.
         """
-        future = self.client.run_op(op, **args)
+        future = self._sender.send(op, args, about=about, late=late)
         self._notes.append(_Note(future=future, about=about, what=what))
         future.add_done_callback(lambda _: self.saves.ended.set())
 
@@ -664,6 +719,7 @@ class RunSession:
             timeout_s: how long to wait for that; default: that of the session.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self._sender.close()
         self.client.close(limit_s, why=why)
         if self.team is not None:
             self.team.close()

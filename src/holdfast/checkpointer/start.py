@@ -140,6 +140,10 @@ def start_run(
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
+        if options.rescue and meeting.world_size > 1:
+            block.notes.append(
+                f"rescue= is left out: it works for one process, and {meeting.world_size} ranks save together"
+            )
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
@@ -452,6 +456,9 @@ def _start_block(
         block.put_back = outcome.put_back.restored
         block.not_restored = [*outcome.loaded.not_restored, *outcome.put_back.lost]
         notes.extend((*outcome.loaded.notes, *progress.notes()))
+        manifest = outcome.loaded.manifest
+        if manifest is not None and (why := manifest.extra.get("rescued")):
+            notes.append(f"its writer has rescued it: {why}")
         if progress.batch:
             notes.append(
                 f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
