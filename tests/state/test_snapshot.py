@@ -37,7 +37,7 @@ def fields():
 
 def save(snapshotter, client, storage, state, name="one", save_id=None, **arguments):
     """Save with a snapshotter of the test's own; returns the directory."""
-    save_id = save_id or f"abcd-{next(_numbers):x}"
+    save_id = save_id or f"abcdabcd-{next(_numbers):x}"
     request = SaveRequest(storage=storage, directory=name, save_id=save_id, manifest=fields())
     submitted = snapshotter.submit(state, client, request, **arguments)
     submitted.future.result(60)
