@@ -70,7 +70,8 @@ class Checkpointer:
         local_dir: a directory of this machine in front of a remote ``path``: every save is committed there, at the
             speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
             docs/storage.md.
-        max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
+        max_staging_bytes: bound of the memory a save may use, in bytes or as a text such as "512MiB"; None takes one
+            copy of the state.
         deadline: moment or time span after which this process will be gone; saves and stops before it. "slurm": the
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
@@ -127,7 +128,7 @@ class Checkpointer:
         when_busy: str = "wait",
         on_full: str = "skip",
         local_dir: str | os.PathLike[str] | Mirror | None = None,
-        max_staging_bytes: int | None = None,
+        max_staging_bytes: int | str | None = None,
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
