@@ -17,6 +17,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.process import memory_name
+from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.load.selection import Selection
@@ -324,9 +325,11 @@ def check_room(
         if free is not None and free < expected + _MARGIN:
             whose = f" on the machine of rank {first}" if machine else ""
             what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
+            trash = Trash(storage).in_words()
             raise StorageFullError(
                 f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
                 f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
+                f"{trash and f'; {trash}'}"
             )
         least = free if least is None or free is None else min(least, free)
     size = sum(own for _, own, _ in needs) + future + _MANIFEST_BYTES
