@@ -16,13 +16,14 @@ import torch
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.format.boxes import Box
 from holdfast.format.commit import PartSummary
-from holdfast.format.index import Index
-from holdfast.format.index_group import IndexFile, read_indexes
+from holdfast.format.contents import unite
+from holdfast.format.index import FileNumbers, Index, IndexFile
+from holdfast.format.index_group import read_indexes
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import put_part
 from holdfast.format.strict_json import paused_gc
-from holdfast.state.load.stored import Stored, unite
+from holdfast.state.load.stored import Stored
 from holdfast.state.load.targets import Targets, box_of
 from holdfast.state.save.plan import Layout, Signature, plan
 from holdfast.state.tree.cuts import Cuts
@@ -173,7 +174,8 @@ def _reshard(indexes: list[bytes], world: int) -> None:
     """Do what a rank of three quarters as many does with all indexes: unite them, check them, plan what it reads."""
     stored = Stored(MemoryStorage("plan"), Manifest(**{**_fields(), "world_size": world}))
     texts = (IndexFile(f"index-{rank:05d}-{_ID}.json", _ID, data) for rank, data in enumerate(indexes))
-    unite(stored, read_indexes(texts, stored.files))
+    files = FileNumbers()
+    stored.entries, stored.aliases = unite(read_indexes(texts, files), where="plan", files=files)
     targets = Targets(stored)
     rows = world // _REPLICAS * 8
     wanted = Box((0, 0), (-(-rows // max(1, world // _REPLICAS * 3 // 4)), _WIDTH))

@@ -25,9 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says nothing where other processes have the cores. Environments of frameworks have no such
 # package.
 with contextlib.suppress(ImportError):
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 
-    settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # `make mutants` asks whether a test fails, and not for the smallest example.
+    left_out = {Phase.shrink, Phase.explain} if os.environ.get("HOLDFAST_TEST_SHRINK") == "0" else set()
+    phases = [phase for phase in Phase if phase not in left_out]
+    settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=phases)
     settings.load_profile("holdfast")
 
 # When a run with a limit, as CI has one, has to be over (seconds since 1970). What would begin later is skipped, and

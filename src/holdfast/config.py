@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
 from holdfast._suggest import suggests_fields
@@ -15,16 +15,22 @@ from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
 __all__ = [
+    "KEEP_TEXT",
+    "VERIFY_VARIABLE",
     "CheckpointConfig",
     "CheckpointStrategy",
     "FailureConfig",
     "Keep",
     "Mirror",
+    "Rule",
     "RunConfig",
     "ScalingConfig",
     "ValidationConfig",
     "ValidationFn",
     "ValidationTaskConfig",
+    "keep_from_text",
+    "rules_of",
+    "stored_keep",
 ]
 
 ValidationFn: TypeAlias = Callable[..., Mapping[str, Any]]
@@ -65,7 +71,8 @@ class Keep:
     every: IntervalLike | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("best", self.best)):
+        for name in _COUNTS:
+            value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ConfigError(f"Keep({name}={value!r}): give a whole number of at least 1, or leave it out")
         if self.mode not in ("min", "max"):
@@ -95,6 +102,66 @@ class Keep:
     def from_json(cls, data: dict[str, Any]) -> Keep:
         """Rebuild what `to_json` described."""
         return cls(**data)
+
+
+_COUNTS = ("last", "best")
+KEEP_TEXT = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of a `Keep`, for those who show it or reckon with it; `holdfast.run.retention` applies it.
+
+    Attributes:
+        short: its name where a reason is given: "last 3".
+        long: what it keeps, within a sentence: "the last 3".
+        most: how many checkpoints it keeps at most; None without a bound.
+        keeps_newest: the newest checkpoint is always among them.
+    """
+
+    short: str
+    long: str
+    most: int | None
+    keeps_newest: bool = False
+
+
+def rules_of(keep: Keep | None) -> tuple[Rule, ...]:
+    """Return the rules that are given; none: nothing is ever deleted."""
+    rules = []
+    if keep is not None and keep.last is not None:
+        rules.append(Rule(short=f"last {keep.last}", long=f"the last {keep.last}", most=keep.last, keeps_newest=True))
+    if keep is not None and keep.best is not None:
+        short = f"best {keep.best} by {keep.metric}"
+        rules.append(Rule(short=short, long=f"the {short} ({keep.mode})", most=keep.best))
+    if keep is not None and keep.interval is not None:
+        rules.append(Rule(short=f"every {keep.interval}", long=f"one every {keep.interval}", most=None))
+    return tuple(rules)
+
+
+def keep_from_text(text: str, *, option: str) -> Keep:
+    """Read rules from a command line, as `KEEP_TEXT` shows them.
+
+    Raises:
+        ConfigError: naming the ``option`` and what cannot be read, or that no rule is among them.
+    """
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in {each.name for each in fields(Keep)} or name in values:
+            raise ConfigError(f"{option} {text!r}: cannot read {part.strip()!r}; {KEEP_TEXT}")
+        values[name] = int(value) if name in _COUNTS and value.isdigit() else value
+    keep = Keep(**values)
+    if not rules_of(keep):
+        raise ConfigError(f"{option} {text!r} names no rule, which keeps everything; {KEEP_TEXT}")
+    return keep
+
+
+def stored_keep(data: Mapping[str, Any] | None) -> Keep:
+    """Rebuild rules that a run has stored, to show or order something by them; those of a newer version are none."""
+    try:
+        return Keep.from_json(dict(data or {}))
+    except (ConfigError, TypeError, ValueError, AttributeError):
+        return Keep()
 
 
 @suggests_fields

@@ -15,6 +15,8 @@
     │   ├── StorageExistsError (FileExistsError) a conditional write found an object
     │   ├── StorageConflictError                 a conditional write found another version
     │   └── StorageUnavailableError              no answer, or none but errors, until the deadline: may work later
+    ├── DroppedSaveError                         the data of a save is gone: the next step is saved instead
+    │   └── TornSaveError                        a tensor changed while it was copied
     ├── CheckpointError                          a checkpoint is not what was asked for
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   │   └── RunNotFoundError (RuntimeError)  no run, or a run without a checkpoint
@@ -45,6 +47,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigError",
     "CorruptCheckpointError",
+    "DroppedSaveError",
     "FormatVersionError",
     "HoldfastError",
     "IncompleteCheckpointError",
@@ -103,11 +106,15 @@ class UnsupportedStateError(HoldfastError, TypeError):
     """A value in the state cannot be saved; the message names its path and type."""
 
 
-class TornSaveError(HoldfastError):
-    """A tensor changed while a save copied it; the save was dropped, and training goes on.
+class DroppedSaveError(HoldfastError):
+    """A save was dropped, because its data is gone; training goes on, and its next step is saved instead.
 
     It is logged; only the future of a save raises it.
     """
+
+
+class TornSaveError(DroppedSaveError):
+    """A tensor changed while a save copied it."""
 
 
 class StorageError(HoldfastError, OSError):

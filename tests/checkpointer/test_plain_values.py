@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.state.load.put_back import put_back
 
 
 def save(path: Any, state: Any, **options: Any) -> None:
@@ -193,3 +194,14 @@ def test_wrong_arguments(options: dict[str, Any], words: str, tmp_path: Path) ->
     """Refused at construction, with what to write instead."""
     with pytest.raises(hf.ConfigError, match=words):
         hf.Checkpointer(tmp_path, {}, **options)
+
+
+def test_what_is_put_back_and_what_is_left_alone() -> None:
+    """A container gets the loaded content and no more, and stays the same object; what was not asked for stays."""
+    weights, seen = torch.zeros(2), {"old": 1}
+    live = {"w": weights, "seen": seen, "n": 1, "kept": [1]}
+    loaded = {"w": weights, "seen": {"new": 2}, "n": 5, "kept": [2]}
+    done = put_back(live, loaded, takes=lambda path: path != "kept")
+    assert live["seen"] is seen
+    assert (seen, live["n"], live["kept"]) == ({"new": 2}, 5, [1])
+    assert (sorted(done.restored), done.lost) == (["n", "seen"], [])

@@ -13,6 +13,8 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.checkpointer import identity
+from holdfast.checkpointer.identity import plain_at_once
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage.resolve import resolve
@@ -37,8 +39,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_step_reads_no_tensor_until_something_is_written(tmp_path: Path, reads: list[str]) -> None:
-    """500 steps with tensors and nothing due: not one read; all are read when the run ends."""
+def test_step_reads_no_tensor_of_a_device_until_something_is_written(
+    reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 steps with tensors that a device has and nothing due: not one read; all are read when the run ends."""
+    assert plain_at_once({"loss": torch.zeros((), device="meta")}) is None
+    monkeypatch.setattr(identity, "_is_far", lambda value: isinstance(value, torch.Tensor))
     with hf.Checkpointer("memory://reads/run", {"w": torch.zeros(1)}, every=None) as ck:
         ck.step()
         reads.clear()

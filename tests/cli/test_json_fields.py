@@ -17,9 +17,11 @@ import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.cli import sweep as sweep_module
 from holdfast.cli.main import cli
+from holdfast.run.heartbeat import upkeep
+from holdfast.storage.local.local_storage import LocalStorage
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-ELSEWHERE = {"page", "stats"}  # what they print is described on pages of their own
+ELSEWHERE = {"page", "run", "stats"}  # what they print is described on pages of their own
 
 
 def documented() -> dict[str, dict[str, bool]]:
@@ -117,6 +119,8 @@ def test_looking(run, trained) -> None:  # noqa: F811
     foreign = told("show", run / "notes", "--json")
     whole = [told("show", trained, "--tensors", "--json"), told("show", run / "step_30", "--json", code=1)]
     check("show", *whole, told("show", run / "step_20", "--json"), incomplete, foreign)
+    with upkeep(LocalStorage(trained)) as catalog:
+        catalog.index.journal.take([{"what": "died", "time": 1.0, "attempt": 1, "why": "killed by SIGKILL"}])
     check("log", told("log", trained, "--json"))
     check("latest, best", told("latest", run, "--json"), told("best", run, "--metric", "val", "--json"))
     check("verify", told("verify", run, "--json", code=0), told("verify", run / "step_20", "--json"))

@@ -158,6 +158,32 @@ def test_the_arena_is_given_back_only_after_the_copies(tmp_path):
             future.result(60)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+@on_device
+def test_a_save_that_fails_leaves_no_copy_in_flight(lazy, tmp_path):
+    """Whoever gets the error may unmap the arena at once: no device writes to it any more."""
+    with training(tmp_path, 11) as one:
+        before = one.save()
+        one.step(0)
+        before[1].result(60)
+        one.snapshotter.copies.stepped()
+        with (
+            mock.patch("holdfast.state.save.device_copies.stage", side_effect=MemoryError("no memory left")),
+            pytest.raises(MemoryError, match="no memory left"),
+        ):
+            one.snapshotter.submit(one.state, one.client, one.request(), lazy=lazy)
+        assert one.snapshotter.copies.late_bytes or not lazy
+        arena = one.snapshotter.arena
+        left = bytes(arena.view)
+        torch.late.synchronize()
+        assert bytes(arena.view) == left
+        one.snapshotter._drop_layout()
+        wanted, future, path = one.save()
+        one.step(1)
+        future.result(60)
+        assert_state_equal(wanted, read(path))
+
+
 @on_device
 def test_a_default_device_of_the_script_changes_nothing(tmp_path):
     """Under ``torch.set_default_device`` what a save makes for itself lies where it has to."""

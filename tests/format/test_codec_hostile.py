@@ -91,6 +91,14 @@ def test_malformed_nodes_are_corruption(node):
     assert caught.value.file == "state.json"
 
 
+def test_keys_of_one_hash_do_not_take_for_ever():
+    """Whole numbers may be chosen so that all of them have one hash: a set of them is refused, not built."""
+    numbers = [{"$": "bigint", "v": hex(number * (2**61 - 1))} for number in range(1, 3000)]
+    with pytest.raises(CorruptCheckpointError, match="with the same hashes"):
+        decode({"$": "set", "v": numbers})
+    assert len(decode({"$": "set", "v": list(range(3000))})) == 3000
+
+
 def _fuzz(cases, seed):
     rng = random.Random(seed)
     good = dumps(encode({str(number): value for number, value in enumerate(VALUES)}))

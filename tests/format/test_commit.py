@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
 
 import pytest
+from actors_kit import at_every_line
 
 from holdfast.errors import (
     CheckpointError,
@@ -16,6 +18,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
 )
+from holdfast.format import commit as commit_module
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove, sweep
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
@@ -89,7 +92,8 @@ def test_missing_and_doubled_parts_do_not_commit(storage):
     one = part(storage, "s", "deadbeef-1")
     with pytest.raises(CheckpointError, match=r"those of \[1, 3\] are missing"):
         commit(storage, "s", {"writers": [0, 1, 3]}, [one])
-    for parts in ([], [one, one], [one, PartSummary(writer=1, files=one.files)]):
+    again = part(storage, "s", "deadbeef-2")
+    for parts in ([], [one, one], [one, again], [one, PartSummary(writer=1, files=one.files)]):
         with pytest.raises(CheckpointError):
             commit(storage, "s", {}, parts)
     assert not storage.exists("s/manifest.json")
@@ -115,6 +119,106 @@ def test_a_store_that_refuses_its_own_retry_is_forgiven():
 
     storage = Retrying(f"commit-{next(_names)}")
     assert commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")]) == read_manifest(storage, "s")
+
+
+def test_a_manifest_that_counts_for_nothing_is_replaced(storage):
+    """One that an owner which was taken over has left gives way; a sound one does not, and nothing else changes."""
+    commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")])
+    new = part(storage, "s", "deadbeef-2")
+    with pytest.raises(CheckpointExistsError):
+        commit(storage, "s", {"step": 2}, [new], void=lambda manifest: manifest.step != 1)
+    assert read_manifest(storage, "s").step == 1
+    commit(storage, "s", {"step": 2}, [new], void=lambda manifest: manifest.step == 1)
+    assert read_manifest(storage, "s", check_sizes=True).step == 2
+
+
+def test_overwriting_nothing(storage):
+    """As a first save; if another process has saved there meanwhile, its checkpoint stays."""
+    before = look_before(storage, "s")
+    commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")], overwrite=before)
+    with pytest.raises(CheckpointError, match="at the same time"):
+        commit(storage, "s", {"step": 2}, [part(storage, "s", "deadbeef-2")], overwrite=before)
+    assert read_manifest(storage, "s", check_sizes=True).step == 1
+
+
+def test_a_file_whose_name_stays_is_not_removed(storage):
+    """Files of the user's keep their names: of an old and a new one of the same name there is one, the new one."""
+    commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1", **{"config.json": b"{}"})])
+    before = look_before(storage, "s")
+    commit(storage, "s", {"step": 2}, [part(storage, "s", "deadbeef-2", **{"config.json": b"[]"})], overwrite=before)
+    assert read_manifest(storage, "s", check_sizes=True).step == 2
+    assert storage.read("s/config.json") == b"[]"
+
+
+class Unconditional(MemoryStorage):
+    """A store without etags and conditional writes, as some that fsspec opens; ``log`` says who used the manifest."""
+
+    traits = StorageTraits(conditional=False)
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.log = []
+
+    def put(self, path, data, *, if_absent=False, if_match=None):
+        if path.endswith("manifest.json"):
+            self.log.append(json.loads(bytes(data))["step"])
+        super().put(path, data)
+
+    def stat(self, path):
+        return dataclasses.replace(super().stat(path), etag=None)
+
+    def open(self, path):
+        self.log += ["look"] * path.endswith("manifest.json")
+        return super().open(path)
+
+
+def two_overwrites(storage):
+    """Prepare two overwrites of one checkpoint; the second finds files of the first, which may be remains."""
+    commit(storage, "s", {"step": 0}, [part(storage, "s", "00000000-1")])
+    first = look_before(storage, "s"), [part(storage, "s", "aaaaaaaa-1")]
+    second = look_before(storage, "s"), [part(storage, "s", "bbbbbbbb-1")]
+    return storage, first, second
+
+
+def overwrite(storage, step, prepared):
+    """Return whether this overwrite was acknowledged."""
+    try:
+        commit(storage, "s", {"step": step}, prepared[1], overwrite=prepared[0])
+    except CheckpointError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_an_overwrite_between_any_two_lines_of_another(slow):
+    """What is there afterwards was acknowledged, and is whole."""
+    acknowledged = set()
+    for (storage, *_), done in at_every_line(
+        (commit_module,),
+        lambda: two_overwrites(MemoryStorage(f"commit-{next(_names)}")),
+        lambda made: overwrite(made[0], slow, made[slow]),
+        lambda made: overwrite(made[0], 3 - slow, made[3 - slow]),
+    ):
+        step = read_manifest(storage, "s", check_sizes=True).step
+        assert step == slow or not done
+        acknowledged.add(step)
+    assert acknowledged == {1, 2}
+
+
+def test_who_was_overwritten_at_a_store_without_conditions_cleans_nothing_up():
+    """The second writes its manifest, then the first does: the files of the first are no remains any more."""
+    overtaken = 0
+    for (storage, *_), _ in at_every_line(
+        (commit_module,),
+        lambda: two_overwrites(Unconditional(f"commit-{next(_names)}")),
+        lambda made: overwrite(made[0], 2, made[2]),
+        lambda made: overwrite(made[0], 1, made[1]),
+    ):
+        ours, theirs = storage.log.index(2), storage.log.index(1)
+        if ours < theirs and "look" not in storage.log[ours:theirs]:  # what comes after that look, nobody can see
+            overtaken += 1
+            assert read_manifest(storage, "s", check_sizes=True).step == 1
+    assert overtaken
 
 
 def test_overwriting_removes_the_old_files_and_nothing_of_others(storage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 
@@ -12,8 +13,13 @@ from holdfast.format.digest import (
     CHUNK,
     ChunkHasher,
     DigestFile,
+    Digests,
     bytes_digest,
+    check_blanks,
+    check_object,
     chunk_digests,
+    close_by_blanks,
+    close_object,
     file_digest,
     num_chunks,
     table_at,
@@ -67,3 +73,27 @@ def test_each_table_is_found_again_in_the_digest_file():
         assert table_at(file.content, offset, len(data)) == chunk_digests(data)
     assert len(file.content) == sum(table_bytes(len(data)) for data in contents)
     assert len(table_at(file.content, places[-1][1], 9 * CHUNK)) < table_bytes(9 * CHUNK)
+
+
+def test_digests_that_are_not_there_fit_nothing():
+    """A table that is missing, or too short for the chunk, is no proof of it."""
+    data = memoryview(random.Random(1).randbytes(2 * CHUNK))
+    table = chunk_digests(data)
+    assert Digests({"f": table}).fit("f", 0, data)
+    assert Digests({"f": table}).fit("f", 1, data[CHUNK:])
+    assert not Digests({}).fit("f", 0, data)
+    assert not Digests({"f": table[:8]}).fit("f", 0, data)
+    assert not Digests({"f": table}).fit("f", 2, data[:CHUNK])
+
+
+@pytest.mark.parametrize(("close", "check"), [(close_object, check_object), (close_by_blanks, check_blanks)])
+def test_a_text_with_its_digest_in_it(close, check):
+    """True as it was written, False after any change of it, None for a text that nobody has closed."""
+    text = b'{"step":5,"note":"a b"}'
+    closed = close(text)
+    assert json.loads(closed)["step"] == 5
+    assert check(closed) is True
+    for plain in (text, text + b"\n", text + b" " * 8):
+        assert check(plain) is None
+    for at in range(len(text) - 1):
+        assert check(closed[:at] + bytes([closed[at] ^ 1]) + closed[at + 1 :]) is False, at

@@ -75,6 +75,16 @@ def test_parts_that_go_together():
     assert disagreement({0: group(loose=["a", "b"], num_ranks=2), 1: group(loose=["b"], num_ranks=2)}) is None
 
 
+def test_of_many_names_only_those_that_could_have_been_chosen_are_compared():
+    """A sketch has few of many names: one that the other side's sketch had no place for says nothing."""
+    names = [f"t{number}" for number in range(1000)]
+    first, second = (
+        Division(num_ranks=2, structure="", loose=sketch(found), num_loose=len(found)) for found in (names, names[::5])
+    )
+    assert set(second.loose) - set(first.loose)
+    assert disagreement({0: first, 1: second}) is None
+
+
 @given(st.sets(st.text("abc", max_size=6), max_size=200), st.data())
 def test_a_rank_with_less_is_never_refused(names, data):
     """However few names are compared: the tensors of a rank that are a part of rank 0's are no difference."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, StorageUnavailableError
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
@@ -20,6 +20,7 @@ from holdfast.format.parts import (
     put_plan,
     read_part,
     read_plan,
+    remove_part,
     sweep_passing,
     sweep_planned,
 )
@@ -51,6 +52,35 @@ def test_a_part_is_read_as_written(tmp_path: Path) -> None:
     assert read_part(storage, "c", SAVE, 3) is None
     put_part(storage, "c", SAVE, part)
     assert read_part(storage, "c", SAVE, 3) == part
+
+
+class Breaking(MemoryStorage):
+    """Takes some deletions, and then no more."""
+
+    left = 0
+
+    def delete(self, path: str) -> None:
+        if self.left == 0:
+            raise StorageUnavailableError("no answer")
+        self.left -= 1
+        super().delete(path)
+
+
+@pytest.mark.parametrize("left", range(3))
+def test_a_part_that_is_half_removed_has_no_part_file(tmp_path: Path, left: int) -> None:
+    """Whoever finds the part file may commit the part: so it goes before the first of the files."""
+    storage = Breaking(tmp_path.name)
+    files = [f"model-00003-{SAVE}.bin", f"index-00003-{SAVE}.json"]
+    for path in files:
+        storage.put(f"c/{path}", b"1")
+    put_part(storage, "c", SAVE, PartSummary(writer=3, files=tuple(map(entry, files))))
+    storage.left = left
+    with pytest.raises(StorageUnavailableError):
+        remove_part(storage, "c", SAVE, 3)
+    is_whole = all(storage.exists(f"c/{path}") for path in files)
+    assert is_whole or read_part(storage, "c", SAVE, 3) is None
+    storage.left = 9
+    remove_part(storage, "c", SAVE, 3)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"writer":3}', b'{"writer":4,"files":[]}',

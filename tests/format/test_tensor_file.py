@@ -110,6 +110,7 @@ HOSTILE = {
     "overflow": raw({"a": entry(shape=(2**32, 2**32, 2**32))}, 16),
     "out of range": raw({"a": entry(offsets=(0, 16))}, 8),
     "hole": raw({"a": entry(offsets=(8, 24))}, 24),
+    "hole beyond the end": raw({"a": entry(offsets=(8, 24))}, 16),
     "overlap": raw({"a": entry(), "b": entry(offsets=(8, 24))}, 24),
     "tail": raw({"a": entry()}, 17),
     "three offsets": raw({"a": entry(offsets=(0, 8, 16))}, 16),

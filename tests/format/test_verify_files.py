@@ -72,6 +72,42 @@ def test_a_flipped_bit_is_placed_in_chunk_and_tensors(saved):
     assert verify_files(storage, "s", manifest, deep=False) == []
 
 
+def test_a_tensor_that_begins_where_damage_ends_is_not_named(tmp_path):
+    """Bytes up to the first of a tensor are not its bytes."""
+    storage = LocalStorage(tmp_path)
+    sizes = {"a": CHUNK, "b": CHUNK}
+    header = lay_out([(name, "uint8", (size,), size) for name, size in sizes.items()]).header
+    template = "model-00000-{save_id}.safetensors"
+    at, tensors = len(header), {}
+    for name, size in {"a": CHUNK - len(header), "b": CHUNK}.items():
+        tensors[name] = TensorEntry(name, "uint8", (size,), (Piece(template, at, size),))
+        at += size
+    data = bytes(at)
+    index, table = Index(files=(template,), tensors=tensors).to_bytes(), chunk_digests(data)
+    files = [FileEntry(path=MODEL, size=at, digest=file_digest(table), role="tensors", chunks=(TABLE, 0))]
+    storage.put(f"s/{MODEL}", data)
+    for path, role, content in ((INDEX, "index", index), (STATE, "state", b"{}"), (TABLE, "digests", table)):
+        storage.put(f"s/{path}", content)
+        files.append(FileEntry(path=path, size=len(content), digest=bytes_digest(content), role=role))
+    manifest = commit(storage, "s", {}, [PartSummary(writer=0, files=tuple(files))])
+    for place, tensor in ((CHUNK - 1, "a"), (CHUNK, "b")):
+        flip(tmp_path / "s" / MODEL, place)
+        (problem,) = verify_files(storage, "s", manifest)
+        assert problem.tensors == (tensor,)
+        flip(tmp_path / "s" / MODEL, place)
+
+
+def test_bytes_that_fit_digests_which_are_not_theirs(saved):
+    """File and table were both replaced, say by those of another save: the digest in the manifest tells."""
+    storage, manifest, root = saved
+    other = bytes((root / MODEL).stat().st_size)
+    (root / MODEL).write_bytes(other)
+    (root / TABLE).write_bytes(chunk_digests(other))
+    problems = verify_files(storage, "s", manifest)
+    assert {problem.file for problem in problems} == {MODEL, TABLE}
+    assert "does not hold the digests" in str(problems[0])
+
+
 @pytest.mark.parametrize("path", [MODEL, INDEX, STATE, TABLE])
 def test_every_file_is_covered(saved, path):
     """A flip in any file is found under its name, at any place; truncation and absence even at a glance."""

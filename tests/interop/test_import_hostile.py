@@ -136,6 +136,13 @@ GADGETS = {
     "several types": Calls(np.dtype, ("i4,O",)),
     "size": Calls(np.dtype, ("S4", False, True), (3, "|", None, None, None, 1 << 20, 1, 0)),
     "flags": Calls(np.dtype, ("S8", False, True), (3, "|", None, None, None, 8, 1, 63)),
+    "scalar": Calls(type(np.float64(1)).__reduce__(np.float64(1))[0], (np.dtype("O"), b"A" * 8)),
+}
+CRAFTED = {
+    "fields": "denies the objects in it",
+    "pointers": "without NumPy's own way to read one",
+    "scalar": "a scalar of NumPy out of an object",
+    "flags": "wrong flags, size or alignment",
 }
 
 
@@ -147,12 +154,19 @@ def test_arrays_that_are_no_arrays(tmp_path, gadget) -> None:
         watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
 
 
-def test_what_a_refusal_says(tmp_path) -> None:
+@pytest.mark.parametrize("gadget", [*CRAFTED, "version"])
+def test_what_a_refusal_says(tmp_path, gadget) -> None:
     """Why a crafted file is refused; the advice to trust it is for files that lack nothing but their classes."""
-    torch.save({"w": torch.ones(2), "a": GADGETS["fields"]}, tmp_path / "a.pt")
-    with pytest.raises(hf.UnsupportedStateError, match="denies the objects in it") as caught:
-        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    version = Calls(torch.torch_version.TorchVersion, ([1] * 3,))
+    content = [GADGETS.get(gadget, version), Calls(int, ("9",)), Bomb()]  # torch's own reader must not take it first
+    torch.save({"w": torch.ones(2), "a": content}, tmp_path / "a.pt")
+    with pytest.raises(hf.UnsupportedStateError, match=CRAFTED.get(gadget, "a version of a list")) as caught:
+        watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
     assert "if you trust" not in str(caught.value)
+
+
+def test_what_a_refusal_advises(tmp_path) -> None:
+    """A file of which only the classes are unknown may be trusted."""
     torch.save({"it": Bomb(), "counts": Calls(int, ("nine",))}, tmp_path / "b.pt")
     with pytest.raises(hf.UnsupportedStateError, match=r"invalid literal.*'nine'.*if you trust"):
         hf.import_checkpoint(tmp_path / "b.pt", tmp_path / "b")
@@ -206,7 +220,7 @@ def test_programs(tmp_path) -> None:
             return x + 1
 
     torch.jit.script(Writer()).save(str(tmp_path / "a.pt"))
-    with pytest.raises(hf.UnsupportedStateError, match="TorchScript"):
+    with pytest.raises(hf.UnsupportedStateError, match="is a program of TorchScript: it is not loaded"):
         watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
     with pytest.raises(hf.CorruptCheckpointError, match="TorchScript"):
         read_torch_stream(io.BytesIO((tmp_path / "a.pt").read_bytes()), "item")

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 import holdfast as hf
 from holdfast.checkpoint import summary
 from holdfast.cli.main import cli
+from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
 from holdfast.run.catalog import Catalog
@@ -345,8 +346,9 @@ def use(run: Path, what: str = "", *, commands: bool = False) -> list[str]:
 
     def shown() -> None:
         manifest = Manifest.from_bytes((home / "manifest.json").read_bytes(), where="manifest.json")
-        summary.items(summary.tensors(storage, name, manifest))
-        tree = summary.state_tree(storage, name, manifest)
+        contents = ContentsReader(storage.child(name), manifest)
+        summary.items(summary.tensors(contents))
+        tree = summary.state_tree(contents)
         summary.top_names(tree)
         [(one.encode("ascii", "backslashreplace"), text) for one, text in summary.plain_names(tree)]
 

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast as hf
 
 STORES = Path(__file__).parents[1] / "stores" / "node_modules"
+browser_is_here = pytest.mark.skipif(
+    shutil.which("node") is None or not (STORES / "@sparticuz").exists(), reason="make test-frameworks installs it"
+)
 HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror=window.hurt=1>"
 
 

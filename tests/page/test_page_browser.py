@@ -1,10 +1,9 @@
 """The page in a real browser: what it draws, how it behaves, and that it asks for nothing."""
 
 import json
-import shutil
 
 import pytest
-from page_kit import HOSTILE, STORES, browse, train
+from page_kit import HOSTILE, browse, browser_is_here, train
 
 import holdfast as hf
 from holdfast.page.document import render
@@ -13,12 +12,7 @@ from holdfast.run.index import Attempt
 from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(
-        shutil.which("node") is None or not (STORES / "@sparticuz").exists(), reason="make test-frameworks installs it"
-    ),
-]
+pytestmark = [pytest.mark.frameworks, browser_is_here]
 NAMES = "[...document.querySelectorAll('#checkpoints tbody tr td:first-child')].map(one => one.textContent)"
 CHARTS = "[...document.querySelectorAll('.draw')]"
 DRAWN = f"{CHARTS}.filter(one => one.chart.drawn).length"

@@ -102,13 +102,17 @@ def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
             assert one["error"] is None, one
     found = sorted(record.step for record in Catalog(resolve(root)).records())
     assert found[:1] == [2]
-    late = (what, rank) == ("SIGSTOP writer", 0)  # let go on, it may commit what nobody waits for any more
-    assert late or (4 in found) == (expected is SAVED), found
+    may_commit = {expected is SAVED}
+    if (what, rank) == ("SIGSTOP writer", 0):  # let go on, it may commit what nobody waits for any more
+        may_commit = {True, False}
+    assert (4 in found) in may_commit, found
     again = ranks.checked(f"{CASES}:run", str(root), str(notes), None, 7)
     assert [one["error"] for one in again] == [None, None]
     assert again[0]["start"] == again[1]["start"]
-    assert again[0]["start"] == max(found) or (late and again[0]["start"] == 4)
-    assert all(one.verify(deep=True).ok for one in map(hf.Checkpoint, root.glob("step_*")) if one.manifest)
+    assert again[0]["start"] in ({max(found), 4} if len(may_commit) == 2 else {max(found)})
+    kept = [one for one in map(hf.Checkpoint, root.glob("step_*")) if one.manifest]
+    assert kept
+    assert all(one.verify(deep=True).ok for one in kept)
     assert not list(root.rglob("part-*"))
 
 

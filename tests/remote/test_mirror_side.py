@@ -19,6 +19,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import make_owner
+from holdfast.run.record import METRICS_FILE, read_sidecar
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import MirrorLimits
@@ -109,6 +110,26 @@ def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(
     remove(remote.catalog.storage, name)
     remote.late(name, {"val": 1.0}, None)
     assert f"late metrics or a pin of {name} could not be stored" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_pin_at_the_remote_of_an_earlier_life_stays(damaged: bool, local: LocalStorage, remote: RemoteRun) -> None:
+    """Somebody pinned it at the store alone, or its sidecar there is damaged: no later look at the disk undoes that."""
+    (name,) = Catalog(local).index.rows
+    take(remote, name)
+    store = remote.catalog.storage
+    remote.catalog.pin(name)
+    if damaged:
+        store.put(f"{name}/{METRICS_FILE}", b"{")
+    before = read_sidecar(store, name)
+    next_life = RemoteRun(remote.heartbeat, store, local, None)
+    next_life.both.add(name)
+    for value in (1.0, 2.0):  # the first look, and one after something came late on the disk
+        next_life.bring_sidecars()
+        Catalog(local).set_metrics(name, {"val": value})
+        next_life.bring_sidecars()
+        found = read_sidecar(store, name)
+        assert (found.pinned, found.damage, found.metrics["val"]) == (True, before.damage, value)
 
 
 def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: RemoteRun) -> None:

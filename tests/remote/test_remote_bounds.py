@@ -137,8 +137,11 @@ def test_faults_cost_the_training_next_to_nothing(proxy, tmp_path: Path, way: st
             if name == "faulty":
                 assert [one for one in proxy.exchanges if one.fault]
             proxy.inject()
-            assert steps(remote)[-1] == 60
-            assert way == "direct" or steps(remote) == [10, 20, 30, 40, 50, 60]
+            arrived, due = steps(remote), [10, 20, 30, 40, 50, 60]
+            assert arrived[-1] == 60
+            assert set(arrived) <= set(due)
+            if way == "mirror":  # else a save is left out while the one before is written
+                assert arrived == due
         if min(times["faulty"]) <= 1.05 * min(times["calm"]):
             return
     pytest.fail(f"20 % of faults make training slower: {times}")

@@ -11,9 +11,11 @@ from checkpoint_kit import small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
-from holdfast.errors import CheckpointNotFoundError, StorageError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from holdfast.run.candidates import newest_good
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.record import Sidecar, write_sidecar
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
@@ -148,6 +150,34 @@ def test_candidates_skip_what_is_damaged_and_say_so(storage) -> None:
     assert "digest" in seen.bad()["step_0003"]
 
 
+def test_a_row_at_the_wrong_place_and_one_of_a_checkpoint_that_is_gone(storage) -> None:
+    """The index is a cache: manifests give the order, and what was removed since is no damage."""
+    catalog = begin(storage)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    row = catalog.index.rows["step_0001"]
+    catalog.index.rows["step_0001"] = [row[0], row[1], 99, row[3]]
+    catalog.index.save()
+    seen = Catalog(storage)
+    assert names(seen)[0] == "step_0001"
+    storage.delete_tree("step_0002")
+    assert [candidate.record.name for candidate in seen.candidates()] == ["step_0003", "step_0001"]
+    assert seen.bad() == {}
+
+
+def test_a_manifest_that_was_repaired_counts_again(storage) -> None:
+    """It was set aside for its manifest alone: once that is sound, nothing is against the checkpoint."""
+    catalog = begin(storage)
+    save(catalog, 1)
+    sound = storage.read("step_0001/manifest.json")
+    storage.put("step_0001/manifest.json", b"rot")
+    storage.delete(RUN_FILE)
+    broken = begin(storage, "bbbbbbbb")
+    assert list(broken.index.quarantined) == ["step_0001"]
+    storage.put("step_0001/manifest.json", sound)
+    assert names(Catalog(storage)) == ["step_0001"]
+
+
 def test_a_damaged_manifest_without_a_row_counts_as_bad_too(storage) -> None:
     """After the loss of run.json a checkpoint with a rotten manifest is still listed as bad: no silent fresh start."""
     catalog = begin(storage)
@@ -211,6 +241,16 @@ def test_a_pin_by_another_process_is_honoured(storage) -> None:
     save(catalog, 2, keep=Keep(last=1))
     save(catalog, 3, keep=Keep(last=1))
     assert names(catalog) == ["step_0003", "step_0001"]
+    write_sidecar(storage, "step_0001", Sidecar())  # taken back by a version that leaves no note of it
+    assert [verdict.name for verdict in catalog.prune(Keep(last=1))] == ["step_0001"]
+
+
+def test_a_pin_that_is_taken_back_counts_no_more(storage) -> None:
+    """Neither for the next owner."""
+    catalog = begin(storage)
+    save(catalog, 1)
+    Checkpoint.at(storage, "step_0001").pin()
+    save(catalog, 2)
     Checkpoint.at(storage, "step_0001").unpin()
     catalog = Catalog(storage)
     catalog.pin("step_0001", on=False)
@@ -224,6 +264,18 @@ def test_a_damaged_sidecar_protects(storage) -> None:
     storage.put("step_0001/.metrics.json", b"{")
     save(catalog, 2, keep=Keep(last=1))
     assert names(catalog) == ["step_0002", "step_0001"]
+
+
+def test_a_pin_sets_a_damaged_sidecar_right(storage) -> None:
+    """Somebody has decided: the metrics of the manifest count again, and it goes when its time has come."""
+    catalog = begin(storage)
+    save(catalog, 1, metrics={"loss": 1.0})
+    storage.put("step_0001/.metrics.json", b"{")
+    assert not catalog.set_metrics("step_0001", {}).metrics, "damaged: nobody knows which count"
+    assert catalog.pin("step_0001", on=True).metrics == {"loss": 1.0}
+    assert catalog.pin("step_0001", on=False).metrics == {"loss": 1.0}
+    save(catalog, 2, keep=Keep(last=1))
+    assert names(catalog) == ["step_0002"]
 
 
 def test_checkpoints_removed_by_hand_take_no_place(storage) -> None:
@@ -292,3 +344,18 @@ def test_a_commit_is_known_whatever_its_sidecar(storage, monkeypatch, caplog) ->
     assert "out of reach" in caplog.text
     assert [record.step for record in catalog.records()] == [2, 1]
     assert catalog.set_metrics("step_0002", {"late": 2.0}).metrics == {"loss": 1.0, "late": 2.0}
+
+
+def test_what_was_set_aside_is_not_tried_again() -> None:
+    """Of several candidates the first good one is taken; if there is none, all reasons are said."""
+    tried = []
+
+    def check(step):
+        tried.append(step)
+        return None if step == 1 else "it does not load"
+
+    candidates = [("c", 3), ("b", 2), ("a", 1)]
+    found = newest_good(candidates, check, bad={"c": "rot"}, where="run", advice="start anew")
+    assert (found, tried) == ((1, [("b", "it does not load")]), [2, 1])
+    with pytest.raises(CorruptCheckpointError, match=r"2 checkpoint\(s\)"):
+        newest_good(candidates[:2], check, bad={"c": "rot"}, where="run", advice="start anew")

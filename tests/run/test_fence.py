@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -9,7 +10,10 @@ from catalog_kit import begin, names, save, storage_of
 from checkpoint_kit import small
 
 from holdfast.run.catalog import Catalog
-from holdfast.run.fence import Fence, is_fence, newest_fence, write_fence
+from holdfast.run.fence import Fence, clear_fences, is_fence, newest_fence, write_fence
+from holdfast.run.heartbeat import Heartbeat, draw_fence
+from holdfast.run.index import Attempt
+from holdfast.run.lease import LEASE_FILE, Lease, make_owner
 from holdfast.storage.base import Storage
 
 
@@ -103,3 +107,32 @@ def test_the_highest_fence_holds_and_a_damaged_one_hides_nothing(storage: Storag
     assert found.below == 2
     assert "is damaged and passed over" in caplog.text
     assert newest_fence(storage, [second]) is None
+
+
+def test_a_fence_that_is_removed_while_it_is_read(storage: Storage) -> None:
+    """Whoever removes one has drawn a higher one: that one is found. Those of the same attempt stay."""
+    listed = [write_fence(storage, Fence(below=number, known={"a": str(number)}), "aaaaaaaa") for number in (2, 3)]
+    clear_fences(storage, listed, below=3)
+    found = newest_fence(storage, listed[:1])
+    assert found is not None
+    assert found.known == {"a": "3"}
+
+
+@pytest.mark.parametrize("ended", [None, "2024-01-01T00:00:00Z"])
+def test_an_owner_that_may_wake_up_calls_for_a_fence(storage: Storage, ended: str | None) -> None:
+    """Even one that has noted the end of its attempt, and did not come to give the lease back."""
+    first = begin(storage, "aaaaaaaa")
+    save(first, 1)
+    if ended is not None:
+        first.index.end_attempt("closed")
+    gone = {**make_owner("aaaaaaaa"), "host": "elsewhere", "boot": "another", "beat": 3}
+    storage.put(LEASE_FILE, json.dumps(gone).encode())
+    heartbeat = Heartbeat(Lease.acquire(storage, make_owner("bbbbbbbb"), wait_s=30, stale_s=0.0))
+    second = Catalog(storage)
+    last = second.index.current
+    assert isinstance(last, Attempt)
+    attempt = second.index.register_attempt("bbbbbbbb", host="b", pid=2)
+    draw_fence(heartbeat, second, attempt, last=last)
+    heartbeat.close()
+    assert second.fence is not None
+    assert second.fence.known.keys() == {"step_0001"}

@@ -205,3 +205,18 @@ def test_a_copy_has_all_of_it_in_one_file(few) -> None:
     assert not target.exists(CHANGES_FILE)
     assert RunIndex.load(target).rows == catalog.index.rows
     assert names(Catalog(target)) == names(catalog)
+
+
+def test_an_event_that_waits_is_in_one_file_or_the_other(few) -> None:
+    """The events that run.json holds are written again with the changes: together they count once."""
+    storage = Counting()
+    catalog = begin(storage)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    catalog.index.journal.add("deleted", name="a", step=1)
+    catalog.index.finish({})  # run.json
+    catalog.index.journal.add("deleted", name="b", step=2)
+    save(catalog, 4)
+    assert storage.puts[-1][0] == CHANGES_FILE
+    waiting = [event["name"] for event in RunIndex.load(storage).journal.waiting()]
+    assert (waiting.count("a"), waiting.count("b")) == (1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import count
 
 import pytest
 from catalog_kit import begin, save
@@ -12,11 +13,13 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.storage.memory import MemoryStorage
 
+_numbers = count()
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def made():
     """A run of two attempts and seven checkpoints, one of them quarantined, finished, with notes."""
-    storage = MemoryStorage("index-damage")
+    storage = MemoryStorage(f"index-damage-{next(_numbers)}")
     catalog = begin(storage)
     for step in (9, 10, 11, 30):
         save(catalog, step, metrics={"loss": 1.0 / step})
@@ -34,7 +37,7 @@ def told(catalog: Catalog) -> list[tuple]:
     return [(one.name, one.attempt, one.step, dict(one.metrics)) for one in catalog.records()]
 
 
-def check(made, data: bytes, truth: list[tuple], intact: bytes) -> None:
+def check(made, data: bytes, truth: list[tuple]) -> None:
     """A damaged index gives what the manifests say: at most, what it alone knew is lost."""
     made.put(RUN_FILE, data)
     catalog = Catalog(made)
@@ -43,8 +46,7 @@ def check(made, data: bytes, truth: list[tuple], intact: bytes) -> None:
     assert newest is not None
     assert newest.name == "step_0021"
     assert next(catalog.candidates()).manifest.step == 21
-    following = RunIndex.load(made)
-    assert following.damage is not None or following.to_bytes() == intact
+    assert RunIndex.load(made).damage is not None, "each byte is under a digest"
     begin(made, "0badf00d")  # the next start works too, and is numbered above all
     after = RunIndex.load(made)
     assert after.current is not None
@@ -54,22 +56,19 @@ def check(made, data: bytes, truth: list[tuple], intact: bytes) -> None:
             made.delete(info.path)
 
 
-def flips(data: bytes, count: int | None) -> list[tuple[int, int]]:
+def flips(data: bytes, num: int | None) -> list[tuple[int, int]]:
     every = [(at, bit) for at in range(len(data)) for bit in range(8)]
-    return every if count is None else random.Random(5).sample(every, count)
+    return every if num is None else random.Random(5).sample(every, num)
 
 
-def damaged(made, count):
-    data, intact = made.read(RUN_FILE), RunIndex.load(made).to_bytes()
+def damaged(made, num):
+    data = made.read(RUN_FILE)
     truth = [row for row in told(Catalog(made)) if row[0] != "step_0020"]
     assert [row[0] for row in truth][:2] == ["step_0021", "step_0012"]
-    try:
-        for at, bit in flips(data, count):
-            check(made, data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], truth, intact)
-        for size in random.Random(6).sample(range(len(data)), 20):
-            check(made, data[:size], truth, intact)
-    finally:
-        made.put(RUN_FILE, data)
+    for at, bit in flips(data, num):
+        check(made, data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], truth)
+    for size in random.Random(6).sample(range(len(data)), 20):
+        check(made, data[:size], truth)
 
 
 def test_flipped_bits_and_cut_ends(made):
@@ -102,7 +101,6 @@ def test_one_part_is_damaged_and_the_other_is_kept(made):
         "step_0012",
         "step_0021",
     }
-    made.put(RUN_FILE, data)
 
 
 def test_an_index_without_digests_is_read(made):
@@ -118,7 +116,6 @@ def test_an_index_without_digests_is_read(made):
     row[1] = 2
     made.put(RUN_FILE, json.dumps(body).encode())
     assert Catalog(made).latest().name == "step_0021"
-    made.put(RUN_FILE, data)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +146,7 @@ def test_an_index_that_lies_about_its_kind(made, change):
     del body["head_digest"], body["rows_digest"]
     change(body)
     made.put(RUN_FILE, json.dumps(body).encode())
-    try:
-        catalog = Catalog(made)
-        assert catalog.latest().name == "step_0021"
-        assert catalog.records()
-        catalog.index.to_bytes()
-    finally:
-        made.put(RUN_FILE, data)
+    catalog = Catalog(made)
+    assert catalog.latest().name == "step_0021"
+    assert len({one.name for one in catalog.records()} - {"step_0020"}) == 6
+    catalog.index.to_bytes()

@@ -19,8 +19,10 @@ import pytest
 
 from holdfast.errors import RunBusyError, StorageError, StoragePermissionError
 from holdfast.run import lease as lease_module
+from holdfast.run import process as process_module
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.run.process import is_dead
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -446,6 +448,54 @@ def test_an_end_within_a_slow_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     go_on.set()
     beats._thread.join(30)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that find it at one time both hear of it; those that wait for it are woken once."""
+    storage = MemoryStorage("lease-lost-once")
+    lease = Lease.acquire(storage, make_owner("ab12"))
+    verify, entered, go_on, passed = lease.verify, threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        go_on.wait(30)
+        verify()
+
+    monkeypatch.setattr(lease, "verify", slow)
+    beats, told, errors = Heartbeat(lease), [], []
+    beats.on_lost = lambda: told.append(beats.lost)
+    check = beats.check
+    monkeypatch.setattr(beats, "check", lambda: (check(), passed.set()))
+
+    def ask(how: Any) -> None:
+        try:
+            how()
+        except RunBusyError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(how,)) for how in (beats.verify, beats.confirm)]
+    threads[0].start()
+    assert entered.wait(30)
+    passed.clear()
+    threads[1].start()
+    assert passed.wait(30)  # nothing is lost as far as it knows
+    storage.put(LEASE_FILE, json.dumps({**make_owner("cd34"), "beat": 1}).encode())
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert ["was lost to" in error for error in errors] == [True, True]
+    assert len(told) == 1
+    beats.close()
+
+
+def test_a_process_of_another_user_is_no_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says that it may not be signalled: so it lives."""
+
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(process_module.os, "kill", kill)
+    assert not is_dead({**make_owner("ab12"), "pid": os.getppid()})
 
 
 def test_a_lease_deleted_by_hand(tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_both_directories_are_durable(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut the checkpoint is in one of them: the run and the trash are synced when it has moved."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd)))
+    trash = Trash(resolve(str(run)))
+    for act in (trash.take, trash.restore):
+        synced.clear()
+        act(ONE)
+        assert {run.stat().st_ino, (run / TRASH).stat().st_ino} <= {*synced}
+
+
 def test_there_and_back(run: Path) -> None:
     """Rm moves, --undo brings back bit by bit; meanwhile neither ls, verify nor a resume sees it."""
     said = holdfast("rm", run / ONE, "--yes")

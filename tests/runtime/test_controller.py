@@ -137,6 +137,15 @@ def test_a_run_finishes() -> None:
     assert play.only(Note) == Note(key="number", value=0)
 
 
+def test_what_rank_0_returns_is_the_result() -> None:
+    """Whoever returns last."""
+    for order in ((0, 1), (1, 0)):
+        play = Play().run()
+        for rank in order:
+            play.say(rank, b"of rank %d" % rank, on="finished")
+        assert play.controller.returned == b"of rank 0"
+
+
 def test_the_end_waits_for_the_last_commit() -> None:
     """Asynchronous checkpoints are part of the run."""
     play = Play().run()

@@ -147,6 +147,32 @@ def test_the_first_to_die_is_named_first() -> None:
     assert list(attempt.details["failures"]) == ["2", "0"]
 
 
+def test_the_first_word_of_a_rank_counts() -> None:
+    """Its later errors, and signs of an end that was seen already, change neither the cause nor the order."""
+    play = Play(policy=ONCE, num_workers=3).run()
+    for rank in (2, 0, 2):
+        play.feed(Dying(rank=rank))
+    play.exit(0, signal=signal.SIGABRT)
+    play.fail(1, HoldfastError("the first"))
+    play.fail(1, HoldfastError("the second"))
+    play.exit(2, signal=signal.SIGKILL)
+    play.exit(1, signal=signal.SIGTERM)
+    failures = play.only(NextAttempt).details["failures"]
+    assert list(failures) == ["2", "0", "1"]
+    assert failures["1"].endswith("the first")
+
+
+def test_one_that_was_told_to_go_makes_a_preemption_of_it() -> None:
+    """The others fail because it is gone, whichever end is heard of last."""
+    for order in ((0, 1), (1, 0)):
+        play = Play(policy=FailurePolicy(max_failures=0)).run()
+        for rank in (0, 1):
+            play.feed(Dying(rank=rank))
+        for rank in order:
+            play.exit(rank, signal=signal.SIGTERM if rank == 0 else signal.SIGABRT)
+        assert play.only(NextAttempt).details["cause"] == "preemption", order
+
+
 def test_exits_after_the_kill_are_no_failures() -> None:
     """Whom we kill did nothing wrong."""
     play = Play().run()
@@ -402,6 +428,17 @@ def test_a_sound_start_counts() -> None:
     play.exit(1, code=1)
     play.found(kept("b", 2))
     assert isinstance(play.only(End).error, TrainingFailedError)
+
+
+def test_damage_after_a_report_is_a_failure_like_any() -> None:
+    """The group had read what it started from: its checkpoint is no suspect."""
+    play = Play(policy=ONCE).run(kept("b", 2))
+    play.count(0, 3)
+    play.fail(0, CorruptCheckpointError("some other file"))
+    play.exit(0, code=1)
+    play.exit(1, code=1)
+    assert play.all(FindStart) == []
+    assert play.only(NextAttempt)
 
 
 def test_a_lost_lease_ends_the_run() -> None:

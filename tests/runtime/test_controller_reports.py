@@ -116,6 +116,32 @@ def test_a_parent_is_the_checkpoint_before() -> None:
     assert parents == [None, "r-s1-1", "r-s1-1"]
 
 
+def test_all_ranks_name_the_same_parent() -> None:
+    """A save that began before another was committed keeps the parent that its first rank was told."""
+    play = Play().run()
+    play.report(0, 1)
+    play.report(1, 1)
+    first = play.out
+    play.report(0, 2, "state")
+    parents = [play.only(Answer).value["go"]["manifest"]["parent"]]
+    play.out = first
+    play.committed()
+    play.report(1, 2, "state")
+    parents.append(play.only(Answer).value["go"]["manifest"]["parent"])
+    for rank in (0, 1):
+        play.part(rank, 2)
+    assert [*parents, play.only(CommitParts).manifest["parent"]] == [None, None, None]
+
+
+def test_a_count_that_comes_late_takes_nothing_back() -> None:
+    """Messages of a rank may overtake each other: what it has entered it has entered."""
+    play = Play().run()
+    play.count(1, 2)
+    play.count(1, 1)
+    play.report(0, 2)
+    assert play.only(Ingest).index == 2
+
+
 def test_ranks_without_data_count_as_in() -> None:
     """Checkpoints of rank 0 alone are the habit; the others come with metrics."""
     play = Play().run()

@@ -202,6 +202,6 @@ def test_every_operation_of_the_writer(server: ForkServer, tmp_path: Path, suffi
             assert (told["error"], found) == (None, 2), at
         else:
             errors += told["error"] is not None
-            assert found == 2 or told["error"] is not None, at
+            assert found == 2 if told["error"] is None else found in (1, 2), at
         shutil.rmtree(root)
-    assert times == "once" or errors > 10
+    assert errors == 0 if times == "once" else errors > 10

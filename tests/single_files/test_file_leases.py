@@ -64,7 +64,7 @@ def test_one_that_cannot_be_released_keeps_no_other(
     mine = NameLeases()
     for shape in ("a*.pt", "b*.pt"):
         mine.take(LocalStorage(tmp_path), _of(shape), make_owner("ab12"), wait_s=1.0, pause=time.sleep)
-    first = mine.held(_of("a*.pt"))
+    first = mine.held(LocalStorage(tmp_path), _of("a*.pt"))
     assert first is not None
 
     def fail() -> None:

@@ -19,8 +19,8 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.format.commit import read_manifest
-from holdfast.format.index import Index
-from holdfast.state.load.stored import Stored, unite
+from holdfast.format.contents import unite
+from holdfast.format.index import FileNumbers, Index
 from holdfast.state.save.plan import plan, signature
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.state.tree.flatten import flatten
@@ -251,12 +251,11 @@ def test_a_tensor_that_two_ranks_stored_is_damage(storage):
     assert name not in indexes[1].tensors
     indexes[1].tensors[name] = entry
     with pytest.raises(hf.CorruptCheckpointError, match=f"both rank 0 and rank 1 have stored '{name}'"):
-        unite(Stored(storage, manifest), indexes)
+        unite(indexes, where="one", files=FileNumbers())
     for start, index in enumerate(indexes):
         piece = entry.pieces[0]._replace(box_start=(start, 0), box_shape=(1, 3))
         index.tensors[name] = entry._replace(pieces=(piece,))
-    stored = Stored(storage, manifest)
-    unite(stored, indexes)
+    stored = unite(indexes, where="one", files=FileNumbers())
     assert [piece.box_start for piece in stored.entries[name].pieces] == [(0, 0), (1, 0)]
 
 

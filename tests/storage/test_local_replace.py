@@ -12,6 +12,7 @@ import pytest
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local import local_tree
+from holdfast.storage.local.ops import Ops
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 
 SIZE = 9000
@@ -92,6 +93,38 @@ def test_what_is_given_up_leaves_nothing(tmp_path):
             new.write(VIEW)
     assert below(tmp_path) == [str(tmp_path / "d/a")]
     assert storage.read("d/a") == b"old"
+
+
+@pytest.mark.parametrize("operation", ["fsync", "close"])
+def test_lost_bytes_are_never_published_later(tmp_path, operation):
+    """The kernel reports once what it could not store: who publishes again gets an error, not a file of other bytes."""
+
+    class LosesBytes(Ops):
+        lost = False
+
+        def fail_once(self, at):
+            if at == operation and not self.lost:
+                self.lost = True
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def fsync(self, fd):
+            self.fail_once("fsync")
+            super().fsync(fd)
+
+        def close(self, fd):
+            super().close(fd)
+            self.fail_once("close")
+
+    storage = LocalStorage(tmp_path)
+    storage.put("d/a", b"old")
+    writer = started(LocalStorage(tmp_path, ops=LosesBytes()))
+    with pytest.raises(StorageError, match="device reported an error"):
+        writer.publish()
+    for again in (writer.publish, writer.close):
+        with pytest.raises(StorageError, match="given up before; write it again"):
+            again()
+    assert storage.read("d/a") == b"old"
+    assert below(tmp_path) == [str(tmp_path / "d/a")]
 
 
 def test_one_that_is_written_is_not_swept(tmp_path):

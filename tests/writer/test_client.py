@@ -12,13 +12,16 @@ import writer_kit as kit
 
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest
-from holdfast.format.digest import CHUNK
+from holdfast.format.digest import CHUNK, chunk_digests
+from holdfast.format.verify import verify_files
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
+from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.pipeline import Previous, read_previous
 
 CONTENTS = [kit.noise(1, 3 * kit.MIB + 17), kit.noise(2, 4096), b"", kit.noise(3, 100)]
 
@@ -132,6 +135,52 @@ def test_reuse_survives_the_loss_of_the_previous_checkpoint(local: tuple[Storage
     result = save(client, storage, [frozen], step=2, reuse=True, stable=(0,))
     assert result.bytes_reused == 0
     assert frozen in kit.stored(storage, "step_00000002").values()
+
+
+def test_a_file_that_was_cut_short_is_not_linked(tmp_path: Path, local: tuple[Storage, WriterClient]) -> None:
+    """A link would hand the damage on: it is written instead."""
+    storage, client = local
+    frozen = kit.noise(9, 300_000)
+    save(client, storage, [frozen], step=1, reuse=True, stable=(0,))
+    (path,) = (tmp_path / "step_00000001").glob("item0-*")
+    os.truncate(path, 1000)
+    assert save(client, storage, [frozen], step=2, reuse=True, stable=(0,)).bytes_reused == 0
+    assert frozen in kit.stored(storage, "step_00000002").values()
+
+
+def test_what_an_earlier_life_wrote_is_reused_only_if_its_digests_are_its_own(
+    tmp_path: Path, local: tuple[Storage, WriterClient]
+) -> None:
+    """Tables that were exchanged would link one file in place of another; linked files are written anew, once."""
+    storage, client = local
+    contents = [kit.noise(1, 3 * CHUNK), kit.noise(2, 3 * CHUNK)]
+    for step in (1, 2):
+        save(client, storage, contents, step=step, reuse=True, stable=(0,))
+    first, second = (read_manifest(storage, f"step_0000000{step}") for step in (1, 2))
+    tables = [chunk_digests(item) for item in contents]
+    known = read_previous(storage, "step_00000001", first, 0)
+    assert [known.same(3 * CHUNK, table) is not None for table in tables] == [True, True]
+    known = read_previous(storage, "step_00000002", second, 0)
+    assert [known.same(3 * CHUNK, table) is not None for table in tables] == [False, True]
+    (digests,) = (tmp_path / "step_00000001").glob("digests-*")
+    digests.write_bytes(tables[1] + tables[0])
+    assert read_previous(storage, "step_00000001", first, 0) == Previous()
+
+
+def test_nothing_is_written_or_digested_before_it_is_there(tmp_path: Path, local: tuple[Storage, WriterClient]) -> None:
+    """A save that was handed over before its bytes were: the checkpoint has the bytes that came."""
+    storage, client = local
+    contents = [kit.noise(1, 3 * kit.MIB), kit.noise(2, 5000)]
+    with kit.fill([bytes(len(item)) for item in contents]) as arena:
+        job = kit.make_job(contents)
+        future = client.submit(storage, job, [b"{}"], arena, filled=0)
+        assert wait_until((tmp_path / job.directory).exists)
+        for plan, item in zip(job.files, contents, strict=True):
+            arena.view[plan.arena_offset : plan.arena_offset + plan.size] = item
+            client.fill(future.job_no, plan.arena_offset + plan.size)
+        future.result(60)
+    assert [storage.read(f"{job.directory}/{plan.path}") for plan in job.files] == contents
+    assert verify_files(storage, job.directory, read_manifest(storage, job.directory)) == []
 
 
 def test_unchanged_ranges(local: tuple[Storage, WriterClient]) -> None:

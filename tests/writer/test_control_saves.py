@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from holdfast.errors import StorageError
 from holdfast.writer.ranks.saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict, named_error
+from holdfast.writer.ranks.uploads import JointUploads
 
 
 def saves(world_size: int = 3) -> JointSaves:
@@ -141,3 +145,20 @@ def test_a_new_server_learns_outcomes_from_those_who_have_heard_them() -> None:
     assert one.heard("s-1", value=None, error=named_error("HoldfastError", "?")) == []
     assert one.heard("s-0", value=None, error=None) == [], "nobody waits for this one"
     assert one.begun(1, "s-0", "step_2", 2, 0.0) == [SaveOutcome(save="s-0", ranks=(1,))]
+
+
+def test_an_upload_that_failed_is_tried_again_without_its_errors() -> None:
+    """Ranks that have brought their parts are done; the error of another is that of one try."""
+    uploads, order = JointUploads(2), {"do": "upload", "save": "s-1", "directory": "step_4"}
+    answers: dict[int, dict[str, Any] | None] = {0: None, 1: named_error("StorageError", "no answer")}
+
+    def send(message: dict[str, Any]) -> None:
+        for rank, error in answers.items():
+            uploads.uploaded(rank, message["save"], error)
+
+    with pytest.raises(StorageError, match="rank 1: no answer"):
+        uploads.bring(order, send, lambda: False)
+    uploads.gone(0, "its writer process has died")
+    answers = {1: None}
+    uploads.bring(order, send, lambda: False)
+    assert uploads.order is None

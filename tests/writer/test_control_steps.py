@@ -204,6 +204,21 @@ def test_a_new_server_arms_what_the_old_one_had_armed() -> None:
     assert other.joined(1, RankStanding(done=5)) == [(0, {"do": "withdraw"})], "nobody had the word: it is taken back"
 
 
+def test_an_armed_step_stands() -> None:
+    """A late answer to the proposal moves it no more; who joins again after it has acted there has acted."""
+    steps = StepAgreement(2)
+    for rank in range(2):
+        steps.joined(rank, RankStanding(done=0))
+    steps.want("save")
+    for rank in range(2):
+        steps.acknowledged(rank, 2)
+    assert steps.passed(0, 2, 3) == []
+    assert steps.step == 2
+    assert steps.joined(0, RankStanding(done=2, acted=2, target=2, armed=True)) == []
+    assert steps.joined(1, RankStanding(done=2, acted=2, target=2, armed=True)) == []
+    assert steps.step is None, "all have acted"
+
+
 def test_after_a_loss_nothing_is_proposed() -> None:
     """An open proposal is taken back, an armed one stands."""
     steps = StepAgreement(1)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.commit import IncompleteCheckpointError, read_manifest
 from holdfast.storage.base import FileWriter, StorageTraits
 from holdfast.storage.memory import MemoryStorage
+from holdfast.writer.arriving import Watermark, WindowSource
 from holdfast.writer.client import WriterClient
 from holdfast.writer.ranks.saves import CommitSave, JointSaves
 
@@ -20,19 +21,23 @@ _numbers = count()
 
 
 class _Breaking(FileWriter):
-    def __init__(self, inner: FileWriter, storage: Breaking) -> None:
-        self._inner, self._storage = inner, storage
+    def __init__(self, inner: FileWriter, storage: Breaking, *, breaks: bool) -> None:
+        self._inner, self._storage, self._breaks = inner, storage, breaks
 
     def write(self, view: memoryview) -> None:
-        self._storage.may("write")
+        if self._breaks:
+            self._storage.may("write")
         self._inner.write(view)
 
     def close(self) -> None:
         self._inner.close()
-        self._storage.may("close")
+        self._storage.ended.add(self)
+        if self._breaks:
+            self._storage.may("close")
 
     def abort(self) -> None:
         self._inner.abort()
+        self._storage.ended.add(self)
 
 
 class Breaking(MemoryStorage):
@@ -47,6 +52,8 @@ class Breaking(MemoryStorage):
     def __init__(self, number: int, call: str, parallel: int) -> None:
         super().__init__(f"breaking-{next(_numbers)}")
         self.left, self.call, self.has_failed = number, call, False
+        self.begun: list[_Breaking] = []
+        self.ended: set[_Breaking] = set()
         self._traits = StorageTraits(num_parallel=parallel)
 
     @property
@@ -62,8 +69,8 @@ class Breaking(MemoryStorage):
         self.left, mine = self.left - 1, self.left == 0
         if mine:
             self.may("create")
-        inner = super().create(path, size)
-        return _Breaking(inner, self) if mine else inner
+        self.begun.append(_Breaking(super().create(path, size), self, breaks=mine))
+        return self.begun[-1]
 
 
 @pytest.mark.parametrize("parallel", [1, 16])
@@ -76,6 +83,7 @@ def test_each_file_of_a_save_may_fail(call: str, parallel: int) -> None:
         with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
             job = kit.make_job(CONTENTS)
             error = client.submit(storage, job, [b"{}"], arena).exception(60)
+            assert storage.ended == {*storage.begun}, "each file is closed, or given up"
             if not storage.has_failed:  # there are no more files, or nothing is written to this one
                 assert error is None
                 continue
@@ -95,5 +103,52 @@ def test_a_save_that_is_being_committed_is_not_given_up() -> None:
     assert one.stored(0, "s-1") == []
     assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
     assert one.expire(1000.0) == []
+    assert one.failed(0, "s-1", {"type": "StorageError", "message": "late", "extra": {}}) == []
+    assert one.lost(1, "its writer process has died") == []
+    assert one.left(0, "closed") == []
     (told,) = one.committed("s-1", value={}, error=None)
     assert told.error is None
+
+
+class Late(MemoryStorage):
+    """Stores the manifest, and fails afterwards: the directory could not be made durable, say."""
+
+    def put(self, path: str, data: Any, **conditions: Any) -> str | None:
+        etag = super().put(path, data, **conditions)
+        if path.endswith("manifest.json"):
+            raise StorageError("too late")
+        return etag
+
+
+def test_an_error_after_the_manifest_takes_no_file_away() -> None:
+    """Nobody may count on the save; who finds its manifest finds a whole checkpoint."""
+    storage = Late(f"late-{next(_numbers)}")
+    with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
+        job = kit.make_job(CONTENTS)
+        assert "too late" in str(client.submit(storage, job, [b"{}"], arena).exception(60))
+    assert read_manifest(storage, job.directory, check_sizes=True).step == job.manifest["step"]
+
+
+@pytest.mark.parametrize("kind", ["filled", "windowed"])
+def test_what_is_complete_is_not_given_up(kind: str) -> None:
+    """The trainer has died in between: all bytes were there, so the save goes on."""
+    why = HoldfastError("the trainer has died")
+    if kind == "filled":
+        mark = Watermark(0, 8)
+        mark.rise(8)
+        mark.abandon(why)
+        mark.wait(8)
+        mark = Watermark(0, 8)
+        mark.rise(7)
+        mark.abandon(why)
+        with pytest.raises(HoldfastError, match="has died"):
+            mark.wait(4)
+        return
+    source = WindowSource()
+    source.seal((b"{}",), None)
+    source.abandon(why)
+    assert list(source.windows()) == []
+    source = WindowSource()
+    source.abandon(why)
+    with pytest.raises(HoldfastError, match="has died"):
+        list(source.windows())

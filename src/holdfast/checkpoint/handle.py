@@ -27,6 +27,7 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
+from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import close_by_blanks
 from holdfast.format.manifest import Manifest, body_digest
 from holdfast.format.names import METADATA_FILE
@@ -310,7 +311,9 @@ class Checkpoint:
     def keys(self) -> list[str]:
         """The names in its state (``model``, ``optimizer``...); empty for a foreign checkpoint."""
         manifest = self.manifest
-        return [] if manifest is None else top_names(state_tree(self._storage, self._name, manifest))
+        if manifest is None:
+            return []
+        return top_names(state_tree(ContentsReader(self._storage.child(self._name), manifest)))
 
     def verify(self, deep: bool = True) -> Verification:
         """Check it: manifest and sizes, and with ``deep`` every byte against its digest.

@@ -7,18 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.index import Index
-from holdfast.format.manifest import Manifest
-from holdfast.format.merge import merged
-from holdfast.format.names import save_id_of
+from holdfast.format.contents import ContentsReader
 from holdfast.format.schema import check_whole
-from holdfast.format.strict_json import loads
-from holdfast.storage.base import Storage
 
 __all__ = ["Item", "TensorRow", "entries_of", "items", "plain_names", "short", "state_tree", "tensors", "top_names"]
 
-_MAX_JSON = 2 << 30
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque"})
 _SHOWN_CHARACTERS = 60
@@ -55,27 +48,18 @@ class Item:
     dtypes: tuple[str, ...]
 
 
-def tensors(storage: Storage, name: str, manifest: Manifest) -> list[TensorRow]:
-    """List all tensors in order of name, tied names included."""
-    rows: dict[str, TensorRow] = {}
-    aliases: dict[str, str] = {}
-    for entry in manifest.files:
-        if entry.role != "index":
-            continue
-        index = Index.from_bytes(
-            _read(storage, name, entry.path, entry.size), where=entry.path, save_id=save_id_of(entry.path) or ""
-        )
-        aliases.update(index.aliases)
-        for tensor in index.tensors.values():
-            nbytes = sum(piece.nbytes for piece in tensor.pieces)
-            before = rows.get(tensor.name)
-            rows[tensor.name] = TensorRow(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                nbytes=nbytes + (before.nbytes if before is not None else 0),  # shards of several writers
-            )
-    for alias, target in aliases.items():
+def tensors(contents: ContentsReader) -> list[TensorRow]:
+    """List all tensors in order of name, tied names included.
+
+    Raises:
+        CorruptCheckpointError: an index is damaged, or two of them contradict each other.
+    """
+    stored = contents.tensors()
+    rows = {
+        name: TensorRow(name=name, dtype=dtype, shape=tuple(shape), nbytes=sum(piece.nbytes for piece in pieces))
+        for name, dtype, shape, pieces in stored.entries.values()
+    }
+    for alias, target in stored.aliases.items():
         if target in rows:
             of = rows[target]
             rows[alias] = TensorRow(name=alias, dtype=of.dtype, shape=of.shape, nbytes=0, tied_to=target)
@@ -99,18 +83,18 @@ def items(rows: list[TensorRow]) -> list[Item]:
     ]
 
 
-def state_tree(storage: Storage, name: str, manifest: Manifest) -> Any:
-    """Read the structure file as typed JSON, undecoded; None if the checkpoint has none.
+def state_tree(contents: ContentsReader) -> Any:
+    """Return the structure as typed JSON, checked but not decoded; None if the checkpoint has none.
 
     Raises:
         CorruptCheckpointError: the file is not as it was written.
     """
-    trees = []
-    for entry in sorted(manifest.with_role("state"), key=lambda entry: entry.writer):
-        tree = loads(_read(storage, name, entry.path, entry.size), max_bytes=_MAX_JSON, where=entry.path)
-        check_whole(tree, where=entry.path)
-        trees.append(tree)
-    return merged(trees) if trees else None
+    structure = contents.structure()
+    if structure is None:
+        return None
+    where, tree = structure
+    check_whole(tree, where=where)
+    return tree
 
 
 def top_names(tree: Any) -> list[str]:
@@ -170,17 +154,3 @@ def short(node: Any) -> str:
     else:
         text = repr(node)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
-
-
-def _read(storage: Storage, name: str, path: str, size: int) -> bytes:
-    if size > _MAX_JSON:
-        raise CorruptCheckpointError(f"{path} claims {size} bytes: refused", file=path)
-    try:
-        with storage.open(f"{name}/{path}") as reader:
-            if reader.size < size:
-                raise CorruptCheckpointError(f"{path} has {reader.size} bytes, {size} were written", file=path)
-            data = bytearray(size)
-            reader.read_into(0, memoryview(data))
-    except StorageNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is gone: this checkpoint is damaged", file=path) from error
-    return bytes(data)

@@ -18,7 +18,7 @@ from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .progress import Progress
 from .run_session import RunSession
-from .save_policy import SavePolicy
+from .save_policy import SavePolicy, Schedule
 from .transient import passing_error, state_of
 from .verification import Watcher
 
@@ -47,6 +47,7 @@ class StepBoundary:
         pace: decides.
         log: metrics of the run.
         watcher: called at every boundary while a resume is verified.
+        snapshots: when the state is kept in memory, for the case that this process dies.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StepBoundary:
         self._wanted = False  # a save was asked for; it is made at the boundary
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
+        self.snapshots: Schedule | None = None
 
     # -- boundaries
 
@@ -119,8 +121,28 @@ class StepBoundary:
         if self._wanted:
             self._wanted = False
             self.save(force=True)
+        if self.snapshots is not None:
+            self._keep_snapshot(self.snapshots, now)
         if is_new:
             self.watch()
+
+    def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
+        """Keep the state of this step in memory, if that is due and the step is not saved."""
+        progress = self._progress
+        if not snapshots.due(step=progress.step, samples=progress.samples, now=now):
+            return
+        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+        if self._session.last_step == progress.step:
+            return
+        begun = time.perf_counter()
+        self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
+        kept = self._session.keep_state(
+            self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
+            metrics=self.log.of_step(progress.step)(),
+        )  # fmt: skip
+        if not kept:
+            self.snapshots = None
+        self.held_s += time.perf_counter() - begun
 
     def watch(self) -> None:
         """Call the watcher, if there is one, at the end of a step."""
@@ -191,12 +213,16 @@ class StepBoundary:
             force: wait for a busy writer, also with ``when_busy="skip"``.
         """
         begun = time.perf_counter()
-        step = self._progress.step
+        step, life = self._progress.step, self._session.life
+        if life is not None:
+            life.waits(True)
         is_saved = self._session.last_step == step or self._start_save(force=force)
         # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
         self.pace.saved()
         if is_saved:
             self.log.flush(step)  # has rows only if the step was saved before
+        if life is not None:
+            life.waits(False)
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
 
     def _start_save(self, *, force: bool) -> bool:
@@ -329,11 +355,17 @@ class StepBoundary:
         def flush() -> None:
             self.log.flush(self._progress.step)
 
+        def rescue() -> None:
+            if self.snapshots is not None and not self.pace.stopping:
+                name = session.answer(session.client.rescue(reason))
+                if name is not None:
+                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
+
         def end() -> None:
             session.end("stopped" if self.pace.stopping else reason, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, session.finish, self._say_lost, self._wait_for_remote, end):
+        for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body

@@ -91,6 +91,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
             docs/model-directory.md.
+        rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
+            process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
+            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. One process only.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
             what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
             batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
@@ -139,6 +142,7 @@ class Checkpointer:
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
         on_data_mismatch: str = "raise",
+        rescue: IntervalLike | Sequence[IntervalLike] | None = None,
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -151,6 +155,7 @@ class Checkpointer:
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
             alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
+            rescue=rescue,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -185,7 +190,7 @@ class Checkpointer:
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike, model_files=options.model_files,
+            alike=alike, model_files=options.model_files, rescues=bool(options.rescue) and world_size == 1,
         )  # fmt: skip
         session = self._session = RunSession(
             self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
@@ -500,7 +505,14 @@ class Checkpointer:
         if session.team is not None:
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+        if session.life is not None:
+            requeue = self.options.exit_code if isinstance(self.options.exit_code, int) else -1
+            session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
+        if snapshotter.rescues:
+            snapshots = Schedule(options.rescue, now=time.monotonic())
+            snapshots.start(step=progress.step, samples=progress.samples)
+            self._course.snapshots = snapshots
         self._course.watcher = self._watcher
         if started.has_generators:
             self._generators = rng.capture()

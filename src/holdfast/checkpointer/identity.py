@@ -14,7 +14,7 @@ import torch
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
 
-__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "take_metrics"]
+__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_at_once", "plain_metrics", "take_metrics"]
 
 
 def new_start_id() -> str:
@@ -67,6 +67,28 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a value is no metric.
     """
     return {name: _plain(value, name) for name, value in metrics.items()}
+
+
+def plain_at_once(metrics: dict[str, Any]) -> dict[str, Any] | None:
+    """Return metrics of `take_metrics` as plain numbers; None if that would wait for a device, or one is no metric."""
+    if all(type(value) in _PLAIN for value in metrics.values()):
+        return metrics
+    if any(_is_far(value) for value in metrics.values()):
+        return None
+    try:
+        return plain_metrics(metrics)
+    except ConfigError:  # of a list of a mapping: said when the row is sent
+        return None
+
+
+def _is_far(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu"
+    if isinstance(value, Mapping):
+        return any(map(_is_far, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_far, value))
+    return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
 
 
 def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:

@@ -1,30 +1,39 @@
-"""Metrics of a run: kept as they come, read and sent when something is written anyway."""
+"""Metrics of a run: kept as they come, read and sent when something is written anyway.
+
+Metrics on an accelerator are read by another thread, behind an event: reading one makes a thread wait for the device.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
+from holdfast.state.accelerator import has_streams
 
-from .identity import plain_metrics, take_metrics
+from .identity import plain_at_once, plain_metrics, take_metrics
 from .run_session import RunSession
 
 __all__ = ["MetricLog", "NoLog"]
 
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
+_EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request
 _EMPTY: dict[str, Any] = {}
 
 
 class MetricLog:
     """Rows of metrics on their way to the run's history.
 
-    Tensors are copied on their own device and kept, not read: reading a tensor waits for its device. `flush` reads
-    them when a save or a report happens or 1 000 rows have gathered. Rows of a life that dies before that are void
-    anyway, because the next life goes on from a checkpoint before them.
+    They are sent when a save or a report happens, every few seconds, and when 1 000 have gathered; until then they lie
+    in memory that the writer has too (`StepMemory`), so that a kill does not take them. Tensors of a device are copied
+    there and kept, not read, because reading waits for the device: a kill takes rows with such values that were not
+    sent. Values that only this thread can read are sent at the next save or report.
 
     Args:
         session: the run; failures surface in its `settle`.
@@ -34,6 +43,9 @@ class MetricLog:
         self._session = session
         self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
         self._current_step, self._current = -1, _EMPTY
+        self._num_late = 0  # rows with values whose reading makes this thread wait
+        self._every_s = _EVERY_S if session.root.local_root is not None else _EVERY_FAR_S
+        self._due = time.time() + self._every_s
 
     def add(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         """Keep the metrics of a step.
@@ -41,9 +53,20 @@ class MetricLog:
         Raises:
             ConfigError: a value is no metric.
         """
-        metrics = take_metrics(metrics, step=step)
+        metrics, now = take_metrics(metrics, step=step), time.time()
+        plain = plain_at_once(metrics)
+        # Not between two rows of a step: a save of it is about to name it.
+        if now >= self._due and not self._num_late and step != self._current_step:
+            self._send(None)
+        if plain is None:
+            self._num_late += any(map(_is_ours_to_read, metrics.values()))
+        else:
+            memory = self._session.memory
+            if not memory.add_row(step, epoch, now, plain) and not self._num_late:
+                self._send(None)
+                memory.add_row(step, epoch, now, plain)
         rows = self._rows
-        rows.append((step, epoch, time.time(), metrics))
+        rows.append((step, epoch, now, metrics))
         if self._current_step == step:
             self._current = {**self._current, **metrics}
         else:
@@ -51,15 +74,24 @@ class MetricLog:
         if len(rows) >= _MAX_ROWS:
             self._send(None)
 
-    def of_step(self, step: int) -> dict[str, Any]:
-        """Return everything reported for ``step`` so far, as numbers."""
-        return _readable(self._current, step) if self._current_step == step else {}
+    def of_step(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Return what gives everything reported for ``step`` so far, as numbers; it may wait for a device."""
+        current = self._current if self._current_step == step else _EMPTY
+        read = _reader([(step, current)])
+        if read is None:
+            return lambda: _readable(current, step)
+        return lambda: _readable(read()[0], step)
 
     def bind(self, metrics: Mapping[str, Any]) -> None:
         """Attach metrics to the checkpoint of this step, which is saved or being saved."""
         session = self._session
-        name, found = session.last_name, _readable(metrics, session.last_step)
-        session.note("metrics", about=name, name=name, metrics=found)
+        name, step = session.last_name, session.last_step
+        metrics = take_metrics(metrics, step=step)
+        read = _reader([(step, metrics)])
+        if read is None:
+            session.note("metrics", about=name, name=name, metrics=_readable(metrics, step))
+        else:
+            session.note("metrics", about=name, name=name, late=lambda: {"metrics": _readable(read()[0], step)})
 
     def flush(self, step: int, *, name: str | None = None) -> None:
         """Read and send all rows.
@@ -77,21 +109,32 @@ class MetricLog:
         _LOG.error("while the run was ending with an error, a save failed too: %s", error)
 
     def _send(self, checkpoint: str | None, step: int = -1) -> None:
+        self._due = time.time() + self._every_s
         if not self._rows:
             return
         rows, self._rows = self._rows, []
-        found = [
-            {
-                "attempt": self._session.opened.attempt,
-                "step": at,
-                "epoch": epoch,
-                "time": when,
-                "metrics": _readable(metrics, at),
-                "checkpoint": checkpoint if at == step else None,
-            }
-            for at, epoch, when, metrics in rows
-        ]
-        self._session.note("report", about=checkpoint, rows=found)
+        self._num_late = 0
+        attempt = self._session.opened.attempt
+
+        def records(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "attempt": attempt,
+                    "step": at,
+                    "epoch": epoch,
+                    "time": when,
+                    "metrics": _readable(metrics, at),
+                    "checkpoint": checkpoint if at == step else None,
+                }
+                for (at, epoch, when, _), metrics in zip(rows, values, strict=True)
+            ]
+
+        read = _reader([(at, metrics) for at, _, _, metrics in rows])
+        if read is None:
+            self._session.note("report", about=checkpoint, rows=records([metrics for *_, metrics in rows]))
+        else:
+            self._session.note("report", about=checkpoint, late=lambda: {"rows": records(read())})
+        self._session.memory.clear_rows()
 
 
 class NoLog(MetricLog):
@@ -103,15 +146,88 @@ class NoLog(MetricLog):
     def add(self, *_: Any) -> None:
         """Forget them."""
 
-    def of_step(self, step: int) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
+    def of_step(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Return what gives nothing."""
+        return dict
 
     def bind(self, *_: Any) -> None:
         """Bind nothing."""
 
     def flush(self, *_: Any, **__: Any) -> None:
         """Send nothing."""
+
+
+def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[dict[str, Any]]] | None:
+    """Return what gives metrics with those of accelerators in host memory; None if there are none of these.
+
+    It is for another thread: it waits until the device has done what the current streams have to do by now.
+
+    Args:
+        rows: steps and their metrics.
+    """
+    devices = {tensor.device for _, value in rows for tensor in _on_devices(value)}
+    if not devices:
+        return None
+    values = [
+        {**value, **_readable({name: item for name, item in value.items() if _is_ours_to_read(item)}, step)}
+        for step, value in rows
+    ]
+    events: list[Any] = []
+    for device in devices:
+        module = torch.get_device_module(device)
+        event = module.Event()
+        event.record(module.current_stream(device))
+        events.append(event)
+
+    def read() -> list[dict[str, Any]]:
+        for event in events:
+            event.synchronize()
+        numbers: dict[int, Any] = {}
+        for device in devices:
+            module = torch.get_device_module(device)
+            # On a stream of its own: on that of the training it would come behind all that was queued since.
+            with module.stream(module.Stream(device)):
+                groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+                for value in values:
+                    for tensor in _on_devices(value):
+                        if tensor.device == device:
+                            groups.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+                for group in groups.values():  # one copy for the losses of a thousand steps
+                    together = torch.stack(group).cpu()
+                    numbers.update(zip(map(id, group), together.unbind(), strict=True))
+        return [{name: _replaced(item, numbers) for name, item in value.items()} for value in values]
+
+    return read
+
+
+def _is_ours_to_read(value: Any) -> bool:
+    """Tell whether a value lies elsewhere, and only the training thread may wait for it."""
+    if isinstance(value, (Mapping, list)):
+        return any(map(_is_ours_to_read, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, torch.Tensor):
+        return not value.is_cpu and next(_on_devices(value), None) is None
+    return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
+
+
+def _on_devices(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a metric, or in a mapping of them, that another thread can read.
+
+    Not those of subclasses: reading a DTensor is a call of all ranks.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device):
+            yield value
+    elif isinstance(value, (Mapping, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _on_devices(item)
+
+
+def _replaced(value: Any, numbers: Mapping[int, Any]) -> Any:
+    if id(value) in numbers:
+        return numbers[id(value)]
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, numbers) for key, item in value.items()}
+    return [_replaced(item, numbers) for item in value] if isinstance(value, list) else value
 
 
 def _readable(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError, TornSaveError
+from holdfast.errors import DroppedSaveError, HoldfastError
 
 from .rank_group import ANSWER_MARGIN_S
 from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves
@@ -52,8 +52,8 @@ class RunSave:
 class PendingSaves:
     """Saves that follow one another, oldest first. Used by a single thread.
 
-    One that the storage did not take costs itself, the tenth in a row raises; one whose tensors changed while they
-    were copied costs itself; any other failure raises.
+    One that the storage did not take costs itself, the tenth in a row raises; one whose data is gone (a tensor changed
+    while it was copied, the writer died after the last window) costs itself; any other failure raises.
 
     Args:
         uri: of their storage, for messages.
@@ -70,7 +70,7 @@ class PendingSaves:
         parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
         lost: counts the saves that the storage did not take.
         wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
-        wants_another: the last save was dropped because a tensor changed, so the next step is to be saved instead.
+        wants_another: the last save was dropped because its data is gone, so the next step is to be saved instead.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PendingSaves:
         # Its step is not saved: the final save must not count it as done, nor the next save take it as its parent.
         self._gone.add(save.name)
         message = save.lost(save, error)
-        if isinstance(error, TornSaveError):
+        if isinstance(error, DroppedSaveError):
             self.wants_another = True
             if not self._rank:
                 _LOG.warning("%s", message)

@@ -7,8 +7,6 @@ save is named and numbered, what its parent is, how it is followed, and what a l
 from __future__ import annotations
 
 import contextlib
-import os
-import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +19,18 @@ from holdfast._log import get_logger
 from holdfast._ranks import rank_list
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError, TornSaveError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.life import LifeReport, deaths_before
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
-from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
+from .note_sender import NoteSender
 from .pending_saves import PendingSaves, RunSave, failed
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
@@ -41,7 +41,6 @@ from .transient import TRANSIENT_ERRORS, state_of
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
-_STEPS = struct.Struct("=q")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
@@ -97,6 +96,7 @@ class RunSession:
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
         silence_s: a rank that says nothing for so long is given up.
+        client: the writer, which `close` closes; None: a new one.
 
     Attributes:
         root: of the run.
@@ -113,8 +113,10 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
+        life: what this process tells `holdfast run`; None unless that has started it, and before the run is open.
         paid: called with the seconds that a save has cost training, and those until it was durable.
         extra: entries of the manifest's ``extra`` for the next saves.
+        memory: what the writer has to know if this process is killed.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class RunSession:
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
         silence_s: float = SILENCE_S,
+        client: WriterClient | None = None,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -139,6 +142,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
+        self.life: LifeReport | None = None
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
@@ -146,9 +150,9 @@ class RunSession:
         self._notes: list[_Note] = []
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
-        self._steps = Arena.create(_STEPS.size)  # outlives this process in its writer
-        self._owner = os.getpid()
-        self.client = WriterClient.start(storage, remote=remote)
+        self.memory = StepMemory()
+        self.client = WriterClient.start(storage, remote=remote) if client is None else client
+        self._sender = NoteSender(self.client)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
@@ -221,16 +225,22 @@ class RunSession:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
-            steps=None if self._steps.fd is None else self._steps,
+            memory=self.memory.arena,
         )  # fmt: skip
 
     def note_step(self, step: int) -> None:
-        """Let the writer know how many steps are done, so that the end of a killed trainer says it; costs no call."""
-        if self._owner == os.getpid():  # a forked child does not have that memory
-            _STEPS.pack_into(self._steps.view, 0, step)
+        """Let the writer, and `holdfast run`, know how many steps are done; costs no call."""
+        self.memory.note_step(step)
+        if self.life is not None:
+            self.life.stepped(step)
 
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
+        uri = self.root.uri
+        self.life = LifeReport.begin(uri=uri, attempt=opened.attempt, rank=self.meeting.rank)
+        if self.life is not None and self.leads:
+            for death in deaths_before(uri):
+                self.journal(**death)
 
     @property
     def is_open(self) -> bool:
@@ -292,7 +302,7 @@ class RunSession:
             checkpoint_id: parent of the next checkpoint.
         """
         self.saves.resume_at(step, name=name, checkpoint_id=checkpoint_id)
-        self.note_step(step)
+        self.memory.note_step(step)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
@@ -324,7 +334,7 @@ class RunSession:
         *,
         step: int,
         epoch: int,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         announce: Callable[[str], object] | None = None,
         named: NamedSave | None = None,
     ) -> None:
@@ -335,7 +345,8 @@ class RunSession:
             snapshotter: copies it; of this session alone.
             step: steps done.
             epoch: current epoch.
-            metrics: of this step.
+            metrics: of this step; a function that returns them is called when the save is handed over, by a thread that
+                may wait for a device.
             announce: called with the name of the checkpoint before the save is handed over.
             named: the name and the owner of the save; None: the session names and follows it.
 
@@ -360,18 +371,24 @@ class RunSession:
                 if announce is not None:
                     announce(name)
                 fields = self._manifest(
-                    checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
-                )
+                    checkpoint_id, step, epoch, {} if callable(metrics) else metrics, parent=named.saves.parent,
+                    world_size=self.meeting.world_size,
+                )  # fmt: skip
                 if self.staged:
-                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
+                    self._staged_saves[name] = lambda far, name: CommittedCheckpoint.told(
+                        far, name, step=step, metrics=fields["metrics"]
+                    )
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
                     overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+                    metrics=self._sender.behind(metrics) if callable(metrics) else None,
                 )  # fmt: skip
-                future = snapshotter.submit(state(), self.client, request, lazy=follow is None).future
-        except TRANSIENT_ERRORS as error:
+                submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                future = submitted.future
+                self._sender.save_begun(name, submitted.handed_over)
+        except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
@@ -391,6 +408,41 @@ class RunSession:
             named.saves, follow=follow,
         )  # fmt: skip
         self._held(time.perf_counter() - begun)
+
+    def keep_state(
+        self,
+        state: Callable[[], Mapping[Any, Any]],
+        snapshotter: Snapshotter,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+    ) -> bool:
+        """Copy a state and have the writer hold the copy, which it commits only if this process dies.
+
+        Args:
+            state: returns what to save.
+            snapshotter: copies it.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+
+        Returns:
+            False if memory is too short for it.
+        """
+        begun = time.perf_counter()
+        fields = self._manifest(
+            uuid.uuid4().hex, step, epoch, metrics, parent=self.saves.parent, world_size=self.meeting.world_size
+        )
+        if self.extra:
+            fields["extra"] = dict(self.extra)
+        request = SaveRequest(
+            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
+            reuse=True, run=True,
+        )  # fmt: skip
+        kept = snapshotter.keep(state(), self.client, request)
+        self._held(time.perf_counter() - begun)
+        return kept
 
     def save_directory(
         self,
@@ -533,7 +585,7 @@ class RunSession:
     ) -> str:
         if name_is_ours:
             self._free(save.name)
-        if isinstance(error, (*TRANSIENT_ERRORS, TornSaveError)):
+        if isinstance(error, (*TRANSIENT_ERRORS, DroppedSaveError)):
             self.stats.skipped += 1
         return lost(save, error)
 
@@ -562,6 +614,8 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
+        if self.life is not None:
+            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost
@@ -581,16 +635,25 @@ class RunSession:
 
     # -- notes: small records that nobody waits for
 
-    def note(self, op: str, *, about: str | None = None, what: str = "metrics were not recorded", **args: Any) -> None:
+    def note(
+        self,
+        op: str,
+        *,
+        about: str | None = None,
+        what: str = "metrics were not recorded",
+        late: Callable[[], Mapping[str, Any]] | None = None,
+        **args: Any,
+    ) -> None:
         """Send the writer a small record of the run, see `WriterClient.run_op`; its failure surfaces in `settle`.
 
         Args:
             op: kind of record.
             about: name of the checkpoint that it belongs to; if that save is lost, so is this record.
             what: the beginning of what is logged if the storage did not take it.
+            late: gives the rest of the record, on a thread that may wait for a device.
             **args: the record.
         """
-        future = self.client.run_op(op, **args)
+        future = self._sender.send(op, args, about=about, late=late)
         self._notes.append(_Note(future=future, about=about, what=what))
         future.add_done_callback(lambda _: self.saves.ended.set())
 
@@ -639,6 +702,8 @@ class RunSession:
             what = "the end of the run was not recorded"
             self.note("close_run", what=what, reason=reason, details=dict(details or {}))
         self.wait_for_notes()
+        if self.life is not None:
+            self.life.end(reason)
 
     def abandon(self, why: str) -> None:
         """Give up a run that failed before its first step; never raises."""
@@ -654,12 +719,14 @@ class RunSession:
             timeout_s: how long to wait for that; default: that of the session.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self._sender.close()
         self.client.close(limit_s, why=why)
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
-        self._owner = 0
-        self._steps.close()
+        if self.life is not None:
+            self.life.end()
+        self.memory.close()
 
 
 def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
@@ -681,7 +748,7 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
-    if isinstance(error, TornSaveError):
+    if isinstance(error, DroppedSaveError):
         return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"

@@ -14,7 +14,7 @@ import torch
 
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep
+from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.catalog import Catalog
 from holdfast.run.process import memory_name
@@ -140,6 +140,10 @@ def start_run(
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
+        if options.rescue and meeting.world_size > 1:
+            block.notes.append(
+                f"rescue= is left out: it works for one process, and {meeting.world_size} ranks save together"
+            )
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
@@ -342,9 +346,8 @@ def check_room(
 
 def _most_kept(keep: Keep | None) -> int | None:
     """Return how many checkpoints retention keeps at most; None without a bound."""
-    if keep is None or keep.every is not None or (keep.last is None and keep.best is None):
-        return None
-    return (keep.last or 0) + (keep.best or 0)
+    bounds = [rule.most for rule in rules_of(keep)]
+    return None if not bounds or None in bounds else sum(filter(None, bounds))
 
 
 def _without_model(state: Mapping[Any, Any]) -> list[str]:
@@ -453,6 +456,9 @@ def _start_block(
         block.put_back = outcome.put_back.restored
         block.not_restored = [*outcome.loaded.not_restored, *outcome.put_back.lost]
         notes.extend((*outcome.loaded.notes, *progress.notes()))
+        manifest = outcome.loaded.manifest
+        if manifest is not None and (why := manifest.extra.get("rescued")):
+            notes.append(f"its writer has rescued it: {why}")
         if progress.batch:
             notes.append(
                 f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
@@ -494,8 +500,7 @@ def _start_block(
 def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: CheckpointerOptions) -> str:
     if opened.records:
         notes.append(f"the newest one not used is {opened.records[0][0]}")
-        keep = options.keep
-        if keep is not None and (keep.last, keep.best, keep.every) != (None, None, None):
+        if rules_of(options.keep):
             notes.append(
                 "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
                 "Pin them, or use another directory, to keep them"

@@ -1,7 +1,7 @@
 """The seam of `holdfast verify-resume`: the variable of the environment that makes a run report to a watcher.
 
 In an ordinary life the variable is not set and `watcher` returns None: that is all it costs. Where it is set, it is the
-path of a plan (`holdfast.testing`), and the watcher redirects the run, records its state at each boundary of a step,
+path of a plan (`holdfast.verify`), and the watcher redirects the run, records its state at each boundary of a step,
 and asks for saves at chosen boundaries. Watchers live in a layer above, so they are imported by name.
 """
 
@@ -16,7 +16,7 @@ from holdfast.config import VERIFY_VARIABLE
 
 __all__ = ["Watcher", "watcher"]
 
-_HOME = "holdfast.testing.witness"
+_HOME = "holdfast.verify.witness"
 
 
 class Watcher(Protocol):

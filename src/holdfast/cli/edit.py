@@ -11,7 +11,7 @@ import click
 
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep
+from holdfast.config import KEEP_TEXT, Keep, keep_from_text
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
@@ -26,8 +26,6 @@ from .targets import PATH, Choice, choose, find, pick_options, reach, run_at
 from .terminal import console, counted, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
-
-_KEEP = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba"
 
 
 @click.command()
@@ -172,7 +170,9 @@ def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.option("--keep", "rules", metavar="RULES", help=f"What stays; {_KEEP}. Default: the rules of the run itself.")
+@click.option(
+    "--keep", "rules", metavar="RULES", help=f"What stays; {KEEP_TEXT}. Default: the rules of the run itself."
+)
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
@@ -225,19 +225,10 @@ def _rules(text: str | None, catalog: Catalog) -> Keep:
     if text is None:
         if catalog.index.keep is None:
             raise ConfigError(
-                f"{catalog.storage.uri} has no rules of its own (it keeps everything): --keep RULES, {_KEEP}"
+                f"{catalog.storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}"
             )
         return Keep.from_json(catalog.index.keep)
-    values: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in ("last", "best", "metric", "mode", "every") or name in values:
-            raise ConfigError(f"--keep {text!r}: cannot read {part.strip()!r}; {_KEEP}")
-        values[name] = int(value) if name in ("last", "best") and value.isdigit() else value
-    keep = Keep(**values)
-    if keep.last is None and keep.best is None and keep.every is None:
-        raise ConfigError(f"--keep {text!r} names no rule, which keeps everything; {_KEEP}")
-    return keep
+    return keep_from_text(text, option="--keep")
 
 
 def _row(uri: str, record: Record) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def log(
         _follow(catalog.storage, run, rows, shown, names, kind=kind, only=bool(metrics), pause_s=pause_s)
         return
     if as_json:
-        print_json({"path": catalog.storage.uri, "metrics": names, "rows": [_picked(row, names) for row in shown]})
+        picked = [_picked(row, names) for row in shown]
+        print_json({"path": catalog.storage.uri, "metrics": names, "rows": picked, "deaths": _deaths(catalog)})
     elif kind == "jsonl":
         for row in shown:
             click.echo(json.dumps(strict(_picked(row, names)), allow_nan=False, default=str))
@@ -98,6 +99,11 @@ def log(
         _csv(shown, names)
     else:
         _table(shown[-30:] if tail is None else shown, names, len(rows))
+        for death in _deaths(catalog):
+            where = "" if death["step"] is None else f" at step {death['step']}"
+            click.echo(printable(f"attempt {death['attempt']} died{where}: {death['why']}"))
+            for line in death["stacks"].splitlines():
+                click.echo(f"  {printable(line)}")
 
 
 def _follow(
@@ -127,6 +133,13 @@ def _follow(
             if not is_live:
                 return
             time.sleep(pause_s)
+
+
+def _deaths(catalog: Catalog) -> list[dict[str, Any]]:
+    """Return what `holdfast run` has seen of the ends of attempts, in order of time."""
+    events = [event for event in catalog.index.read_history().events if event.what == "died"]
+    names = ("attempt", "time", "step", "why", "stacks")
+    return [{name: getattr(event, name) for name in names} for event in events]
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from .latest import best, latest
 from .log import log
 from .ls import ls
 from .page import page
+from .run import run
 from .show import show
 from .stats import stats
 from .sweep import sweep
@@ -33,6 +34,7 @@ from .watch import watch
 __all__ = ["cli", "main"]
 
 _GROUPS = {
+    "Train": ("run",),
     "Look": ("ls", "show", "diff", "log", "stats", "page", "latest", "best"),
     "Check": ("verify", "verify-resume", "doctor"),
     "Follow": ("watch",),
@@ -110,6 +112,7 @@ cli.add_command(prune)
 cli.add_command(pull)
 cli.add_command(push)
 cli.add_command(rm)
+cli.add_command(run)
 cli.add_command(show)
 cli.add_command(stats)
 cli.add_command(sweep)

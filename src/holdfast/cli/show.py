@@ -10,6 +10,7 @@ from holdfast._units import format_bytes
 from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
+from holdfast.format.contents import ContentsReader
 from holdfast.format.manifest import Manifest
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import files_of
@@ -54,8 +55,8 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
         manifest = checkpoint.manifest
         if manifest is None:
             return {**head, "state": "foreign", "size_bytes": checkpoint.size_bytes, "files": _foreign(checkpoint)}
-        rows = summary.tensors(checkpoint.storage, checkpoint.directory, manifest)
-        tree = summary.state_tree(checkpoint.storage, checkpoint.directory, manifest)
+        contents = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest)
+        rows, tree = summary.tensors(contents), summary.state_tree(contents)
     except CheckpointNotFoundError:
         raise
     except CheckpointError as error:

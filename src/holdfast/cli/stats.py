@@ -140,6 +140,8 @@ def _show(summary: Mapping[str, Any]) -> None:
     for why, times in summary["deleted_by"].items():
         out.print(f"{times} deleted: {why}")
     out.print(_failures(summary))
+    for why, times in list(summary["died_why"].items())[:_WORST]:
+        out.print(Text(f"died {times} x: {why}"))
     if summary["goodput"] is not None:
         out.print(_goodput(summary["goodput"]))
 

@@ -22,7 +22,7 @@ from .names import check_path
 from .strict_json import dumps, loads
 from .tensor_file import item_size
 
-__all__ = ["SAVE_ID", "Index", "Piece", "TensorEntry"]
+__all__ = ["SAVE_ID", "FileNumbers", "Index", "IndexFile", "Piece", "TensorEntry"]
 
 INDEX_VERSION = 1
 SAVE_ID = "{save_id}"
@@ -154,6 +154,41 @@ class Index:
             raise _corrupt(where, f"malformed ({type(error).__name__}: {brief(error, 400)})") from error
         free = body.get("per_rank")
         return cls(writer=writer, files=files, tensors=tensors, aliases=aliases, per_rank=free, division=division)
+
+
+class IndexFile(NamedTuple):
+    """An index as it is stored: its name, for messages, the id of its save, and its bytes."""
+
+    where: str
+    save_id: str | None
+    data: bytes
+
+    def decode(self, sizes: Mapping[str, int] | None) -> Index:
+        """Decode and check it, as `Index.from_bytes` does; with ``sizes`` it may name files of these alone."""
+        index = Index.from_bytes(self.data, where=self.where, save_id=self.save_id, sizes=sizes)
+        missing = [] if sizes is None else [path for path in index.files if path not in sizes]
+        if missing:
+            raise CorruptCheckpointError(
+                f"{self.where} refers to {missing[0]}, which the manifest does not list: this checkpoint is damaged; "
+                "use another one",
+                file=self.where,
+            )
+        return index
+
+
+class FileNumbers:
+    """Numbers the files of a checkpoint, for tables of pieces that name them by number."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, path: str) -> int:
+        """Return the number of a file."""
+        number = self._numbers.setdefault(path, len(self.paths))
+        if number == len(self.paths):
+            self.paths.append(path)
+        return number
 
 
 def _file(path: object, save_id: str | None, where: str) -> str:

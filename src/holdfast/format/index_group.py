@@ -20,15 +20,14 @@ import numpy as np
 
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
-from .index import Index, TensorEntry
-from .pieces import FileNumbers
+from .index import FileNumbers, Index, IndexFile, TensorEntry
 from .strict_json import dumps, loads
 from .tensor_file import item_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["IndexFile", "IndexGroup", "read_indexes"]
+__all__ = ["IndexGroup", "read_indexes"]
 
 _TENSORS = b'"tensors":['
 _HEAD = {"index", "writer", "files", "tensors"}
@@ -39,14 +38,6 @@ _LIMIT = 1 << 62
 _MAX_KINDS = 16  # of indexes; the text of more of them is not worth keeping
 _TURNS = 4  # over the indexes that were unlike the first of their kind
 _BATCH = 1 << 20  # bytes of text that are looked at at once
-
-
-class IndexFile(NamedTuple):
-    """An index as it is stored: its name, for messages, the id of its save, and its bytes."""
-
-    where: str
-    save_id: str | None
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +85,7 @@ def read_indexes(
         for index in indexes:
             at = index.data.find(_TENSORS)
             if at < 0 or turn == _TURNS - 1:
-                result.append(_whole(index, sizes))
+                result.append(index.decode(sizes))
                 continue
             # Equal keys are equal bytes, compared by the dictionary: everything but the digits, and the first name.
             key = index.data[at:].translate(None, _DIGITS), index.data[at : index.data.find(b",", at)]
@@ -102,24 +93,12 @@ def read_indexes(
             if kind is not None:
                 kind.add(index, at, left)
             elif len(kinds) < _MAX_KINDS:
-                kinds[key] = _Kind(_whole(index, sizes), index, at, len(key[0]), files, sizes)
+                kinds[key] = _Kind(index.decode(sizes), index, at, len(key[0]), files, sizes)
             else:
-                result.append(_whole(index, sizes))
+                result.append(index.decode(sizes))
         result += [kind.finish(left) for kind in kinds.values()]
         indexes = left
     return result
-
-
-def _whole(index: IndexFile, sizes: Mapping[str, int] | None) -> Index:
-    decoded = Index.from_bytes(index.data, where=index.where, save_id=index.save_id, sizes=sizes)
-    missing = [] if sizes is None else [path for path in decoded.files if path not in sizes]
-    if missing:
-        raise CorruptCheckpointError(
-            f"{index.where} refers to {missing[0]}, which the manifest does not list: this checkpoint is damaged; use "
-            "another one",
-            file=index.where,
-        )
-    return decoded
 
 
 class _Runs(NamedTuple):

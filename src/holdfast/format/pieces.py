@@ -7,29 +7,14 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from .index import Piece
+from .index import FileNumbers, Piece
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Boxes", "FileNumbers", "PieceTable", "Pieces"]
+__all__ = ["Boxes", "PieceTable", "Pieces"]
 
 _HEAD = 3  # file number, offset, bytes; the box follows
-
-
-class FileNumbers:
-    """Numbers the files of a checkpoint, for tables of pieces that name them by number."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, path: str) -> int:
-        """Return the number of a file."""
-        number = self._numbers.setdefault(path, len(self.paths))
-        if number == len(self.paths):
-            self.paths.append(path)
-        return number
 
 
 class Boxes:

@@ -11,9 +11,10 @@ from typing import Any
 
 from holdfast.checkpoint.summary import items, tensors
 from holdfast.checkpoint.verify import verify
-from holdfast.config import Keep
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.config import rules_of, stored_keep
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.format.contents import ContentsReader
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
@@ -115,7 +116,7 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         "live": state.is_live,
         "state": {"word": state.word, "text": state.text},
         "run_id": catalog.index.run_id,
-        "keep": _keep_words(catalog.index.keep),
+        "keep": ", ".join(rule.long for rule in rules_of(stored_keep(catalog.index.keep))) or "all",
         "ranking": ranking,
         "reports": len(live),
         "metrics": grouped(drawn, ranking.get("metric")),
@@ -234,7 +235,7 @@ def _checkpoints(
     keep = catalog.index.keep
     ranking = _ranking(keep)
     best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
-    why = {verdict.name: verdict.why for verdict in decide(_rules(keep), good)}
+    why = {verdict.name: verdict.why for verdict in decide(stored_keep(keep), good)}
     details = _details(catalog.storage, good)
     rows = []
     for number, record in enumerate(good):
@@ -267,7 +268,7 @@ def _details(storage: Storage, good: Sequence[Record]) -> dict[str, dict[str, An
 def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_local: bool) -> dict[str, Any]:
     try:
         manifest = read_manifest(storage, name)
-        rows = items(tensors(storage, name, manifest))
+        rows = items(tensors(ContentsReader(storage.child(name), manifest)))
         problems = verify(storage, name, deep=False).problems if is_local else ()
     except (CheckpointError, StorageError) as error:
         return {"checked": f"cannot be read: {error}"}
@@ -325,26 +326,9 @@ def _bare(name: str) -> dict[str, Any]:
     return {"name": name, **dict.fromkeys(columns), "metrics": {}, "deleted": None}
 
 
-def _rules(keep: Mapping[str, Any] | None) -> Keep:
-    try:
-        return Keep.from_json(dict(keep or {}))
-    except (ConfigError, TypeError, ValueError):  # rules of a newer version
-        return Keep()
-
-
 def _ranking(keep: Mapping[str, Any] | None) -> dict[str, str]:
-    rules = _rules(keep)
+    rules = stored_keep(keep)
     return {} if rules.metric is None else {"metric": rules.metric, "mode": rules.mode}
-
-
-def _keep_words(keep: Mapping[str, Any] | None) -> str:
-    rules = _rules(keep)
-    parts = [f"the last {rules.last}"] if rules.last is not None else []
-    if rules.best is not None:
-        parts.append(f"the best {rules.best} by {rules.metric} ({rules.mode})")
-    if rules.every is not None:
-        parts.append(f"one every {rules.every}")
-    return ", ".join(parts) or "all"
 
 
 def _newest(storage: Storage, records: Sequence[Record]) -> dict[str, Any] | None:

@@ -191,6 +191,7 @@ def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: boo
         "lost_steps": sum(row["lost_steps"] for row in attempts),
         "failure_s": sum((row["lost_s"] or 0.0) for row in attempts),
         "down_s": sum((row["down_s"] or 0.0) for row in attempts),
+        "died_why": dict(_counted((event.why, event.times) for event in history.events if event.what == "died")),
     }
 
 

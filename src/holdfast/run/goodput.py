@@ -69,7 +69,9 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
 def _last_signs(history: RunHistory, made: Sequence[Save]) -> dict[int, float]:
     signs: dict[int, float] = {}
     times = [(row["attempt"], row.get("time")) for row in history.rows]
-    times += [(event.attempt, event.time) for event in history.events if event.what in ("began", "cost", "skipped")]
+    times += [
+        (event.attempt, event.time) for event in history.events if event.what in ("began", "cost", "skipped", "died")
+    ]
     times += [(save.attempt, save.time) for save in made]
     for number, moment in times:
         if isinstance(moment, (int, float)) and math.isfinite(moment):

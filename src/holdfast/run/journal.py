@@ -24,7 +24,8 @@ MOST_READ = 200_000
 _MOST_WAITING = 500
 _FULL_BYTES = 8 << 10
 _LONGEST = 300
-_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted")
+_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted", "died")
+_MOST_STACKS = 6000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,14 @@ class JournalEvent:
         step: of the checkpoint.
         kind: of a save: "state" (the fast path), "ranks" (parts of several ranks), "files" (directories of the user) or
             "in place"; of a deletion in a mirrored run "local" or "remote".
-        why: the rule that deleted it, or the error that lost it.
+        why: the rule that deleted it, the error that lost it, or how the attempt ended.
         bytes: size of the checkpoint, of which ``reused`` are shared with the checkpoint before it.
         reused: see ``bytes``.
         durable_s: seconds from the start of the save to its commit.
         held_s: seconds that `step` held the training loop.
         lost_s: ``held_s`` plus the seconds that steps took longer than usual while the save was being written.
         times: how often in a row.
+        stacks: of an attempt that hung, the Python stacks of its threads.
     """
 
     what: str
@@ -63,6 +65,7 @@ class JournalEvent:
     held_s: float | None = None
     lost_s: float | None = None
     times: int = 1
+    stacks: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON, without default values."""
@@ -78,7 +81,15 @@ class JournalEvent:
         return event
 
 
-_DEFAULTS = {"attempt": 0, "name": "", "kind": "", "why": "", "times": 1, **dict.fromkeys(("step", "bytes", "reused"))}
+_DEFAULTS = {
+    "attempt": 0,
+    "name": "",
+    "kind": "",
+    "why": "",
+    "times": 1,
+    "stacks": "",
+    **dict.fromkeys(("step", "bytes", "reused")),
+}
 _DEFAULTS |= dict.fromkeys(("durable_s", "held_s", "lost_s"))
 
 
@@ -86,6 +97,12 @@ def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError("no text")
     return value[:_LONGEST]
+
+
+def _long_text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("no text")
+    return value[:_MOST_STACKS]
 
 
 def _count(value: Any) -> int:
@@ -101,6 +118,7 @@ def _seconds(value: Any) -> float:
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {item.name: _text for item in fields(JournalEvent)}
+_CHECKS["stacks"] = _long_text
 _CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count)
 _CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._units import Interval
-from holdfast.config import Keep
+from holdfast.config import Keep, rules_of
 
 from .record import Record, flat_metrics, metric_value
 
@@ -60,7 +60,7 @@ def decide(keep: Keep, records: Iterable[Record], protect: frozenset[str] = froz
         One verdict for each record, newest first.
     """
     newest_first = sorted(records, key=lambda record: record.order, reverse=True)
-    if keep.last is None and keep.best is None and keep.every is None:
+    if not rules_of(keep):
         return [Verdict(name=record.name, keep=True, why="no rule deletes") for record in newest_first]
     why: dict[str, str] = {}
     # The first rule that keeps a checkpoint gives the reason, so the strongest claim comes first.
@@ -169,16 +169,7 @@ class Milestones:
 
 def otherwise(keep: Keep) -> str:
     """Return why checkpoints go that no rule keeps."""
-    return f"not among {_rules(keep)}"
-
-
-def _rules(keep: Keep) -> str:
-    rules = [f"last {keep.last}"] if keep.last is not None else []
-    if keep.best is not None:
-        rules.append(f"best {keep.best} by {keep.metric}")
-    if keep.interval is not None:
-        rules.append(f"every {keep.interval}")
-    return ", ".join(rules)
+    return f"not among {', '.join(rule.short for rule in rules_of(keep))}"
 
 
 class RetentionIndex:
@@ -257,7 +248,7 @@ class RetentionIndex:
     def doomed(self, protect: frozenset[str] = frozenset()) -> list[Verdict]:
         """Return the verdicts on the checkpoints that go, newest first."""
         keep, order, ranked = self._keep, self._order, self._ranked
-        if keep.last is None and keep.best is None and keep.every is None:
+        if not rules_of(keep):
             return []
         self._mark_milestones()
         last, best = max(keep.last or 0, 1), keep.best or 0

@@ -2,8 +2,9 @@
 
 `StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states a
 power cut may leave, `FaultProxy` makes requests to a server fail, `ForkServer` and `ArmedOps` kill a piece of work at
-each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
-and name the first difference; `assert_state_equal` compares two states bit by bit. Names load on first use: a
+each of its operations. `assert_resumes` runs any training script uninterrupted and killed, and names the first
+difference; `verify_resume` and `verify_resume_script` do so for a `Checkpointer` in a function, and compare its whole
+state; `assert_state_equal` compares two states bit by bit. Names load on first use: a
 writer process that uses a faulty disk imports no pytest.
 """
 
@@ -13,6 +14,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.verify.resume import NothingToVerifyError as NothingToVerifyError
+    from holdfast.verify.resume import ResumeDivergedError as ResumeDivergedError
+    from holdfast.verify.resume import ResumeReport as ResumeReport
+    from holdfast.verify.resume import verify_resume as verify_resume
+    from holdfast.verify.resume import verify_resume_script as verify_resume_script
+    from holdfast.verify.scripts import assert_resumes as assert_resumes
+    from holdfast.verify.state import assert_state_equal as assert_state_equal
+
     from .crash import ArmedOps as ArmedOps
     from .crash import ForkServer as ForkServer
     from .crash import Outcome as Outcome
@@ -28,37 +37,32 @@ if TYPE_CHECKING:
     from .power_cut import Snapshot as Snapshot
     from .power_cut import power_cut_states as power_cut_states
     from .power_cut import snapshot as snapshot
-    from .resume import NothingToVerifyError as NothingToVerifyError
-    from .resume import ResumeDivergedError as ResumeDivergedError
-    from .resume import ResumeReport as ResumeReport
-    from .resume import verify_resume as verify_resume
-    from .resume import verify_resume_script as verify_resume_script
-    from .state import assert_state_equal as assert_state_equal
     from .storage_tests import StorageTests as StorageTests
 
 _HOME = {
-    "ArmedOps": "crash",
-    "CRASH_EXIT_CODE": "faults",
-    "Exchange": "fault_proxy",
-    "Fault": "fault_proxy",
-    "FaultProxy": "fault_proxy",
-    "FaultyOps": "faults",
-    "FaultyStorage": "faults",
-    "ForkServer": "crash",
-    "NothingToVerifyError": "resume",
-    "Operation": "faults",
-    "Outcome": "crash",
-    "PowerCutState": "power_cut",
-    "ResumeDivergedError": "resume",
-    "ResumeReport": "resume",
-    "Snapshot": "power_cut",
-    "StorageTests": "storage_tests",
-    "assert_state_equal": "state",
-    "count_operations": "faults",
-    "power_cut_states": "power_cut",
-    "snapshot": "power_cut",
-    "verify_resume": "resume",
-    "verify_resume_script": "resume",
+    "ArmedOps": ".crash",
+    "CRASH_EXIT_CODE": ".faults",
+    "Exchange": ".fault_proxy",
+    "Fault": ".fault_proxy",
+    "FaultProxy": ".fault_proxy",
+    "FaultyOps": ".faults",
+    "FaultyStorage": ".faults",
+    "ForkServer": ".crash",
+    "NothingToVerifyError": "holdfast.verify.resume",
+    "Operation": ".faults",
+    "Outcome": ".crash",
+    "PowerCutState": ".power_cut",
+    "ResumeDivergedError": "holdfast.verify.resume",
+    "ResumeReport": "holdfast.verify.resume",
+    "Snapshot": ".power_cut",
+    "StorageTests": ".storage_tests",
+    "assert_resumes": "holdfast.verify.scripts",
+    "assert_state_equal": "holdfast.verify.state",
+    "count_operations": ".faults",
+    "power_cut_states": ".power_cut",
+    "snapshot": ".power_cut",
+    "verify_resume": "holdfast.verify.resume",
+    "verify_resume_script": "holdfast.verify.resume",
 }
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
@@ -67,12 +71,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")
-    if home == "storage_tests":
+    if home == ".storage_tests":
         import pytest
 
         # So that a failed assertion of the suite shows its values in another project, too.
-        pytest.register_assert_rewrite(f"{__name__}.{home}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+        pytest.register_assert_rewrite(f"{__name__}{home}")
+    value = getattr(importlib.import_module(home, __name__), name)
     globals()[name] = value
     return value
 

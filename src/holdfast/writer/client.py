@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import Mirror
@@ -14,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall
+from .conversation import Conversation, PendingCall, WindowsLostError
 from .frames import Message
 from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
@@ -22,7 +23,7 @@ from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error
 if TYPE_CHECKING:
     from .uploads.files import UploadJob
 
-__all__ = ["SaveFuture", "WriterClient"]
+__all__ = ["SaveFuture", "SharedWriter", "WriterClient"]
 
 
 class SaveFuture(Future[SaveResult]):
@@ -42,15 +43,19 @@ class WriterClient:
 
     Futures are resolved on a thread of the client: a callback must be short and must not wait for another future.
     After a death of the writer process it is started again once and everything unanswered is sent again (the data
-    still lies in the arena); a windowed job cannot be repeated and fails.
+    still lies in the arena). The windows of a job have to be sent again by whoever sent them, see `window`.
 
     Example:
         >>> with WriterClient.start(storage) as writer:                               # doctest: +SKIP
         ...     writer.submit(storage, job, [index, state], arena).result().bytes_written
     """
 
-    def __init__(self, *, thread: bool) -> None:
-        self._talk = Conversation(thread=thread)
+    def __init__(self, *, thread: bool, talk: Conversation | None = None) -> None:
+        self._talk = Conversation(thread=thread) if talk is None else talk
+        self._talk.users.add(self)
+        # What of it has to be given back by a `close` that does not end the writer.
+        self._names: set[tuple[int, str]] = set()
+        self._holds_run = self._in_team = self._for_run = False
 
     @classmethod
     def start(
@@ -64,8 +69,7 @@ class WriterClient:
             remote: where checkpoints are mirrored to.
         """
         if thread is None:
-            given = [target for target in (storage, remote) if target is not None]
-            thread = not can_run_process() or any(target.describe() is None for target in given)
+            thread = _needs_thread(storage, remote)
         return cls(thread=thread)
 
     @property
@@ -76,7 +80,7 @@ class WriterClient:
     @property
     def closed(self) -> bool:
         """True once this client takes no more work: closed, or its writer died for good."""
-        return self._talk.closed
+        return self not in self._talk.users or self._talk.closed
 
     def attach(self, arena: Arena) -> None:
         """Hand an arena over before the first job needs it, so that the writer maps its pages meanwhile."""
@@ -126,11 +130,46 @@ class WriterClient:
                     attachments=tuple(blobs),
                     arena=arena,
                     future=future,
-                    repeatable=not job.windowed,
+                    windowed=job.windowed,
                     decode=_result,
                 ),
             )
             return future
+
+    def hold(self, storage: Storage, job: SaveJob, blobs: Sequence[bytes], arena: Arena) -> None:
+        """Have the writer keep a sealed save that it commits only if the trainer dies, or at `rescue`.
+
+        It holds until another one is kept in the same arena, or `release`. Nobody waits for it, and it is lost with its
+        writer: the next one is kept by the writer that is started again.
+
+        Args:
+            storage: as for `submit`.
+            job: as for `submit`.
+            blobs: as for `submit`.
+            arena: must not change before `release`.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            header = {"do": "hold", "job": job.to_json(), "storage": self._talk.tell_storage(storage)}
+            self._talk.tell_arena(arena)
+            self._talk.send({**header, "arena": arena.number}, blobs)
+
+    def release(self, arena: Arena) -> None:
+        """Have the writer forget what it holds in an arena, which may change from now on."""
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "release", "arena": arena.number})
+
+    def rescue(self, why: str) -> Future[str | None]:
+        """Commit the newest save that is held, if it is newer than all that are committed.
+
+        Args:
+            why: for the manifest.
+
+        Returns:
+            The name of the checkpoint, None if there was nothing newer.
+        """
+        return self._call({"do": "rescue", "why": why})
 
     def ingest(self, storage: Storage, job: IngestJob) -> SaveFuture:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
@@ -188,10 +227,27 @@ class WriterClient:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
 
         Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
+
+        Raises:
+            WindowsLostError: (also from the future) the writer has died and was started again; after `begin_again` all
+                windows of this job have to be sent once more, from the first.
         """
         header = {"do": "window", "job_no": job_no, "file_no": file_no, "file_offset": file_offset}
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
-        return self._call(header, repeatable=False)
+        with self._talk.lock:
+            self._check_windows(job_no)
+            return self._call(header, repeatable=False)
+
+    def begin_again(self, job_no: int) -> None:
+        """Send the windows of a job from the first again, to a writer that was started again."""
+        with self._talk.lock:
+            if (call := self._talk.find(job_no)) is not None:
+                call.interrupted = False
+
+    def _check_windows(self, job_no: int) -> None:
+        call = self._talk.find(job_no)
+        if call is not None and call.interrupted:
+            raise WindowsLostError("the writer process died during this save, and was started again")
 
     def fill(self, job_no: int, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
@@ -210,13 +266,19 @@ class WriterClient:
             job_no: from the future of `submit`.
             blobs: bytes of ``job.blobs``, unless `submit` got them.
             manifest: fields that replace those given before.
+
+        Raises:
+            WindowsLostError: as `window`.
         """
         with self._talk.lock:
             self._talk.check()
+            self._check_windows(job_no)
+            if (call := self._talk.find(job_no)) is not None:
+                call.sealed = True
             self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
 
     def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
-        """Drop a job that is not sealed; its files are removed and its future fails.
+        """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
 
         Args:
             job_no: from the future of `submit`.
@@ -224,9 +286,12 @@ class WriterClient:
         """
         header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
+            if self._talk.closed:
+                return  # the writer drops what is not sealed; an error of ours would hide the one that led here
             self._talk.check()
             if (call := self._talk.find(job_no)) is not None:
-                call.repeatable = False  # a writer that is started again must not wait for the rest of it
+                # A writer that is started again must not wait for the rest of it.
+                call.dropped = call.dropped or error or HoldfastError("the trainer abandoned this save")
             self._talk.send(header)
 
     def join(
@@ -260,7 +325,7 @@ class WriterClient:
         header |= {"timeout_s": timeout_s, "board": board.number, "pid": os.getpid()}
         with self._talk.lock:
             self._talk.check()
-            self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
+            self._talk.team, self._in_team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds), True
             self._talk.tell_team()
 
     def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> Future[None]:
@@ -310,7 +375,7 @@ class WriterClient:
         wait_s: float = 60.0,
         mirror: Mirror | None = None,
         remote: Storage | None = None,
-        steps: Arena | None = None,
+        memory: Arena | None = None,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -321,8 +386,7 @@ class WriterClient:
             wait_s: how long to wait for the writer of a dead trainer to finish.
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
-            steps: memory whose first 8 bytes are the number of steps done: the writer records what it says when the
-                trainer has died.
+            memory: see `step_memory`: the writer records what it says when the trainer has died.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -332,13 +396,14 @@ class WriterClient:
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header["wait_s"] = wait_s
-            if steps is not None:
-                self._talk.steps = steps
-                self._talk.tell_arena(steps)
-                header["steps"] = steps.number
+            if memory is not None:
+                self._talk.memory = memory
+                self._talk.tell_arena(memory)
+                header["memory"] = memory.number
             if mirror is not None and remote is not None:
                 far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
+            self._holds_run = True
             future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
@@ -358,27 +423,36 @@ class WriterClient:
         owner = {"start_id": start_id, "trainer_pid": os.getpid()}
         with self._talk.lock:
             self._talk.check()
-            header = {"do": "name", "what": "take", "storage": self._talk.tell_storage(storage), "of": of}
+            header = self._name("take", storage, of)
+            self._names.add((header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
             future = self._call(header)
             future.add_done_callback(lambda done: self._remember_name(header, done))
             return future
 
-    def verify_name(self, of: str) -> Future[None]:
+    def verify_name(self, storage: Storage, of: str) -> Future[None]:
         """Make sure that the lease of a name is still ours, after the saves submitted before.
 
         Raises:
             RunBusyError: (from the future) another process has taken it.
             StorageError: (from the future) the storage does not answer, so this is not known.
         """
-        return self._call({"do": "name", "what": "verify", "of": of})
-
-    def give_back_name(self, of: str) -> Future[None]:
-        """Give the lease of a name back, after the saves submitted before."""
-        future = self._call({"do": "name", "what": "give_back", "of": of})
         with self._talk.lock:
-            self._talk.names.pop(of, None)
-        return future
+            self._talk.check()
+            return self._call(self._name("verify", storage, of))
+
+    def give_back_name(self, storage: Storage, of: str) -> Future[None]:
+        """Give the lease of a name back, after the saves submitted before."""
+        with self._talk.lock:
+            self._talk.check()
+            header = self._name("give_back", storage, of)
+            self._names.discard((header["storage"], of))
+            future = self._call(header)
+            self._talk.names.pop((header["storage"], of), None)
+            return future
+
+    def _name(self, what: str, storage: Storage, of: str) -> dict[str, Any]:
+        return {"do": "name", "what": what, "storage": self._talk.tell_storage(storage), "of": of}
 
     def run_op(self, op: str, **args: Any) -> Future[Any]:
         """Carry out another operation on the open run.
@@ -400,6 +474,7 @@ class WriterClient:
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
         future = self._call({"do": "op", "op": op, "args": args})
         if op == "close_run":
+            self._holds_run = False
             future.add_done_callback(self._forget_run)
         elif op == "next_attempt":
             future.add_done_callback(self._remember_attempt)
@@ -417,12 +492,33 @@ class WriterClient:
             return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
 
     def close(self, timeout_s: float | None = None, *, why: str = "closed") -> None:
-        """Let pending jobs finish, give the lease back and end the writer; idempotent.
+        """Let pending jobs finish, give the leases back and end the writer; idempotent.
 
         After ``timeout_s`` the writer is left alone: it still commits what is sealed, then ends by itself, while
-        the futures fail. ``why`` is what other ranks hear if they still expect a save of this rank.
+        the futures fail. ``why`` is what other ranks hear if they still expect a save of this rank. A writer that other
+        clients use too (`SharedWriter`) goes on for them.
         """
-        self._talk.close(timeout_s, why)
+        given_back: list[Future[Any]] = []
+        with self._talk.lock:
+            shared = bool(self._talk.users - {self})
+            if shared and self in self._talk.users:
+                with contextlib.suppress(HoldfastError):  # the writer is gone, and everything with it
+                    self._give_back(given_back, why)
+            self._talk.users.discard(self)
+        if shared:
+            wait(given_back, timeout=timeout_s)
+        else:
+            self._talk.close(timeout_s, why)
+
+    def _give_back(self, given_back: list[Future[Any]], why: str) -> None:
+        if self._holds_run:
+            given_back.append(self.run_op("close_run", reason=why))
+        for key, of in self._names:
+            given_back.append(self._call({"do": "name", "what": "give_back", "storage": key, "of": of}))
+            self._talk.names.pop((key, of), None)
+        if self._in_team:
+            self._talk.leave_team()
+            given_back.append(self._call({"do": "leave", "why": why}))
 
     def __enter__(self) -> WriterClient:
         return self
@@ -457,7 +553,8 @@ class WriterClient:
         """Keep what a writer that is started again needs to hold the same names."""
         if not done.cancelled() and done.exception() is None:
             with self._talk.lock:
-                self._talk.names[header["of"]] = header
+                if (name := (header["storage"], header["of"])) in self._names:  # else it was given back meanwhile
+                    self._talk.names[name] = header
 
     def _remember_attempt(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
@@ -472,6 +569,44 @@ class WriterClient:
     def _forget_run(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
             self._talk.run = None
+
+
+class SharedWriter:
+    """One writer for all that a trainer stores: each part has a client of its own; the last to close ends the writer.
+
+    A storage that no other process can make has a thread as its writer, and each further run has its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._talks: list[Conversation] = []
+
+    def client(self, storage: Storage, *, remote: Storage | None = None, for_run: bool = False) -> WriterClient:
+        """Return a new client of a writer that serves these storages, which is started if there is none.
+
+        Args:
+            storage: where the jobs will go.
+            remote: where they are sent on to.
+            for_run: it will open a run, or join other ranks; a writer does that for one client at a time.
+        """
+        thread = _needs_thread(storage, remote)
+        with self._lock:
+            for talk in self._talks:
+                with talk.lock:
+                    fits = talk.is_thread is thread and talk.users and not talk.closed
+                    if fits and not (for_run and any(user._for_run for user in talk.users)):
+                        client = WriterClient(thread=thread, talk=talk)
+                        break
+            else:
+                client = WriterClient(thread=thread)
+            client._for_run = for_run
+            used = [talk for talk in self._talks if talk.users and talk is not client._talk]
+            self._talks = [*used, client._talk]
+            return client
+
+
+def _needs_thread(*targets: Storage | None) -> bool:
+    return not can_run_process() or any(target is not None and target.describe() is None for target in targets)
 
 
 def _result(answer: Message) -> SaveResult:

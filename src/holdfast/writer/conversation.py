@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
-from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
 from holdfast.storage.plugins import import_paths
 
@@ -25,9 +25,12 @@ from .arena import Arena
 from .frames import Channel, Message
 from .handed import Shared
 from .launch import launch_process, launch_thread
-from .messages import error_from_json
+from .messages import error_from_json, error_to_json
 
-__all__ = ["Conversation", "PendingCall"]
+if TYPE_CHECKING:
+    from .client import WriterClient
+
+__all__ = ["Conversation", "PendingCall", "WindowsLostError"]
 
 _LOG = get_logger("writer")
 _END_S = 10.0
@@ -36,6 +39,10 @@ _RESTART_PAUSE_S = 600.0  # a writer that dies again within this time is not an 
 _TOLD_RANKS = 16
 _said: set[str] = set()
 _LIVE: weakref.WeakSet[Conversation] = weakref.WeakSet()
+
+
+class WindowsLostError(HoldfastError):
+    """The writer died during a windowed save: a new writer has the job, and needs its windows from the first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +55,10 @@ class PendingCall:
         attachments: bytes behind the header.
         arena: memory the call refers to.
         repeatable: a new writer can carry it out from the start.
+        windowed: its bytes come through windows, which a new writer needs again.
+        sealed: all windows have been sent: the trainer may have changed what was in them.
+        interrupted: a new writer has the job, and its windows have to be sent again from the first.
+        dropped: why the trainer has given it up.
         decode: makes a value of the answer.
     """
 
@@ -56,6 +67,10 @@ class PendingCall:
     attachments: Sequence[bytes] = ()
     arena: Arena | None = None
     repeatable: bool = True
+    windowed: bool = False
+    sealed: bool = False
+    interrupted: bool = False
+    dropped: HoldfastError | None = None
     decode: Callable[[Message], Any] | None = None
 
 
@@ -67,15 +82,16 @@ class Conversation:
 
     def __init__(self, *, thread: bool) -> None:
         self.lock = threading.RLock()
+        self.users: set[WriterClient] = set()  # the last one ends the writer
         self.run: dict[str, Any] | None = None
-        self.steps: Arena | None = None  # the steps of that run, see `WriterClient.open_run`
-        self.names: dict[str, dict[str, Any]] = {}  # how the writer has taken the leases of single files
+        self.memory: Arena | None = None  # of the trainer of that run, see `WriterClient.open_run`
+        self.names: dict[tuple[int, str], dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
         self._told_ranks: list[dict[str, Any]] = []  # messages to other ranks that a new writer repeats
         self._numbers = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
-        self._lost: list[tuple[PendingCall, str]] = []
+        self._lost: list[tuple[PendingCall, HoldfastError]] = []
         self._keys: dict[str, int] = {}
         self._descriptions: dict[int, dict[str, Any]] = {}
         self._arenas: set[int] = set()
@@ -96,6 +112,11 @@ class Conversation:
     def closed(self) -> bool:
         """True once no more calls are taken."""
         return self._closing or self._ended or self._failure is not None
+
+    @property
+    def is_thread(self) -> bool:
+        """True when the writer is a thread of this process."""
+        return self._shared is not None
 
     def find(self, number: int) -> PendingCall | None:
         """Return a call that is not answered yet; needs the lock."""
@@ -195,6 +216,11 @@ class Conversation:
                 self._arenas.discard(number)
                 self.send({"do": "drop_arena", "number": number})
 
+    def leave_team(self) -> None:
+        """Forget the other ranks: a new writer does not join them."""
+        self.team = None
+        self._told_ranks.clear()
+
     def tell_team(self) -> None:
         """Let the writer join those of other ranks."""
         assert self.team is not None
@@ -272,15 +298,15 @@ class Conversation:
 
     def _end(self, why: str) -> None:
         self._ended = True
-        self._lost += [(call, why) for call in self._calls.values()]
+        self._lost += [(call, HoldfastError(why)) for call in self._calls.values()]
         self._calls.clear()
 
     def _settle_lost(self) -> None:
         # Outside of the lock: callbacks of futures may come back to us from other threads.
         with self.lock:
             lost, self._lost = self._lost, []
-        for call, why in lost:
-            _settle(call.future, error=HoldfastError(why))
+        for call, error in lost:
+            _settle(call.future, error=error)
 
     def _reap(self) -> int | None:
         """Wait for the end of a writer that has said farewell, closed its socket or died."""
@@ -340,8 +366,8 @@ class Conversation:
         for key, description in self._descriptions.items():
             self.send({"do": "storage", "key": key, **description})
         if self.run is not None:
-            if self.steps is not None:
-                self.tell_arena(self.steps)
+            if self.memory is not None:
+                self.tell_arena(self.memory)
             # Nobody waits for this answer: a failure shows in the jobs that follow.
             self.send({**self.run, "call": self.number()})
         for header in self.names.values():
@@ -351,14 +377,21 @@ class Conversation:
             for header in self._told_ranks:
                 self.send(header)
         for number, call in list(self._calls.items()):
-            closed = call.arena is not None and call.arena.fd is None
-            if not call.repeatable or closed:
+            gone = call.sealed or (call.arena is not None and call.arena.fd is None)
+            if call.windowed and (gone or call.dropped is not None):
+                # It may be committed, which the new writer looks for first. If not, it finds the job abandoned.
+                self.send({**call.header, "call": number, "arena": None, "again": True}, call.attachments)
+                why = call.dropped or DroppedSaveError(f"{died} before it had committed this save")
+                self.send({"do": "abandon", "job_no": number, "error": error_to_json(why)})
+            elif not call.repeatable or gone or call.dropped is not None:
                 del self._calls[number]
-                self._lost.append((call, f"{died} during a save whose data is no longer in memory"))
-                continue
-            if call.arena is not None:
-                self.tell_arena(call.arena)
-            self.send({**call.header, "call": number, "again": True}, call.attachments)
+                lost = DroppedSaveError(f"{died} during a save whose data is no longer in memory")
+                self._lost.append((call, (call.dropped or lost) if call.repeatable else WindowsLostError(died)))
+            else:
+                call.interrupted = call.windowed
+                if call.arena is not None:
+                    self.tell_arena(call.arena)
+                self.send({**call.header, "call": number, "again": True}, call.attachments)
         if self._closing:
             self.send({"do": "close"})
 

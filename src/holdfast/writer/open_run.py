@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +29,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .messages import RunOpened
+from .step_memory import rows_left, steps_done
 
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .messages import MirrorLimits
@@ -85,7 +85,7 @@ class Run:
         self._segments = threading.Lock()
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
-        self.steps: Callable[[], memoryview] | None = None  # memory of the trainer that outlives it
+        self.memory: Callable[[], memoryview] | None = None  # of the trainer, see `step_memory`
 
     @classmethod
     def open(
@@ -565,9 +565,15 @@ class Run:
                 self._catalog.storage.uri, left,
             )  # fmt: skip
 
-    def steps_done(self) -> dict[str, Any] | None:
-        """Return how many steps a trainer that has died had done, as details of its end; None if it did not say."""
-        return None if self.steps is None else {"last_step": struct.unpack_from("=q", self.steps())[0]}
+    def take_left(self) -> dict[str, Any] | None:
+        """Report the rows that a trainer that has died had not sent, and return details of its end."""
+        if self.memory is None:
+            return None
+        memory = self.memory()
+        if rows := rows_left(memory):
+            with contextlib.suppress(HoldfastError):  # closed: the trainer had ended in order
+                self._reports.add(0, rows, lambda _, error: _say_rows_lost(error))
+        return {"last_step": steps_done(memory)}
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
@@ -587,6 +593,11 @@ class Run:
         finally:
             self._closed = True
             self._heartbeat.close()
+
+
+def _say_rows_lost(error: BaseException | None) -> None:
+    if error is not None:
+        _LOG.warning("the last metrics of a trainer that died are lost: %s", error)
 
 
 def _check_rejoins(storage: Storage, index: RunIndex, attempt: Attempt, owner: Mapping[str, Any]) -> None:

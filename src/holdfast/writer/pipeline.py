@@ -20,7 +20,7 @@ from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digests, file_digest, table_at
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.format.names import join
+from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
@@ -244,17 +244,23 @@ class PartWriter:
                 writer.abort()
             self._settle([])
 
-    def discard(self, *, plan: bool = False) -> None:
+    def discard(self, *, plan: bool = False, again: bool = False) -> None:
         """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start.
 
         Args:
             plan: there is a plan file of this save, which goes last.
+            again: a writer that died had begun this save: any of its files may be there.
         """
         created = self._created
+        if again:
+            job = self._job
+            paths = [*(file.path for file in job.files), *(blob.path for blob in job.blobs)]
+            paths.append(DigestFile(job.writer, job.save_id).path)
+            created = list(dict.fromkeys([*created, *(path for path in paths if job.save_id in path)]))
         try:
             if plan and not has_plan(self._storage, self._job.directory, self._job.save_id):
                 # Another save has begun here, and perhaps committed: what has these names now is its.
-                created, plan = [path for path in created if self._job.save_id in path], False
+                created, plan = [path for path in created if save_id_of(path) == self._job.save_id], False
         except HoldfastError:
             return
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.

@@ -49,7 +49,8 @@ def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
     second = notes(tmp_path, 2)
     assert first[0]["agent"] not in {one["agent"] for one in second}
     assert first[1]["agent"] in {one["agent"] for one in second}
-    assert result.checkpoint is None or result.checkpoint.verify()
+    if result.checkpoint is not None:  # they save when they are asked to, and a node that is lost asks for nothing
+        assert result.checkpoint.verify().ok
 
 
 def alive(node: Any) -> bool:

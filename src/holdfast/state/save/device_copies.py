@@ -66,18 +66,19 @@ class DeviceCopies:
 
     Attributes:
         late_bytes: how much of the last save was copied late.
+        sealing: done when the writer has all of the last save; None: it has it.
     """
 
     def __init__(self) -> None:
         self.late_bytes = 0
         self._checksums = Checksums()
-        self._pinned: int | None = None
+        self._pinned: set[int] = set()  # addresses of arenas
         # (device module, device, event): the stream of that device waits for the event before the optimizer's step
         self._fences: list[tuple[Any, torch.device, Any]] = []
         self._streams: dict[torch.device, Any] = {}
         self._sums: dict[torch.device, torch.Tensor] = {}  # pinned memory for checksums
         self._sealer = SerialExecutor("holdfast-seal")
-        self._sealing: Future[None] | None = None
+        self.sealing: Future[None] | None = None
         self._torn: set[str] = set()  # names of tensors that changed while they were copied late
         self._num_torn = 0  # saves dropped for it
         self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
@@ -112,7 +113,29 @@ class DeviceCopies:
 
         Returns:
             The future of the save. It fails with `TornSaveError` if a tensor changed while it was copied.
+
+        Raises:
+            BaseException: what went wrong, once no copy is in flight any more: the arena may be unmapped.
         """
+        devices = {tensor.device for tensor in flat.tensors if has_streams(tensor.device)}
+        try:
+            return self._start(flat, layout, arena, client, hand_over, lazy=lazy)
+        except BaseException:
+            self._fences.clear()
+            for device in devices:
+                torch.get_device_module(device).synchronize(device)
+            raise
+
+    def _start(
+        self,
+        flat: Flat,
+        layout: Layout,
+        arena: Arena,
+        client: WriterClient,
+        hand_over: Callable[[int | None], SaveFuture],
+        *,
+        lazy: bool,
+    ) -> Future[Any]:
         self._pin(arena)
         copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
         # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
@@ -146,7 +169,7 @@ class DeviceCopies:
         names = layout.signature.names  # the state itself is not kept: its tensors may be freed while they are copied
         check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
         result: Future[Any] = Future()
-        self._sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
+        self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
         return result
 
     def _late(self, flat: Flat, numbers: Sequence[int]) -> list[int]:
@@ -247,13 +270,13 @@ class DeviceCopies:
             module.current_stream(device).wait_event(event)
 
     def unpin(self) -> None:
-        """Release the pinning of the arena before it is unmapped, once nothing copies into it any more."""
-        if self._sealing is not None:
-            wait([self._sealing])
-            self._sealing = None
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
-            self._pinned = None
+        """Release the pinning of arenas before they are unmapped, once nothing copies into them any more."""
+        if self.sealing is not None:
+            wait([self.sealing])
+            self.sealing = None
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._pinned.clear()
 
     def close(self) -> None:
         """Wait for copies in flight and take the hook out; idempotent."""
@@ -262,15 +285,14 @@ class DeviceCopies:
         self.unpin()
 
     def _pin(self, arena: Arena) -> None:
-        if self._pinned == arena.address or not torch.cuda.is_available():
+        if arena.address in self._pinned or not torch.cuda.is_available():
             return
-        self.unpin()
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = cudart.cudaHostRegister(arena.address, arena.size, _PINNED_PORTABLE)
         if int(status) != 0:
             _LOG.warning("the arena could not be pinned (cuda error %s): copies from the device are slower", status)
             return
-        self._pinned = arena.address
+        self._pinned.add(arena.address)
 
 
 class _Subset:

@@ -21,13 +21,14 @@ from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.conversation import WindowsLostError
 from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
@@ -50,6 +51,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
+_ARENAS = 2  # with `rescues`; of a small state there is a third
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
@@ -67,6 +69,7 @@ class SaveRequest:
         run: the save belongs to the writer's open run.
         part: write this rank's part only; the writer that has the parts of all ranks commits them.
         joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
+        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
     """
 
     storage: Storage
@@ -78,6 +81,7 @@ class SaveRequest:
     run: bool = False
     part: bool = False
     joint: bool = False
+    metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -89,13 +93,14 @@ class Submitted:
         held_s: how long the caller was held by flattening and copying.
         tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
-        names: tensor names, in the order of the layout.
+        handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
     tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
+    handed_over: Future[None] | None = None
 
 
 class Snapshotter:
@@ -108,6 +113,7 @@ class Snapshotter:
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken. None: a copy of the state, or windows where memory is short.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
+        rescues: two arenas take turns, for `keep`, unless memory is short.
         unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
         alike: the ranks that hold the same as this rank, where others hold other tensors; None: the state says which.
     """
@@ -121,6 +127,7 @@ class Snapshotter:
         max_staging_bytes: int | None = None,
         timeout_s: float | None = None,
         unsupported: str = "raise",
+        rescues: bool = False,
         alike: tuple[int, ...] | None = None,
         model_files: ModelFiles | None = None,
     ) -> None:
@@ -139,6 +146,10 @@ class Snapshotter:
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
+        self.rescues = rescues
+        self._spares: list[Arena] = []  # take turns with `arena`
+        self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
+        self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
         self._looked = False  # at memory, for the present layout
@@ -178,8 +189,73 @@ class Snapshotter:
                 # Its hook has to see a step before it may copy late.
                 self.copies = self.copies or device_copies.DeviceCopies()
                 self.copies.prepare(flat)
-            arena.prefault()
-            client.attach(arena)
+            while self.rescues and len(self._spares) < _ARENAS - 1:
+                self._spares.append(self._more(layout))
+            for own in (arena, *self._spares):
+                own.prefault()
+                client.attach(own)
+
+    @paused_gc()
+    def keep(self, state: Mapping[Any, Any], client: WriterClient, request: SaveRequest) -> bool:
+        """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
+
+        Returns:
+            False if nothing was kept, because memory is short: `shortage` says how short.
+
+        Raises:
+            UnsupportedStateError: the state cannot be saved.
+        """
+        self._end_streaming()
+        flat = self._flatten(state)
+        layout = self._layout(flat)
+        self._fit_memory(state, layout)
+        if self._windowed(layout) or not self.rescues:
+            return False
+        plans, contents = self._blobs(flat, layout, request.save_id)
+        job = SaveJob(
+            directory=request.directory, save_id=request.save_id, writer=self.rank,
+            files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
+            run=request.run, division=self._division(flat, layout, wait=True),
+        )  # fmt: skip
+        arena = self._turn(layout, client)
+
+        def hand_over(filled: int | None = None) -> SaveFuture:
+            client.hold(request.storage, job, [content() for content in contents], arena)
+            return SaveFuture(0)  # nobody waits for it
+
+        if device_copies.needed(flat.tensors):
+            self.copies = self.copies or device_copies.DeviceCopies()
+            self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
+        else:
+            fresh = None if arena.prefaulted.is_set() else arena.fd
+            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh)
+            hand_over()
+        arena.prefault()
+        self._kept_in = arena
+        return True
+
+    def _turn(self, layout: Layout, client: WriterClient) -> Arena:
+        """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot."""
+        arena = self._arena(layout)
+        if not self.rescues:
+            return arena
+        written = None if self._writing is None or self._writing[1].done() else self._writing[0]
+        pool = [arena, *self._spares]
+        free = [one for one in pool if one is not written and one is not self._kept_in]
+        if not free and len(pool) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
+            free = [self._more(layout)]
+        # Of a big state there is no third copy: while one is written, the newest snapshot makes room for the next.
+        arena = free[0] if free else self._kept_in or arena
+        self.arena, self._spares = arena, [one for one in [*pool, *free] if one is not arena]
+        client.release(arena)
+        if self._kept_in is arena:
+            self._kept_in = None
+        return arena
+
+    def _more(self, layout: Layout) -> Arena:
+        arena = Arena.create(layout.arena_bytes)
+        layout.write_static(arena.view)
+        return arena
 
     @paused_gc()
     def submit(
@@ -241,9 +317,14 @@ class Snapshotter:
             want_unchanged=request.reuse and not windowed and not self._observed,
         )
 
+        def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
+            if request.metrics is not None:
+                job.manifest["metrics"] = dict(request.metrics())
+            return client.submit(request.storage, job, blobs, arena, filled=filled)
+
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
-            return client.submit(request.storage, job, [content() for content in contents], arena, filled=filled)
+            return submit(arena, [content() for content in contents], filled)
 
         future: Future[Any]
         if aside:
@@ -251,21 +332,26 @@ class Snapshotter:
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
-            arena, blobs = self._arena(layout), [content() for content in contents]
+            arena, blobs = self._turn(layout, client), [content() for content in contents]
             self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
                 flat,
                 layout,
                 arena,
                 client,
-                lambda filled: client.submit(request.storage, job, blobs, arena, filled=filled),
+                lambda filled: submit(arena, blobs, filled),
                 lazy=lazy,
             )
         else:
-            arena = self._arena(layout)
+            arena = self._turn(layout, client)
             future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
-        return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
+        if self.rescues and not windowed and self.arena is not None:
+            self._writing = self.arena, future
+        return Submitted(
+            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
+            handed_over=None if self.copies is None else self.copies.sealing,
+        )  # fmt: skip
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -364,7 +450,7 @@ class Snapshotter:
 
     def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: AsideCopy, window: Arena) -> None:
         try:
-            self._stream(layout, client, save, window, copy.fill)
+            self._stream(layout, client, save, window, copy.fill, again=False)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
             _LOG.debug("the first save was not sent: %s", error)
             return
@@ -472,11 +558,13 @@ class Snapshotter:
     def _drop_layout(self) -> None:
         self.layout = self._fitting = None
         self._looked = False
-        if self.arena is not None:
-            if self.copies is not None:
-                self.copies.unpin()
-            self.arena.close()
-            self.arena = None
+        if self.copies is not None and self.arena is not None:
+            self.copies.unpin()
+        for arena in (self.arena, *self._spares):
+            if arena is not None:
+                arena.close()
+        self.arena = self._kept_in = self._writing = None
+        self._spares = []
 
     def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
         """Look, before a copy is made, whether it fits into memory, and go through windows if not.
@@ -492,7 +580,17 @@ class Snapshotter:
         room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
         before, self.shortage = self.shortage, None
         if layout.arena_bytes <= room:
+            if self.rescues and 2 * layout.arena_bytes > room:
+                self.rescues = False
+                self.shortage = (
+                    "memory is short for rescue=: two copies of the state take "
+                    f"{format_bytes(2 * layout.arena_bytes)}, and {format_bytes(max(0, room))} can be had for them. "
+                    "No snapshots are kept between saves"
+                )
+                if says:
+                    _LOG.warning("%s", self.shortage)
             return
+        self.rescues = False
         self._fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
         self.shortage = (
             f"memory is short: a copy of the state takes {format_bytes(layout.arena_bytes)}, and of the "
@@ -513,8 +611,7 @@ class Snapshotter:
 
     def _arena(self, layout: Layout) -> Arena:
         if self.arena is None:
-            self.arena = Arena.create(layout.arena_bytes)
-            layout.write_static(self.arena.view)
+            self.arena = self._more(layout)
         return self.arena
 
     def _window_arena(self) -> Arena:
@@ -531,8 +628,12 @@ class Snapshotter:
         save: SaveFuture,
         arena: Arena,
         fill: Callable[[FileLayout, int, int, int], None],
+        *,
+        again: bool = True,
     ) -> None:
         """Send the state window by window; two windows take turns, so copying and writing overlap.
+
+        If the writer dies meanwhile, the one that is started in its place gets everything from the first window.
 
         Args:
             layout: the files of the save.
@@ -540,24 +641,20 @@ class Snapshotter:
             save: the windowed job.
             arena: room for two windows.
             fill: called with a file, first byte, number of bytes and the address to copy them to.
+            again: what was sent can be sent once more.
         """
-        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
-        slots = deque([0, window])
-        waiting: deque[tuple[Future[None], int]] = deque()
         try:
-            for number, file in enumerate(layout.files):
-                for start in range(0, file.padded, window):
-                    if not slots:
-                        done, slot = waiting.popleft()
-                        self._taken(done)
-                        slots.append(slot)
-                    slot = slots.popleft()
-                    size = min(window, file.padded - start)
-                    fill(file, start, size, arena.address + slot)
-                    sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
-                    waiting.append((sent, slot))
-            for done, _ in waiting:
-                self._taken(done)
+            while True:
+                try:
+                    self._send_all(layout, client, save, arena, fill)
+                    client.seal(save.job_no)
+                    return
+                except WindowsLostError as error:
+                    if not again:
+                        why = DroppedSaveError(f"{error}; what it had got is no longer in memory")
+                        client.abandon(save.job_no, why)
+                        raise
+                    client.begin_again(save.job_no)
         except HoldfastError as error:
             # A window may be refused because its save has failed, which is heard of a moment later.
             wait([save], timeout=_ANSWER_S)
@@ -569,7 +666,31 @@ class Snapshotter:
         except BaseException:
             client.abandon(save.job_no)
             raise
-        client.seal(save.job_no)
+
+    def _send_all(
+        self,
+        layout: Layout,
+        client: WriterClient,
+        save: SaveFuture,
+        arena: Arena,
+        fill: Callable[[FileLayout, int, int, int], None],
+    ) -> None:
+        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
+        slots = deque([0, window])
+        waiting: deque[tuple[Future[None], int]] = deque()
+        for number, file in enumerate(layout.files):
+            for start in range(0, file.padded, window):
+                if not slots:
+                    done, slot = waiting.popleft()
+                    self._taken(done)
+                    slots.append(slot)
+                slot = slots.popleft()
+                size = min(window, file.padded - start)
+                fill(file, start, size, arena.address + slot)
+                sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+                waiting.append((sent, slot))
+        for done, _ in waiting:
+            self._taken(done)
 
     def _taken(self, window: Future[None]) -> None:
         wait([window], timeout=self.timeout_s)

@@ -204,21 +204,27 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         super().__init__(ops, folder, name, size, fd=fd, on_abort=on_abort)
         self._shown = folder.at(target)
         self._give_name = give_name
-        self._synced = False
+        self._synced = self._published = False
 
     def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
         """Make bytes and name durable; see `ReplacingWriter.publish`."""
-        if self._ended:
+        if self._published:
             return
+        if self._ended:
+            raise StorageError(f"cannot finish {self._shown}: it was given up before; write it again")
         with errors_of("write", self._shown):
             if not self._synced:
-                self._sync()
-                # Network file systems report at the first close what they could not store. The copy keeps the lock.
-                closing, self._fd = self._fd, os.dup(self._fd)
-                self._ops.close(closing)
+                try:
+                    self._sync()
+                    # Network file systems report at the first close what they could not store. The copy keeps the lock.
+                    closing, self._fd = self._fd, os.dup(self._fd)
+                    self._ops.close(closing)
+                except BaseException:
+                    self.abort()  # the kernel reports lost bytes once: asked again, it would call them durable
+                    raise
                 self._synced = True
             self._give_name(self._folder, self._path, if_absent, if_match)
-        self._ended = True
+        self._ended = self._published = True
         fd, self._fd = self._fd, -1
         os.close(fd)
         self._folder.close()

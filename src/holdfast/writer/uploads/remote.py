@@ -58,7 +58,7 @@ class RemoteRun:
         self._own: set[str] = set()  # those that came from here
         self.both: set[str] = set()
         self.first: Callable[[], None] = _nothing
-        self._sidecars: dict[str, Sidecar] = {}  # as they were when the remote learnt of them
+        self._sidecars: dict[str, Sidecar] = {}  # of the local side, as they were when the remote learnt of them
 
     @classmethod
     def open(
@@ -253,13 +253,18 @@ class RemoteRun:
                 self.both.discard(name)
                 continue
             now, before = read_sidecar(self._local, name), self._sidecars.get(name)
-            if before is None:  # of an earlier life: nobody knows who said what first
+            pinned = None if before is None or now.pinned == before.pinned else now.pinned
+            if before is None:
+                # Of an earlier life: nobody knows who said what first, so a pin of either side counts. One that the
+                # remote alone has is not noted as ours: the next look would take it for removed here.
                 before = read_sidecar(self._storage, name)
-                now = now.with_pin(now.pinned or before.pinned)
-            if now != before:
-                self.heartbeat.confirm()
+                pinned = True if now.pinned and not before.pinned else None
+            metrics = {}
+            if now.metrics != before.metrics:  # as a whole: NaN by itself differs each time
                 metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
-                self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
+            if metrics or pinned is not None:
+                self.heartbeat.confirm()
+                self._tell(name, metrics, pinned)
                 has_any = True
             self._sidecars[name] = now
         return has_any

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
-from holdfast.config import Keep
+from holdfast.config import Keep, rules_of
 from holdfast.writer.messages import RunOpened
 
 from .actions import RunState
@@ -86,14 +86,11 @@ def _workers(plan: RunSpec) -> str:
 def _rules(plan: RunSpec, keep: Keep) -> str:
     if plan.strategy is not None and plan.strategy["num_to_keep"] == 0:
         return "nothing on disk, the newest values in memory"
-    rules = [f"the last {keep.last}"] if keep.last is not None else []
-    if keep.best is not None:
-        rules.append(f"the best {keep.best} by {keep.metric} ({keep.mode})")
-    if keep.interval is not None:
-        rules.append(f"one every {keep.interval}")
+    rules = rules_of(keep)
     if not rules:
         return "all checkpoints"
-    return ", ".join(rules) + ("" if keep.last is not None else ", and the newest")
+    newest = "" if any(rule.keeps_newest for rule in rules) else ", and the newest"
+    return ", ".join(rule.long for rule in rules) + newest
 
 
 def end_line(

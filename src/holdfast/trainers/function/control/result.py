@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from holdfast._optional import require
 from holdfast.checkpoint._location import file_system
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep
+from holdfast.config import Keep, stored_keep
 from holdfast.errors import (
     ConfigError,
-    HoldfastError,
     RunNotFoundError,
     TrainingFailedError,
     UnknownMetricError,
 )
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
-from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics, metric_value
 from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
 from holdfast.run.retention import is_number, rank
@@ -107,7 +106,7 @@ class Result:
         newest = catalog.latest()
         self.checkpoint = None if newest is None else Checkpoint.at(storage, newest.name)
         self._records = catalog.records()
-        self._keep = keep if keep is not None else _stored_keep(catalog.index)
+        self._keep = keep if keep is not None else stored_keep(catalog.index.keep or catalog.index.notes.get("keep"))
         self._memory = memory
         self._attempts = catalog.index.attempts
         self._rows: list[dict[str, Any]] | None = None
@@ -288,13 +287,6 @@ def _check_is_run(storage: Storage) -> None:
     runs = [name for name in children if storage.exists(f"{name}/{RUN_FILE}")]
     hint = f"; it holds the runs {', '.join(runs[:8])}: give one of them" if runs else "; check the path"
     raise RunNotFoundError(f"there is no run in {storage.uri}{hint}")
-
-
-def _stored_keep(index: RunIndex) -> Keep:
-    try:
-        return Keep.from_json(dict(index.keep or index.notes.get("keep") or {}))
-    except (HoldfastError, TypeError, ValueError, AttributeError):
-        return Keep()  # it only orders what is shown
 
 
 def _with_checkpoints(rows: Sequence[Mapping[str, Any]], records: Sequence[Record]) -> list[dict[str, Any]]:

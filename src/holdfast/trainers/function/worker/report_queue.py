@@ -1,7 +1,8 @@
 """Messages of a worker to its controller, in the order of its reports.
 
-Metrics-only reports are gathered: the first goes at once, those that follow at most every 20 ms. A report whose
-content is still being made (an upload in the background) holds its place, and everything later waits behind it.
+Metrics-only reports are gathered: the first goes at once, those that follow at most every millisecond, so that a kill
+of the worker takes no more than those. A report whose content is still being made (an upload in the background) holds
+its place, and everything later waits behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holdfast.writer.frames import Channel
 __all__ = ["ReportQueue", "Slot"]
 
 _LOG = get_logger("trainers.function")
-_PAUSE_S = 0.02
+_PAUSE_S = 0.001
 _MAX_WAITING = 2000
 _BACKLOG_S = 1.0
 

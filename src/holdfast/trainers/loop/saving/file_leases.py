@@ -13,7 +13,7 @@ import xxhash
 from holdfast.checkpointer.run_session import answer
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
-from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.client import SaveFuture, SharedWriter, WriterClient
 from holdfast.writer.messages import SaveJob
 
 from ..training.ranks import TIMEOUT_S, Ranks
@@ -32,10 +32,12 @@ class FileLeases:
         storage: the folder.
         ranks: the processes that train; all of them make the same calls, apart from `submit` and `confirm`, which are
             for rank 0.
+        writer: of the trainer; default: one for these names alone.
     """
 
-    def __init__(self, storage: Storage, ranks: Ranks) -> None:
+    def __init__(self, storage: Storage, ranks: Ranks, writer: SharedWriter | None = None) -> None:
         self._storage, self._ranks = storage, ranks
+        self._writer = SharedWriter() if writer is None else writer
         self._held: set[str] = set()
         self._client: WriterClient | None = None  # of rank 0, while a name is held
 
@@ -59,7 +61,7 @@ class FileLeases:
 
     def _take(self, shape: str) -> None:
         if self._client is None:
-            self._client = WriterClient.start(self._storage)
+            self._client = self._writer.client(self._storage)
         taken = self._client.take_name(self._storage, _of(shape), start_id=secrets.token_hex(4), wait_s=LEASE_S)
         answer(taken, self._storage, LEASE_S + TIMEOUT_S, bound="")
 
@@ -70,7 +72,7 @@ class FileLeases:
         if not self._held:
             self.release(patient=True)
         elif not self._client.closed:
-            answer(self._client.give_back_name(_of(shape)), self._storage, TIMEOUT_S, bound="")
+            answer(self._client.give_back_name(self._storage, _of(shape)), self._storage, TIMEOUT_S, bound="")
 
     def submit(self, shape: str, name: str, image: FileImage) -> SaveFuture:
         """Let the writer store a file: from now on it is completed even if this process is killed.
@@ -94,7 +96,7 @@ class FileLeases:
             HoldfastError: the names have been given back.
             StorageError: nobody can say just now.
         """
-        answer(self._writer_of(shape).verify_name(_of(shape)), self._storage, TIMEOUT_S, bound="")
+        answer(self._writer_of(shape).verify_name(self._storage, _of(shape)), self._storage, TIMEOUT_S, bound="")
 
     def _writer_of(self, shape: str) -> WriterClient:
         client = self._client

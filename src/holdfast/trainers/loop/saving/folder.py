@@ -25,6 +25,7 @@ from holdfast.storage.local.beneath import OpenDirectory as OpenFolder
 from holdfast.storage.local.local_tree import make_durable
 from holdfast.storage.local.ops import POSIX, errors_of
 from holdfast.storage.resolve import resolve, split_uri
+from holdfast.writer.client import SharedWriter
 
 from ..training.ranks import TIMEOUT_S, Ranks
 from .file_leases import FileLeases
@@ -41,6 +42,11 @@ _LINKED = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 class SaveFolder:
     """One save folder, shared by all savers that write to it.
 
+    Args:
+        spelling: as the user wrote it, variables filled in.
+        ranks: the processes that train.
+        writer: of the trainer; default: one for this folder alone.
+
     Attributes:
         spelling: as the user wrote it, variables filled in.
         storage: the folder.
@@ -50,11 +56,12 @@ class SaveFolder:
         claims: the names of single files that only this trainer writes.
     """
 
-    def __init__(self, spelling: str, ranks: Ranks | None = None) -> None:
+    def __init__(self, spelling: str, ranks: Ranks | None = None, *, writer: SharedWriter | None = None) -> None:
         self.spelling = spelling
         self.ranks = ranks if ranks is not None else Ranks()
         self.storage: Storage = resolve(spelling)
-        self.claims = FileLeases(self.storage, self.ranks)
+        self._writer = SharedWriter() if writer is None else writer
+        self.claims = FileLeases(self.storage, self.ranks, self._writer)
         self.attempt = 0
         self.run_id: str | None = None
         self.quarantined: dict[str, str] = {}
@@ -112,7 +119,10 @@ class SaveFolder:
     def _take_lease(self) -> None:
         """Open the run on rank 0; with several ranks our writer joins the others, and the run is theirs as well."""
         meeting = self.ranks.meeting("folder")
-        session = RunSession(self.storage, meeting=meeting, timeout_s=TIMEOUT_S, timeout_name="")
+        session = RunSession(
+            self.storage, meeting=meeting, timeout_s=TIMEOUT_S, timeout_name="",
+            client=self._writer.client(self.storage, for_run=True),
+        )  # fmt: skip
         try:
             opened = session.open(keep=None)
         except BaseException:

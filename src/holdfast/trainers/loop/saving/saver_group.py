@@ -11,7 +11,7 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S, RankGroup
 from holdfast.errors import ConfigError, SessionError
 from holdfast.storage.resolve import resolve
-from holdfast.writer.client import WriterClient
+from holdfast.writer.client import SharedWriter, WriterClient
 
 from ..events import Event
 from ..state import State
@@ -45,12 +45,15 @@ class SaverGroup:
         self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
         self.history = HistoryLogger(state)
         self.context = SaverContext(state, [*destinations, self.history])
+        self._writer = SharedWriter()
+        for uploader in self.context.uploaders:
+            uploader.writer = self._writer
         self._folders: dict[str, SaveFolder] = {}
         self._open = self._left = False
         self._process = 0  # that has opened the folders
         self._control: tuple[WriterClient, RankGroup] | None = None
         for saver in self.savers:
-            folder = SaveFolder(saver.folder.format(self.context.variables), self.ranks)
+            folder = SaveFolder(saver.folder.format(self.context.variables), self.ranks, writer=self._writer)
             folder = self._folders.setdefault(folder.storage.uri, folder)
             saver.attach(self.context, folder, is_source=saver is self.source)
         self._check_names()
@@ -162,7 +165,7 @@ class SaverGroup:
         """
         known = next((folder.team for folder in self._folders.values() if folder.team is not None), None)
         if known is None:
-            client = WriterClient.start(resolve("."))
+            client = self._writer.client(resolve("."), for_run=True)
             known = RankGroup(self.ranks.meeting("control"), client, timeout_s=TIMEOUT_S)
             self._control = (client, known)
         self.ranks.watch(known.trouble)  # from now on nobody waits for a rank that is gone

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, verify_resume_script
-from holdfast.testing.causes import likely_causes
-from holdfast.testing.comparison import first_difference, unsteady
-from holdfast.testing.moments import Kill, choose
-from holdfast.testing.plan import Moment
-from holdfast.testing.resume import examine
+from holdfast.verify.causes import likely_causes
+from holdfast.verify.comparison import first_difference, unsteady
+from holdfast.verify.moments import Kill, choose
+from holdfast.verify.plan import Moment
+from holdfast.verify.resume import examine
 
 
 class Sgd:
@@ -99,7 +99,7 @@ def test_a_save_at_the_step_of_the_next_kill(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = Moment(step=8)  # as if the script saved there by itself
     kills = [Kill(save=place, stop=place), Kill(save=place, stop=Moment(step=8, nth=1))]
-    monkeypatch.setattr("holdfast.testing.resume.choose", lambda *_, **__: kills)
+    monkeypatch.setattr("holdfast.verify.resume.choose", lambda *_, **__: kills)
     found = examine(loop)
     assert found.verdict == "exact", found.what()
     assert found.report.lives == ((0, 8), (8, None))

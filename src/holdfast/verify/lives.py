@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -15,17 +16,26 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
 
 from .plan import LifePlan, Row
 
-__all__ = ["Command", "Forked", "Life", "LifeFailedError", "run_life"]
+__all__ = ["Command", "Forked", "Life", "LifeFailedError", "Watch", "run_life"]
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
+_GRACE_S = 30.0  # after SIGTERM, until SIGKILL
+_START = Path(__file__).parent / "start"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies: nothing runs on for a verifier that is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class LifeFailedError(AssertionError):
@@ -42,6 +52,7 @@ class Life:
         killed: it was killed as planned; else it ended by itself, without an error.
         output: path of the file with its output.
         seconds: its duration.
+        status: its exit status, if it ended by itself.
     """
 
     plan: LifePlan
@@ -49,6 +60,11 @@ class Life:
     killed: bool
     output: Path
     seconds: float
+    status: int = 0
+
+    def said(self, limit: int = _SHOWN) -> str:
+        """Return the end of what it printed."""
+        return self.output.read_text(errors="replace").strip()[-limit:]
 
 
 class Command:
@@ -58,22 +74,32 @@ class Command:
         command: program and arguments.
         env: added to the environment.
         cwd: working directory, default: this one.
+        observed: its interpreters load the observer.
     """
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        observed: bool = False,
     ) -> None:
+        self._observed = observed
         self._command, self._env, self._cwd = [os.fspath(part) for part in command], dict(env or {}), cwd
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, plan: Path, output: Path) -> int:
         """Start the command with its output in the file ``output``; return its process id."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, VERIFY_VARIABLE: str(plan)}
+        if self._observed:
+            path = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join([str(_START), *([path] if path else [])])
         with open(output, "ab") as file:
             try:
                 self._process = subprocess.Popen(
                     self._command, env=environment, cwd=self._cwd, start_new_session=True, stdin=subprocess.DEVNULL,
-                    stdout=file, stderr=subprocess.STDOUT,
+                    stdout=file, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
                 raise ConfigError(f"{self._command[0]!r} cannot be started: {error}") from error
@@ -107,6 +133,7 @@ class Forked:
     def _child(self, plan: Path, output: Path) -> NoReturn:
         status = 1
         try:
+            _end_with_parent()
             os.setsid()
             os.environ[VERIFY_VARIABLE] = str(plan)
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -126,8 +153,22 @@ class Forked:
             os._exit(status)
 
 
-def run_life(target: Command | Forked, plan: LifePlan, *, timeout_s: float) -> Life:
+def run_life(
+    target: Command | Forked,
+    plan: LifePlan,
+    *,
+    timeout_s: float,
+    failure_counts: bool = True,
+    watch: Watch | None = None,
+) -> Life:
     """Run one life: to its end, or until every rank has come to the planned moment; then all are killed.
+
+    Args:
+        target: what to run.
+        plan: of this life.
+        timeout_s: how long it may take.
+        failure_counts: an exit status other than 0 is an error here.
+        watch: is told whenever it has something to read.
 
     Raises:
         LifeFailedError: it ended with an error, or took too long; the message shows its output.
@@ -136,36 +177,60 @@ def run_life(target: Command | Forked, plan: LifePlan, *, timeout_s: float) -> L
     folder = Path(plan.trace)
     plan_file, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
     plan.write(plan_file)
-    os.mkfifo(plan.signal)
+    fifos = (plan.signal, f"{plan.signal}.alive")
+    for fifo in fifos:
+        os.mkfifo(fifo)
     begun = time.monotonic()
-    pipe = os.open(plan.signal, os.O_RDWR | os.O_NONBLOCK)
+    # The other processes end when nobody holds the second one open any more.
+    pipe, alive = (os.open(fifo, os.O_RDWR | os.O_NONBLOCK) for fifo in fifos)
     try:
         pid = target.start(plan_file, output)
         sessions = {pid}
         try:
-            came = _until_it_ends(pid, pipe, sessions, begun + timeout_s)
+            came = _until_it_ends(pid, pipe, sessions, begun + timeout_s, watch)
+            if came == "moment" and plan.gentle:
+                _terminate(pid, Path(f"{plan.signal}.go"))
         finally:
             _kill(pid, sessions)
             status = target.wait()
     finally:
         os.close(pipe)
-        os.unlink(plan.signal)
+        os.close(alive)
+        for fifo in fifos:
+            os.unlink(fifo)
     killed = came == "moment"
     if came == "late":
         raise LifeFailedError(f"the script did not end within {timeout_s:.0f} s{_said(output)}")
-    if not killed and status != 0:
+    if failure_counts and not killed and status != 0:
         raise LifeFailedError(f"the script ended with exit status {status}{_said(output)}")
-    return Life(plan=plan, rows=plan.rows(), killed=killed, output=output, seconds=time.monotonic() - begun)
+    return Life(
+        plan=plan, rows=plan.rows(), killed=killed, output=output, seconds=time.monotonic() - begun, status=status
+    )
 
 
-def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float) -> str:
+class Watch(Protocol):
+    """Something to read while a life runs."""
+
+    def fileno(self) -> int:
+        """Return what to wait for."""
+        ...
+
+    def read(self) -> None:
+        """Read what is there."""
+        ...
+
+
+def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float, notes: Watch | None) -> str:
     """Wait until the process has "ended", all ranks are at the "moment", or it is too "late"."""
     watch = os.pidfd_open(pid)
+    sources = [watch, pipe] if notes is None else [watch, pipe, notes.fileno()]
     waiting: dict[int, int] = {}  # rank -> process
     world, text = 1, b""
     try:
         while len(waiting) < world:
-            ready, _, _ = select.select([watch, pipe], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+            if notes is not None and notes.fileno() in ready:
+                notes.read()
             if pipe in ready:
                 text += os.read(pipe, 1 << 16)
                 *lines, text = text.split(b"\n")
@@ -181,6 +246,18 @@ def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float) -> 
         return "moment"
     finally:
         os.close(watch)
+
+
+def _terminate(pid: int, go: Path) -> None:
+    """Send SIGTERM, let the ranks go on from where they wait, and give them time to end by themselves."""
+    watch = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGTERM)
+        go.touch()
+        select.select([watch], [], [], _GRACE_S)
+    finally:
+        os.close(watch)
+        go.unlink()
 
 
 def _kill(pid: int, sessions: set[int]) -> None:

@@ -27,15 +27,18 @@ from holdfast.storage.local.local_storage import LocalStorage
 
 from .causes import likely_causes
 from .comparison import Difference, Unsteady, first_difference, unsteady
-from .lives import Command, Forked, Life, LifeFailedError, run_life
+from .lives import Command, Forked, Life, LifeFailedError, Watch, run_life
 from .moments import Kill, choose
 from .plan import LifePlan, Moment, Row
 
 __all__ = [
     "Examined",
+    "Home",
     "NothingToVerifyError",
     "ResumeDivergedError",
     "ResumeReport",
+    "Twins",
+    "choose_by_rows",
     "examine",
     "verify_resume",
     "verify_resume_script",
@@ -198,8 +201,8 @@ def verify_resume(
             steps = sorted(random.Random(seed).sample(range(1, total), min(kills, total - 1)))
         return [Kill(save=None, stop=Moment(step=step)) for step in steps]
 
-    with _Home(keep_in) as home:
-        twins = _Twins(home, forked, timeout_s=timeout_s, every=every)
+    with Home(keep_in) as home:
+        twins = Twins(home, forked, timeout_s=timeout_s, every=every)
         return twins.examine(chosen).check()
 
 
@@ -287,9 +290,6 @@ def examine(
             "steps is 2 or more, timeout_s is positive"
         )
 
-    def chosen(rows: Sequence[Row]) -> list[Kill]:
-        return choose([row for row in rows if row["rank"] == 0], kills, seed=seed)
-
     runner: Command | Forked
     if callable(command):
         body = command
@@ -297,12 +297,17 @@ def examine(
     else:
         runner = Command(command, env=env, cwd=cwd)
     end = None if steps is None else Moment(step=steps)
-    with _Home(keep_in) as home:
-        twins = _Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end, say=say)
-        return twins.examine(chosen)
+    with Home(keep_in) as home:
+        twins = Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end, say=say)
+        return twins.examine(choose_by_rows(kills, seed))
 
 
-class _Home:
+def choose_by_rows(kills: int, seed: int) -> Callable[[Sequence[Row]], list[Kill]]:
+    """Return the choice of kills by the rows of an uninterrupted life."""
+    return lambda rows: choose([row for row in rows if row["rank"] == 0], kills, seed=seed)
+
+
+class Home:
     """The directory of an examination; a temporary directory is removed with it."""
 
     def __init__(self, keep_in: str | os.PathLike[str] | None) -> None:
@@ -319,7 +324,7 @@ class _Home:
 
 
 @dataclass(slots=True)
-class _Twins:
+class Twins:
     """The lives of one examination.
 
     Attributes:
@@ -340,9 +345,9 @@ class _Twins:
     end: Moment | None = None
     say: Say = field(default=lambda line: None)
 
-    def examine(self, choose_kills: Callable[[Sequence[Row]], list[Kill]]) -> Examined:
-        """Run all lives and compare them."""
-        twin = self._life("a", 0, self.end, None)
+    def examine(self, choose_kills: Callable[[Sequence[Row]], list[Kill]], first: Life | None = None) -> Examined:
+        """Run all lives, of which the uninterrupted one may be there already, and compare them."""
+        twin = first or self.life("a", 0, self.end, None)
         self._check_useful(twin)
         reference = twin.rows
         total = reference[-1]["step"]
@@ -350,7 +355,7 @@ class _Twins:
         kills = choose_kills(reference)
         lives, early = [], None
         for number, kill in enumerate([*kills, None]):
-            life = self._life("b", number, self.end if kill is None else kill.stop, kill)
+            life = self.life("b", number, self.end if kill is None else kill.stop, kill)
             lives.append(life)
             self.say(_account(life, kill))
             if kill is not None and not life.killed:
@@ -370,7 +375,7 @@ class _Twins:
         noise = None
         if difference is not None and difference.kind not in ("path", "not resumed"):
             self.say("they differ: the script runs once more without a break, to see what it never repeats")
-            noise = unsteady(reference, self._life("c", 0, self.end, None).rows)
+            noise = unsteady(reference, self.life("c", 0, self.end, None).rows)
             difference, compared = self._compare(reference, rows, saved, noise)
         report = ResumeReport(
             steps=total, items=len(reference[-1]["items"]), compared=compared, notes=tuple(_notes(noise, rows)),
@@ -382,7 +387,18 @@ class _Twins:
         causes = [] if difference is None else likely_causes(difference, _why(kills, difference.life), noise=noise)
         return Examined(difference=difference, causes=causes, noise=noise, kills=kills, report=report)
 
-    def _life(self, name: str, number: int, stop: Moment | None, kill: Kill | None) -> Life:
+    def life(
+        self,
+        name: str,
+        number: int,
+        stop: Moment | None,
+        kill: Kill | None,
+        *,
+        observe: bool = False,
+        observe_to: int | None = None,
+        watch: Watch | None = None,
+    ) -> Life:
+        """Run a life; where it is observed, it is so until the Witness of a Checkpointer takes over."""
         run, trace = self.home / name, self.home / f"{name}.trace"
         trace.mkdir(exist_ok=True)
         save = () if kill is None or kill.save is None else (kill.save,)
@@ -392,8 +408,9 @@ class _Twins:
             home=os.fspath(run) if self.redirect else None,
             root=None if self.redirect else os.fspath(run),
             initial=os.fspath(self.home / "initial") if self.redirect else None,
+            observe=observe, kill_at=observe_to, seed=0 if observe else None,
         )  # fmt: skip
-        return run_life(self.target(run), plan, timeout_s=self.timeout_s)
+        return run_life(self.target(run), plan, timeout_s=self.timeout_s, watch=watch)
 
     def _check_useful(self, twin: Life) -> None:
         """Check that the run can be compared.

@@ -50,6 +50,10 @@ class LifePlan:
         save: steps to save, at their boundaries; with ``home`` only these, and those that the script saves itself.
         stop: where to stop, for good.
         every: record the state after every so many steps.
+        observe: record the steps of torch's optimizers too (`observer`).
+        seed: of the generators that every fresh process seeds by chance; None leaves them alone.
+        kill_at: number of the observed step before which to stop, for good; counted in each process from 0.
+        gentle: the process goes on once the file ``signal`` + ".go" is there, which follows a SIGTERM.
     """
 
     trace: str
@@ -61,6 +65,10 @@ class LifePlan:
     save: tuple[Moment, ...] = ()
     stop: Moment | None = None
     every: int = 1
+    observe: bool = False
+    seed: int | None = None
+    kill_at: int | None = None
+    gentle: bool = False
 
     def write(self, path: Path) -> None:
         """Write the plan to a file."""

@@ -1,0 +1,323 @@
+"""What a committed checkpoint holds, read from its small files: tensors (indexes), structure, digests. No torch.
+
+The one reader for whoever looks into a checkpoint: loads, summaries, comparisons, exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.storage.base import Storage
+from holdfast.storage.together import together
+
+from .digest import bytes_digest, file_digest, table_at, table_bytes
+from .division import disagreement
+from .index import FileNumbers, Index, IndexFile, TensorEntry
+from .manifest import FileEntry, Manifest
+from .merge import merged
+from .names import save_id_of
+from .schema import check_whole
+from .strict_json import loads
+
+if TYPE_CHECKING:
+    from .index_group import IndexGroup
+
+__all__ = ["MAX_JSON", "ContentsReader", "TensorList", "in_boxes", "unite"]
+
+MAX_JSON = 2 << 30
+"""Bound for the bytes of an index or a structure before it is read."""
+_AHEAD_BYTES = 32 << 20  # at most so many bytes of such files are read side by side
+
+
+class TensorList(NamedTuple):
+    """All tensors of a checkpoint, of all writers.
+
+    Attributes:
+        entries: by name.
+        aliases: name of a tied tensor -> name of the tensor it is stored as.
+    """
+
+    entries: dict[str, TensorEntry]
+    aliases: dict[str, str]
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """Return where a tensor is stored; for a tied tensor, where the tensor it is tied to is stored."""
+        return self.entries.get(self.aliases.get(name, name))
+
+
+class ContentsReader:
+    """Reads the small files of a checkpoint, each checked against its digest; used by one thread.
+
+    Args:
+        storage: rooted at the checkpoint.
+        manifest: its manifest.
+
+    Attributes:
+        files: numbers of the files that tables of pieces name.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.files = FileNumbers()
+        self._storage = storage
+        self._wanted: list[FileEntry] = []  # will be needed
+        self._ahead: dict[str, bytes] = {}  # path -> content of those that have been read
+
+    def read_ahead(self, entries: Iterable[FileEntry]) -> None:
+        """Note files to read side by side, where that saves waiting; `read` takes them about in this order."""
+        if self._storage.traits.num_parallel > 1:
+            known = {*self._ahead, *(entry.path for entry in self._wanted)}
+            self._wanted += [entry for entry in entries if entry.path not in known]
+
+    def read(self, entry: FileEntry) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            CorruptCheckpointError: it is gone, or differs from its digest.
+        """
+        while entry.path not in self._ahead and entry in self._wanted:
+            size, batch = 0, list[FileEntry]()
+            while self._wanted and (not batch or size + self._wanted[0].size <= _AHEAD_BYTES):
+                batch.append(self._wanted.pop(0))
+                size += batch[-1].size
+            contents = together(self._storage, [partial(_if_sound, self._storage, entry) for entry in batch])
+            found = zip(batch, contents, strict=True)
+            self._ahead.update((entry.path, data) for entry, data in found if data is not None)
+        data = self._ahead.pop(entry.path, None)
+        return _checked(self._storage, entry) if data is None else data
+
+    def drop_ahead(self) -> None:
+        """Forget what was read ahead, and is not needed after all."""
+        self._wanted, self._ahead = [], {}
+
+    def tensors(self) -> TensorList:
+        """Return all tensors.
+
+        Raises:
+            CorruptCheckpointError: an index is damaged, or two of them contradict each other.
+        """
+        return unite(self.indexes(self.manifest.with_role("index")), where=self._storage.uri, files=self.files)
+
+    def indexes(self, entries: Sequence[FileEntry]) -> list[Index | IndexGroup]:
+        """Read some indexes, for `unite`.
+
+        Raises:
+            CorruptCheckpointError: an index is malformed, or names what is no file of this checkpoint.
+        """
+        sizes = {entry.path: entry.size for entry in self.manifest.files}
+        self.read_ahead(entries)
+        if len(entries) == 1:  # without NumPy, which takes longer to import than most indexes to read
+            return [IndexFile(entries[0].path, save_id_of(entries[0].path), self.read(entries[0])).decode(sizes)]
+        from .index_group import read_indexes
+
+        texts = (IndexFile(entry.path, save_id_of(entry.path), self.read(entry)) for entry in entries)
+        return read_indexes(texts, self.files, sizes=sizes)
+
+    def structure(self) -> tuple[str, Any] | None:
+        """Return the structure of the state as typed JSON, undecoded, and the file to name for it; None without one.
+
+        Ranks that hold different things have written a structure each: these are merged.
+
+        Raises:
+            CorruptCheckpointError: a file of it is damaged.
+        """
+        entries = sorted(self.manifest.with_role("state"), key=attrgetter("writer"))
+        trees = [self.tree(entry) for entry in entries]
+        if len(trees) > 1:  # merging looks into them
+            for entry, tree in zip(entries, trees, strict=True):
+                check_whole(tree, where=entry.path)
+        return (entries[0].path, merged(trees)) if trees else None
+
+    def tree(self, entry: FileEntry) -> Any:
+        """Return the typed JSON of one file, not checked against `holdfast.format.schema` yet.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        return loads(self.read(entry), max_bytes=MAX_JSON, where=entry.path)
+
+    def tables(self, files: Iterable[FileEntry]) -> dict[str, bytes]:
+        """Return the chunk digests of files, by path, checked against the manifest; some files have none.
+
+        Raises:
+            CorruptCheckpointError: they are damaged.
+        """
+        files = [entry for entry in files if entry.chunks is not None]
+        paths = {entry.chunks[0] for entry in files if entry.chunks is not None}
+        sources = [entry for entry in self.manifest.files if entry.path in paths]
+        self.read_ahead(sources)
+        whole = {entry.path: self.read(entry) for entry in sources}
+        return dict(_tables(files, whole))
+
+
+def _if_sound(storage: Storage, entry: FileEntry) -> bytes | None:
+    """Return the content of a small file; None if it is damaged: whoever needs it reads it again and gets the error."""
+    try:
+        return _checked(storage, entry)
+    except CorruptCheckpointError:
+        return None
+
+
+def _checked(storage: Storage, entry: FileEntry) -> bytes:
+    if entry.size > MAX_JSON:
+        raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
+    try:
+        with storage.open(entry.path) as reader:
+            # A file that was cut short is damage, not an error of the storage: `resume` tries the next checkpoint.
+            data = bytearray(min(entry.size, reader.size))
+            reader.read_into(0, memoryview(data))
+    except StorageNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{entry.path} (written by rank {entry.writer}) is gone: this checkpoint is damaged; use another one, or a "
+            "copy of this file",
+            file=entry.path,
+        ) from error
+    if len(data) != entry.size or bytes_digest(memoryview(data)) != entry.digest:
+        raise CorruptCheckpointError(
+            f"{entry.path}: its bytes are not what was written (digest differs): this checkpoint is damaged",
+            file=entry.path,
+        )
+    return bytes(data)
+
+
+def _tables(files: Iterable[FileEntry], tables: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """Cut the digest tables of the files out of the tables of their writers, and check them against the manifest."""
+    for entry in files:
+        if entry.chunks is None:
+            continue
+        path, offset = entry.chunks
+        table = table_at(tables.get(path, b""), offset, entry.size)
+        if len(table) != table_bytes(entry.size) or file_digest(table) != entry.digest:
+            raise CorruptCheckpointError(
+                f"{path} does not hold the digests of {entry.path}: the checkpoint is damaged", file=path
+            )
+        yield entry.path, table
+
+
+def unite(
+    indexes: Sequence[Index | IndexGroup], *, where: str, files: FileNumbers, is_complete: bool = True
+) -> TensorList:
+    """Merge the indexes of all writers, or of the writers that have been read so far.
+
+    Args:
+        indexes: of `ContentsReader.indexes`.
+        where: the checkpoint, for messages.
+        files: numbers of the files of groups.
+        is_complete: these are all indexes of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: an index is missing, or two of them contradict each other.
+    """
+    singles = sorted([index for index in indexes if isinstance(index, Index)], key=attrgetter("writer"))
+    groups = [index for index in indexes if not isinstance(index, Index)]
+    if len(singles) == 1 and not groups and singles[0].division is None and is_complete:
+        return TensorList(singles[0].tensors, singles[0].aliases)
+    if is_complete:
+        divisions = {index.writer: index.division for index in singles}
+        divisions.update((writer, group.first.division) for group in groups for writer in group.writers)
+        if problem := disagreement(divisions):
+            raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
+    entries: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    if any(index.division is not None and index.division.alike is not None for index in singles):
+        singles = _apart(singles, where)
+    firsts = [*singles, *[group.first for group in groups]]
+    blocks: dict[str, list[Any]] = {}  # pieces of tensors that several ranks have boxes of
+
+    def add(index: Index, name: str, entry: TensorEntry, block: Any) -> None:
+        before = entries.get(name)
+        if before is None and name not in aliases:
+            entries[name] = entry
+            if block is not entry.pieces:
+                blocks[name] = [block]
+            return
+        parts = blocks.get(name)
+        if parts is None and before is not None and in_boxes(before):
+            parts = blocks[name] = [before.pieces]
+        if before is None or parts is None or before[1:3] != entry[1:3] or not in_boxes(entry):
+            raise _twice(where, name, index, firsts)
+        parts.append(block)
+
+    def tie(index: Index) -> None:
+        for name, original in index.aliases.items():
+            # Boxes of tied tensors are tied on each rank.
+            if name in entries or aliases.setdefault(name, original) != original:
+                raise _twice(where, name, index, firsts)
+
+    for index in singles:
+        for name, entry in index.tensors.items():
+            add(index, name, entry, entry.pieces)
+        tie(index)
+    for group in groups:
+        for entry, block in group.blocks():
+            add(group.first, entry.name, entry, block)
+        tie(group.first)
+    tables = [name for name, parts in blocks.items() if not all(isinstance(part, tuple) for part in parts)]
+    if tables:
+        from .pieces import PieceTable
+
+        table = PieceTable(files)
+        for name in tables:
+            pieces = table.pieces(blocks.pop(name), len(entries[name].shape))
+            entries[name] = entries[name]._replace(pieces=pieces)
+    for name, parts in blocks.items():
+        entries[name] = entries[name]._replace(pieces=tuple(chain.from_iterable(parts)))
+    return TensorList(entries, aliases)
+
+
+def _apart(indexes: Sequence[Index], where: str) -> list[Index]:
+    """Keep the first of several entries that ranks with different tensors have stored under one name.
+
+    Each such rank stored its entry because it could not know of the others; the save compared them.
+    """
+    whole: dict[str, tuple[int, TensorEntry]] = {}
+    boxes: dict[tuple[str, Any], int] = {}
+    ties: dict[str, int] = {}
+    left = []
+    for index in indexes:
+        for name, entry in index.tensors.items():
+            if not in_boxes(entry):
+                whole.setdefault(name, (index.writer, entry))
+    stored = {name for index in indexes for name in index.tensors}
+    for index in indexes:
+        tensors = {}
+        for name, entry in index.tensors.items():
+            first = whole.get(name)
+            if first is not None and first[1][1:3] != entry[1:3]:
+                raise _twice(where, name, index, indexes)
+            if first is None:
+                writer = index.writer
+                mine = tuple(piece for piece in entry.pieces if boxes.setdefault((name, piece[3:]), writer) == writer)
+                if mine or not entry.pieces:
+                    tensors[name] = entry._replace(pieces=mine)
+            elif first[0] == index.writer:
+                tensors[name] = entry
+        tied = {
+            name: original
+            for name, original in index.aliases.items()
+            if name not in stored and ties.setdefault(name, index.writer) == index.writer
+        }
+        left.append(replace(index, tensors=tensors, aliases=tied))
+    return left
+
+
+def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> CorruptCheckpointError:
+    first = next(index.writer for index in indexes if name in index.tensors or name in index.aliases)
+    return CorruptCheckpointError(
+        f"{where}: both rank {first} and rank {second.writer} have stored {name!r}: this checkpoint is damaged; use "
+        "another one",
+        tensor=name,
+    )
+
+
+def in_boxes(entry: TensorEntry) -> bool:
+    """Tell whether all pieces of a tensor are boxes; true for a tensor without pieces."""
+    pieces = entry[3]
+    # `box_start` by its number: for a million pieces the name takes noticeably longer. A table has boxes only.
+    return not isinstance(pieces, tuple) or None not in [piece[3] for piece in pieces]

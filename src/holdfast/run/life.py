@@ -1,0 +1,173 @@
+"""What the processes of a script tell `holdfast run`: which run they have entered, and how far they are.
+
+Each run that a process enters is a file of 4096 bytes in the folder that the variable of the environment names, written
+by one `os.pwrite` for each step (about a microsecond): the bytes survive a SIGKILL of the process, and a full disk
+costs the report and not the training, which a mapped file would (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["VARIABLE", "LifeReport", "RunReport", "deaths_before", "read_reports"]
+
+VARIABLE = "HOLDFAST_LIFE"
+"""Set in the processes of a script that `holdfast run` has started: the folder of this life."""
+DEATHS = "deaths.json"
+_FIELDS = struct.Struct("<8q")
+_TEXT_AT, _BYTES = 256, 4096
+_ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED = range(6)
+_ENDS = {"finished": _FINISHED, "stopped": _STOPPED}
+
+
+class LifeReport:
+    """The report of one run of this process. What goes wrong with it is nobody's error.
+
+    Args:
+        folder: of this life.
+        about: "uri", "attempt" and "rank", and what else does not change.
+    """
+
+    def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
+        self._owner = os.getpid()
+        self._state, self._step, self._longest, self._resumed, self._durable = _ENTERED, -1, 0, -1, -1
+        self._moment, self._requeue, self._wait_ms = time.monotonic_ns(), -1, 0
+        self._fd = -1
+        text = json.dumps({**about, "pid": self._owner}).encode()
+        if len(text) > _BYTES - _TEXT_AT:
+            return
+        with contextlib.suppress(OSError):
+            name = f"run-{self._owner}-{time.monotonic_ns()}"
+            fd = os.open(f"{folder}/.{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.pwrite(fd, text.ljust(_BYTES - _TEXT_AT), _TEXT_AT)
+            self._fd = fd
+            self._write()
+            os.rename(f"{folder}/.{name}", f"{folder}/{name}")
+
+    @classmethod
+    def begin(cls, **about: Any) -> LifeReport | None:
+        """Report a run that was entered just now; None if nobody supervises this process."""
+        folder = os.environ.get(VARIABLE)
+        return cls(folder, about) if folder else None
+
+    def trains(self, step: int, *, requeue: int, wait_s: float) -> None:
+        """Report that steps are counted from here on, and the end of each comes through `stepped`.
+
+        Args:
+            step: done so far, which is durable.
+            requeue: exit status after a signal.
+            wait_s: bound of the waits for a save.
+        """
+        self._resumed = self._durable = step
+        self._requeue, self._wait_ms, self._state = requeue, int(wait_s * 1000), _TRAINS
+        self._step, self._moment = step, time.monotonic_ns()
+        self._write()
+
+    def stepped(self, step: int) -> None:
+        """Report the boundary of a step."""
+        now = time.monotonic_ns()
+        if self._state == _TRAINS and step > self._resumed + 1:  # the first step compiles and warms up
+            self._longest = max(self._longest, now - self._moment)
+        self._step, self._moment = step, now
+        self._write()
+
+    def waits(self, on: bool) -> None:
+        """Report that a save begins to hold the loop, which may take ``wait_s``, or has ended."""
+        if self._state in (_TRAINS, _WAITS):
+            self._state, self._moment = (_WAITS if on else _TRAINS), time.monotonic_ns()
+            self._write()
+
+    def durable(self, step: int) -> None:
+        """Report that the checkpoint of a step is committed."""
+        self._durable = max(self._durable, step)
+        self._write()
+
+    def end(self, reason: str = "closed") -> None:
+        """Report that the run was left; the first reason counts."""
+        if self._state <= _WAITS and self._owner == os.getpid():
+            self._state = _ENDS.get(reason, _CLOSED)
+            self._write()
+
+    def _write(self) -> None:
+        if self._fd < 0 or self._owner != os.getpid():
+            return
+        fields = (self._state, self._step, self._moment, self._longest, self._resumed, self._durable)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, _FIELDS.pack(*fields, self._requeue, self._wait_ms), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a process has last reported of a run.
+
+    Attributes:
+        uri: of the run.
+        attempt: number of this life in the run.
+        rank: of the process.
+        pid: of the process.
+        trains: steps are counted, and the run was not left.
+        stopped: the run was left for a signal or a deadline, with all steps saved.
+        waits: a save holds the loop.
+        step: steps done; -1 if they are not counted.
+        moment_s: `time.monotonic` of the last boundary.
+        longest_s: longest time between two boundaries, 0.0 before there were two.
+        resumed: step that this life began with, -1 if not known.
+        durable: newest step that is durable, as far as the process knows; -1 if none.
+        requeue: exit status after a signal, -1 if not known.
+        wait_s: bound of a save that holds the loop.
+    """
+
+    uri: str
+    attempt: int
+    rank: int
+    pid: int
+    trains: bool
+    stopped: bool
+    waits: bool
+    step: int
+    moment_s: float
+    longest_s: float
+    resumed: int
+    durable: int
+    requeue: int
+    wait_s: float
+
+
+def read_reports(folder: Path) -> list[RunReport]:
+    """Return the reports of a life, in the order in which the runs were entered."""
+    found = []
+    for path in folder.glob("run-*"):
+        try:
+            data = path.read_bytes()
+            about = json.loads(data[_TEXT_AT:])
+            state, step, moment, longest, resumed, durable, requeue, wait_ms = _FIELDS.unpack_from(data)
+            report = RunReport(
+                uri=str(about["uri"]), attempt=int(about["attempt"]), rank=int(about["rank"]), pid=int(about["pid"]),
+                trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, waits=state == _WAITS, step=step,
+                moment_s=moment / 1e9, longest_s=longest / 1e9, resumed=resumed, durable=durable, requeue=requeue,
+                wait_s=wait_ms / 1e3,
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, struct.error):
+            continue
+        found.append((int(path.name.rpartition("-")[2]), report))
+    return [report for _, report in sorted(found, key=lambda pair: pair[0])]
+
+
+def deaths_before(uri: str) -> list[dict[str, Any]]:
+    """Return what the supervisor says of the ends of earlier lives in this run, as journal events; [] without one."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return []
+    try:
+        deaths = json.loads(Path(folder, DEATHS).read_bytes())
+        return [dict(death["event"]) for death in deaths if death["uri"] == uri]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -1,0 +1,209 @@
+"""The processes of one life: started in process groups of their own, signalled, looked at, and ended whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.run.life import VARIABLE
+
+__all__ = ["LifeProcesses", "describe_status", "first_error", "shell_status"]
+
+_STARTUP = Path(__file__).with_name("startup")
+_STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # registered by the start file
+_STACKS_S = 2.0  # for the stacks of one process
+_MOST_STACKS = 16
+_PDEATHSIG = 1  # of prctl(2)
+
+
+class LifeProcesses:
+    """Starts the processes of a life, one for each rank, and ends whatever is left of them.
+
+    Args:
+        command: program and arguments.
+        folder: where the processes report.
+        num_ranks: processes to start with the environment of torchrun; None: one, with the environment as it is.
+        more: variables for the environment.
+
+    Attributes:
+        statuses: of the processes that have ended, by rank, as `subprocess` gives them.
+
+    Raises:
+        ConfigError: the command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, *, num_ranks: int | None, more: Mapping[str, str]) -> None:
+        self._folder = folder
+        self.statuses: dict[int, int] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        port = "" if num_ranks is None else str(_free_port())
+        for rank in range(num_ranks or 1):
+            ranked = {} if num_ranks is None else _of_torchrun(rank, num_ranks, port)
+            paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = {
+                **os.environ, **ranked, **more, VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(paths),
+            }  # fmt: skip
+            try:
+                process = subprocess.Popen(
+                    command, env=environment, stdin=_stdin(),
+                    preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
+                )  # fmt: skip
+            except OSError as error:
+                self.end()
+                self.reap()
+                raise ConfigError(f"{command[0]!r} cannot be started: {error.strerror or error}") from error
+            self._processes.append(process)
+
+    def poll(self, *, waits: bool = False) -> bool:
+        """Take in what has ended; True when all processes have.
+
+        They are looked at and not reaped: the writer of a dead trainer reads from the kernel how it has ended.
+        """
+        for rank, process in enumerate(self._processes):
+            if rank not in self.statuses:
+                options = os.WEXITED | os.WNOWAIT | (0 if waits else os.WNOHANG)
+                found = os.waitid(os.P_PID, process.pid, options)
+                if found is not None:
+                    is_exit = found.si_code == os.CLD_EXITED
+                    self.statuses[rank] = found.si_status if is_exit else -found.si_status
+        return len(self.statuses) == len(self._processes)
+
+    def send(self, number: int, also: Sequence[int] = ()) -> None:
+        """Send a signal to the processes that we started, and to ``also``."""
+        for pid in [*(process.pid for process in self._processes), *also]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    def are_alive(self, pids: Sequence[int]) -> list[int]:
+        """Return those that still run in one of our process groups: children of what we have started."""
+        groups = {process.pid for process in self._processes}
+        return [pid for pid in pids if _group_of(pid) in groups]
+
+    def stacks(self) -> str:
+        """Have every Python process of this life write the stacks of its threads, and return them."""
+        if _STACKS is None:
+            return ""
+        texts = []
+        for path in sorted(self._folder.glob("stacks-*"), key=lambda path: path.stat().st_mtime)[:_MOST_STACKS]:
+            pid = int(path.name.rpartition("-")[2])
+            if not self.are_alive([pid]):
+                continue
+            before = path.stat().st_size
+            with contextlib.suppress(OSError):
+                os.kill(pid, _STACKS)
+            if text := _grown(path, before):
+                texts.append(f"process {pid} ({_command_of(pid)}):\n{text}")
+        return "\n".join(texts)
+
+    def end(self) -> None:
+        """Kill what is left of the process groups: data loader workers, ranks that wait for a dead one."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self.poll(waits=True)
+
+    def reap(self) -> None:
+        """Let the kernel forget the processes, which have ended."""
+        for process in self._processes:
+            process.wait()
+
+
+def first_error(folder: Path) -> dict[str, Any] | None:
+    """Return the exception that has ended a process of a life first, None if none was noted."""
+    found = []
+    for path in folder.glob("error-*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = json.loads(path.read_bytes())
+            found.append((float(about["time"]), about))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def describe_status(status: int) -> str:
+    """Say how a process has ended, for people."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def shell_status(status: int) -> int:
+    """Return an exit status as a shell gives it: 128 and the number of the signal."""
+    return status if status >= 0 else 128 - status
+
+
+def _of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    both = [dict.fromkeys(keys, str(value)) for keys, value in zip(names, (rank, num_ranks), strict=True)]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        given["OMP_NUM_THREADS"] = "1"  # as torchrun does
+    return {**both[0], **both[1], **given}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _stdin() -> int | None:
+    # A process group in the background that reads from a terminal is stopped for ever.
+    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
+
+
+def _prepare_child() -> Callable[[], None]:
+    """Return what a child does before its program begins.
+
+    It gets a process group of its own, and asks for SIGTERM, a request to stop, should we be killed.
+    """
+    import ctypes
+
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        if prctl is not None:
+            prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return prepare
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return -1
+
+
+def _grown(path: Path, before: int) -> str:
+    """Return what is appended to a file, once it has stopped growing."""
+    until, size = time.monotonic() + _STACKS_S, before
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        now = path.stat().st_size
+        if now == size and now > before:
+            break
+        size = now
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read(64 << 10).decode(errors="replace")
+
+
+def _command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "python"
+    return b" ".join(words[:4]).decode(errors="replace").strip()

@@ -1,0 +1,304 @@
+"""The loop of `holdfast run`: start the script, watch it, look at its end, start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast._units import format_duration
+from holdfast.errors import HoldfastError
+from holdfast.run.life import DEATHS, RunReport, read_reports
+
+from .early import STOPS, HeldSignals
+from .processes import LifeProcesses, describe_status, first_error, shell_status
+from .restarts import GUARD_STATUS, REQUEUE_STATUS, Again, Death, End, after
+
+__all__ = ["Supervisor"]
+
+_LOOK_S = 1.0
+_HANG_S = 300.0  # least time without a boundary that is a hang
+_FIRST_S = 1800.0  # until the first boundary of a life
+_HANG_STEPS = 10
+_OTHERS_S = 5.0  # for the other ranks to end after one has died
+_STOPS = frozenset(getattr(signal, name) for name in STOPS)
+_FOR_REQUEUE = frozenset({signal.SIGTERM, signal.SIGUSR1})
+_SHOWN_DEATHS = 50
+
+
+class Supervisor:
+    """Runs a command until it is done.
+
+    Args:
+        command: program and arguments.
+        held: the signals.
+        num_ranks: processes to start with the environment of torchrun; None: one, in the environment that there is.
+        hang_s: time without a boundary of a step that is a hang; None: from the steps of the script; 0: off.
+        is_one_of: ranks that another launcher has started, each below a supervisor of its own. With more than one, a
+            death is passed on: only the launcher can start all ranks again.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        held: HeldSignals,
+        *,
+        num_ranks: int | None = None,
+        hang_s: float | None = None,
+        is_one_of: int = 1,
+    ) -> None:
+        self._command, self._held, self._num_ranks, self._hang_s = list(command), held, num_ranks, hang_s
+        self._alone = is_one_of == 1
+        self._deaths: list[Death] = []
+        self._told: list[dict[str, Any]] = []  # deaths, for the journals of their runs
+        self._stopping: int | None = None  # the signal that asked for it
+        self._requeue = REQUEUE_STATUS
+        self._hangs = 0  # in a row: each doubles the time for the next life
+        self._before: LifeProcesses | None = None
+        self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
+        self._wake, wake = os.pipe()
+        for fd in (self._wake, wake):
+            os.set_blocking(fd, False)
+        held.wake_by(wake)
+
+    def run(self) -> int:
+        """Run the command, again and again, and return the exit status for all of it.
+
+        Raises:
+            ConfigError: the command cannot be started.
+        """
+        try:
+            while True:
+                if self._take_signals(None):
+                    return self._stopped_between()
+                status = self._live()
+                if status is not None:
+                    return status
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._reap()
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    def _reap(self) -> None:
+        """Reap the life before: late, for its writer reads from the kernel how it has ended."""
+        if self._before is not None:
+            self._before.reap()
+
+    # -- one life
+
+    def _live(self) -> int | None:
+        """Live one life; return the exit status if it was the last one."""
+        number = len(self._deaths) + 1
+        folder = self._home / f"life-{number}"
+        folder.mkdir()
+        (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
+        began = time.monotonic()
+        processes = LifeProcesses(self._command, folder, num_ranks=self._num_ranks, more=_environment(number))
+        self._reap()
+        self._before = processes
+        try:
+            hang = self._watch(processes, folder)
+        finally:
+            processes.end()
+        reports = read_reports(folder)
+        self._requeue = next((report.requeue for report in reports if report.requeue >= 0), self._requeue)
+        failed = [status for _, status in sorted(processes.statuses.items()) if status != 0]
+        worst = min(failed, key=lambda status: (status == self._requeue, status == -signal.SIGKILL), default=0)
+        if hang is None and (status := self._last_status(worst, reports)) is not None:
+            return status
+        death = self._death(number, time.monotonic() - began, worst, reports, folder, hang)
+        self._deaths.append(death)
+        self._hangs = self._hangs + 1 if hang is not None else 0
+        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()]
+        self._told += told
+        decision = self._decide(worst)
+        self._say_death(death, decision)
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(decision, End):
+            _record(told)
+            return death.status
+        if self._pause(decision.pause_s):
+            return self._stopped_between()
+        return None
+
+    def _watch(self, processes: LifeProcesses, folder: Path) -> str | None:
+        """Wait for the end of a life; return the stacks if it hung and was ended, else None."""
+        others_until = float("inf")
+        while not processes.poll():
+            self._take_signals(processes)
+            now = time.monotonic()
+            if processes.statuses and others_until == float("inf") and any(processes.statuses.values()):
+                others_until = now + _OTHERS_S
+            if now >= others_until:
+                if self._stopping is None:
+                    return None
+                others_until = float("inf")  # ranks that save before they stop take the time they need
+            if self._stopping is None and (why := self._hang(read_reports(folder), now)) is not None:
+                _say(f"{why}: this is a hang. The Python stacks of all threads:")
+                stacks = processes.stacks() or "(no Python process of this life has registered to write them)\n"
+                sys.stderr.write(stacks)
+                sys.stderr.flush()
+                return f"{why}\n{stacks}"
+            self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
+        if self._stopping is not None:
+            # The command was a shell that died of the signal: the script itself has yet to save.
+            rest = processes.are_alive([report.pid for report in read_reports(folder)])
+            processes.send(self._stopping, rest)
+            while processes.are_alive(rest):
+                if self._take_signals(processes, rest):
+                    continue
+                self._sleep(0.1)
+        return None
+
+    def _hang(self, reports: Sequence[RunReport], now: float) -> str | None:
+        """Say which rank makes no steps any more, None if all do."""
+        if self._hang_s == 0:
+            return None
+        for report in reports:
+            if not report.trains:
+                continue
+            first = report.step <= report.resumed
+            limit_s = self._hang_s or (_FIRST_S if first else max(_HANG_S, _HANG_STEPS * report.longest_s))
+            limit_s = limit_s * 2**self._hangs + (report.wait_s if report.waits else 0.0)
+            silent_s = now - report.moment_s
+            if silent_s > limit_s:
+                return (
+                    f"rank {report.rank} of {report.uri} has ended no step for {format_duration(silent_s)} "
+                    f"(step {report.step}; the limit was {format_duration(limit_s)})"
+                )
+        return None
+
+    def _last_status(self, worst: int, reports: Sequence[RunReport]) -> int | None:
+        """Return the exit status if a life that has ended by itself was the last one."""
+        if worst == 0:
+            if self._deaths:
+                _say(f"done, after {len(self._deaths) + 1} lives")
+            return 0
+        if worst == self._requeue:
+            return worst
+        if self._stopping is None:
+            return None
+        if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or any(report.stopped for report in reports)):
+            # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
+            # status for what its ranks did: the job is to be queued again.
+            return self._requeue
+        return shell_status(worst)
+
+    def _decide(self, worst: int) -> Again | End:
+        if not self._alone:
+            return End(
+                "this is one rank of several, and its launcher starts all of them again (torchrun --max-restarts)"
+            )
+        return Again(0.0) if worst == GUARD_STATUS else after(self._deaths)
+
+    def _death(
+        self, number: int, seconds: float, worst: int, reports: Sequence[RunReport], folder: Path, hang: str | None
+    ) -> Death:
+        error = first_error(folder) or {}
+        durable: dict[str, int] = {}
+        for report in reports:
+            durable[report.uri] = max(durable.get(report.uri, -1), report.durable)
+        text = f"{error['type']}: {error['message']}" if error else ""
+        place = f" ({error['place']})" if error.get("place") else ""
+        cause = "hang" if hang is not None else describe_status(worst)
+        return Death(
+            number=number, seconds=seconds, cause=cause, error=text + place,
+            traceback=hang or str(error.get("traceback", "")), step=reports[-1].step if reports else -1,
+            durable=durable, trained=any(report.step > report.resumed >= 0 or report.step > 0 > report.resumed
+                                         for report in reports),
+            status=1 if hang is not None else shell_status(worst),
+        )  # fmt: skip
+
+    def _tell(self, death: Death, report: RunReport) -> dict[str, Any]:
+        """Describe a death for the journal of a run."""
+        why = death.cause + (f": {death.error}" if death.error and death.cause != "hang" else "")
+        event: dict[str, Any] = {"what": "died", "time": time.time(), "attempt": report.attempt, "why": why}
+        if report.step >= 0:
+            event["step"] = report.step
+        if death.cause == "hang":
+            event["stacks"] = death.traceback
+        return {"uri": report.uri, "event": event}
+
+    def _say_death(self, death: Death, decision: Again | End) -> None:
+        where = f" at step {death.step}" if death.step >= 0 else ""
+        error = f" ({death.error})" if death.error and death.cause != "hang" else ""
+        safe = max(death.durable.values(), default=-1)
+        newest = f"; the newest durable step it knew is {safe}" if safe >= 0 else ""
+        if isinstance(decision, End):
+            what = f"not started again: {decision.why}"
+        else:
+            pause = f" in {decision.pause_s:g} s" if decision.pause_s else ""
+            what = f"starting again{pause}"
+        lasted = f"life {death.number} ended after {format_duration(death.seconds)}{where}"
+        _say(f"{lasted}: {death.cause}{error}{newest}; {what}")
+        if isinstance(decision, End) and death.traceback and death.cause != "hang":
+            sys.stderr.write(death.traceback)
+            sys.stderr.flush()
+
+    # -- signals and pauses
+
+    def _take_signals(self, processes: LifeProcesses | None, also: Sequence[int] = ()) -> bool:
+        """Pass on the signals that have come; True if one of them asks to stop, now or before."""
+        while self._held.waiting:
+            number = self._held.waiting.pop(0)
+            if number in _STOPS:
+                self._stopping = self._stopping or number
+            if processes is not None:
+                processes.send(number, also)
+        return self._stopping is not None
+
+    def _stopped_between(self) -> int:
+        """Return the exit status after a signal while no life was there."""
+        assert self._stopping is not None
+        return self._requeue if self._stopping in _FOR_REQUEUE else 128 + self._stopping
+
+    def _pause(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self._take_signals(None):
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            self._sleep(left)
+        return True
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, until a signal comes or a child ends."""
+        select.select([self._wake], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+
+
+def _environment(number: int) -> dict[str, str]:
+    """Return variables of a life: where the store of torchrun's agent outlives it, its keys begin anew."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if number > 1 and count.isdigit():
+        return {"TORCHELASTIC_RESTART_COUNT": str(int(count) + number - 1)}
+    return {}
+
+
+def _record(told: Sequence[Mapping[str, Any]]) -> None:
+    """Write the last death into the journals of its runs; no later life will."""
+    if not told:
+        return
+    from holdfast.run.heartbeat import upkeep  # not above: only a run that is given up needs them
+    from holdfast.storage.resolve import resolve
+
+    for death in told:
+        try:
+            with upkeep(resolve(death["uri"]), wait_s=60.0) as catalog:
+                catalog.index.journal.take([death["event"]])
+        except HoldfastError as error:
+            _say(f"the end of the last life could not be recorded in {death['uri']}: {error}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"holdfast run: {line}\n".encode(errors="replace"))

@@ -1,0 +1,412 @@
+"""Verify the resume of any script, with or without Holdfast: the lives, their matching, and one report for both.
+
+The first life is uninterrupted, and observed in both ways: a `Witness` reports if the script has a `Checkpointer`, and
+then `resume` takes over; the steps of torch's optimizers are recorded else, and further lives are killed, started again
+by the same command, and matched by content (`matching`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+
+from .lives import Command, Forked, Life, LifeFailedError, run_life
+from .matching import Finding, Match, compare_fresh, match_life
+from .plan import LifePlan, Moment
+from .records import Record, read_records, saved_after, stages
+from .report import LifeReport, Report, of_examined, of_findings
+from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, choose_by_rows
+from .workplace import OutputWatch, Workplace
+
+__all__ = ["KillAt", "assert_resumes", "choose_steps", "verify_script"]
+
+_COPY_BYTES = 2 << 30
+_ANEW = (
+    "cannot resume",
+    "no training",
+    "optimizer lost",
+    "optimizer rounded",
+    "partial weights",
+    "rounded weights",
+    "starts over",
+)
+"""What can be said of a script of which two uninterrupted lives differ."""  # fmt: skip
+_TORN = ("zip", "EOF", "end of", "truncated", "corrupt", "central directory", "unpickl", "incomplete", "JSONDecode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillAt:
+    """A planned kill: before which step of the uninterrupted life, and what is special about it."""
+
+    step: int
+    why: str
+
+
+def choose_steps(steps: int, saves: Sequence[int], epochs: Sequence[int], count: int) -> list[KillAt]:
+    """Choose ``count`` kills, ascending: between saves, at an epoch's end, at once after a save, then anywhere.
+
+    Args:
+        steps: of the uninterrupted life.
+        saves: after how many steps files were written.
+        epochs: the steps that begin an epoch.
+        count: number of kills.
+    """
+    last = steps - 1
+    chosen: dict[int, str] = {}
+
+    def take(step: int, why: str) -> None:
+        if 1 <= step <= last and len(chosen) < count and all(abs(step - other) > 1 for other in chosen):
+            chosen[step] = why
+
+    ends = [*saves[1:], steps]
+    gaps = [(begin, end) for begin, end in zip(saves, ends, strict=True) if end - begin > 2]
+    for begin, end in gaps[:1] or [(save, save + 1) for save in saves[:1]]:
+        take(min((begin + end + 1) // 2, last), "between saves")
+    for epoch in epochs:
+        if any(save <= epoch for save in saves) and "at the end of an epoch" not in chosen.values():
+            take(epoch, "at the end of an epoch")
+    for save in reversed(saves):
+        if "after a save" not in chosen.values():
+            take(min(save + 1, last), "after a save")
+    for save in saves:
+        take(min(save + 1, last), "after a save")
+    if not chosen:
+        take(max(1, steps // 2), "nothing was saved")
+    return [KillAt(step=step, why=chosen[step]) for step in sorted(chosen)]
+
+
+def verify_script(
+    command: Sequence[str],
+    *,
+    kills: int = 3,
+    resume: Sequence[str] | None = None,
+    steps: int | None = None,
+    terminate: bool = False,
+    seed: int = 0,
+    every: int = 1,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+    in_place: bool = False,
+    copy_limit_bytes: int = _COPY_BYTES,
+    starter: Callable[[Sequence[str], Path], Command | Forked] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Run a script uninterrupted and killed, and say how its resume differs.
+
+    Args:
+        command: program and arguments; ``{run}`` in them stands for a directory that each chain of lives gets anew.
+        kills: how many times it is killed.
+        resume: command that starts it again, default: the same.
+        steps: compare the first so many steps only, and end the script there.
+        terminate: send SIGTERM and give it 30 seconds, instead of SIGKILL.
+        seed: of the choice of moments, with a `Checkpointer`.
+        every: compare the state after every so many steps, with a `Checkpointer`.
+        timeout_s: bound for each life.
+        env: added to the environment.
+        cwd: working directory; a copy of it is used.
+        keep_in: directory for copies, records and output; a temporary directory is removed.
+        in_place: run in the working directory itself.
+        copy_limit_bytes: a larger working directory is refused.
+        starter: makes what runs a command in a directory; default: an observed `Command`.
+        say: gets a line for each event.
+
+    Raises:
+        ConfigError: an argument is wrong, or the working directory too large.
+        NothingToVerifyError: no torch optimizer made two steps, and there was no `Checkpointer`.
+        LifeFailedError: a life that began anew ended with an error, or one took too long.
+    """
+    if not command:
+        raise ConfigError("no command: holdfast verify-resume -- python train.py")
+    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
+        raise ConfigError(
+            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
+            "steps is 2 or more, timeout_s is positive"
+        )
+    with Home(keep_in) as home:
+        place = Path(cwd or ".")
+        workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes)
+        starter = starter or (lambda parts, folder: Command(parts, env=env, cwd=folder, observed=True))
+        chains = _Chains(command, resume or command, home, place, workplace, starter)
+        end = None if steps is None else Moment(step=steps)
+        twins = Twins(
+            home, lambda run: chains.command("a"), timeout_s=timeout_s, every=every, redirect=True, end=end, say=say
+        )
+        (home / "a").mkdir(exist_ok=True)
+        chains.make("a")
+        with OutputWatch(home / "a") as watch:
+            first = twins.life("a", 0, end, None, observe_to=steps, observe=True, watch=watch)
+        if first.rows:
+            examined = twins.examine(choose_by_rows(kills, seed), first)
+            return of_examined(examined, command, steps=steps)
+        lives = _Lives(chains, first, watch, timeout_s=timeout_s, steps=steps, terminate=terminate, say=say)
+        if in_place and not chains.has_run:
+            raise NothingToVerifyError(
+                "--in-place needs {run} in the arguments of a script without a Checkpointer, for the directory "
+                "it writes "
+                "to: else its lives would find each other's files"
+            )
+        return lives.verify(command, kills)
+
+
+def assert_resumes(
+    command: str | Sequence[str],
+    *,
+    kills: int = 3,
+    resume: str | Sequence[str] | None = None,
+    steps: int | None = None,
+    terminate: bool = False,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Check that a training script, with or without Holdfast, goes on exactly after being killed.
+
+    ``holdfast verify-resume`` for a pytest of one's own. The script runs in copies of its working directory.
+
+    Args:
+        command: program and arguments; ``{run}`` in them stands for a directory that each run gets anew.
+        kills: how many times it is killed.
+        resume: command that starts it again, default: the same.
+        steps: compare the first so many steps only, and end the script there.
+        terminate: send SIGTERM and give it 30 seconds, instead of SIGKILL.
+        timeout_s: bound for each life.
+        env: added to the environment.
+        cwd: working directory, default: this one.
+        keep_in: directory for copies, records and output; a temporary directory is removed.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        ResumeDivergedError: the resume is not exact; the message names the first difference, its cause and the fix.
+        AssertionError: the script failed by itself, or made no step that can be seen.
+
+    Example:
+        >>> assert_resumes("python train.py --epochs 2", kills=1)               # doctest: +SKIP
+    """
+    parts = shlex.split(command) if isinstance(command, str) else list(command)
+    again = shlex.split(resume) if isinstance(resume, str) else resume
+    report = verify_script(
+        parts, kills=kills, resume=again, steps=steps, terminate=terminate, timeout_s=timeout_s, env=env, cwd=cwd,
+        keep_in=keep_in,
+    )  # fmt: skip
+    if not report.exact:
+        first = report.first or {"step": 0, "items": [], "kind": ""}
+        raise ResumeDivergedError(
+            "\n".join(report.lines()), step=first["step"], items=[item["item"] for item in first["items"]],
+            at_resume=first["kind"] == "at resume", causes=[cause.why or cause.text for cause in report.causes],
+        )  # fmt: skip
+    return report
+
+
+class _Chains:
+    """The commands of the chains of lives, each in a copy of the working directory of its own."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        resume: Sequence[str],
+        home: Path,
+        cwd: Path,
+        workplace: Workplace | None,
+        starter: Callable[[Sequence[str], Path], Command | Forked],
+    ) -> None:
+        self.home = home
+        self.has_run = any("{run}" in part for part in command)
+        self._command, self._resume, self._cwd, self._workplace = command, resume, cwd, workplace
+        self._starter = starter
+        self._places: dict[str, Path] = {}
+
+    def make(self, name: str) -> None:
+        self._places[name] = self._cwd if self._workplace is None else self._workplace.copy(name)
+        (self.home / name / "run").mkdir(parents=True, exist_ok=True)
+
+    def command(self, name: str, *, again: bool = False) -> Command | Forked:
+        place = self._places[name]
+        run = str(self.home / name / "run")
+        parts = [part.replace("{run}", run) for part in (self._resume if again else self._command)]
+        if self._workplace is not None:
+            parts = self._workplace.moved(parts, place)
+        return self._starter(parts, place)
+
+
+class _Lives:
+    """The lives of a script without a `Checkpointer`, after the first one."""
+
+    def __init__(
+        self,
+        chains: _Chains,
+        first: Life,
+        watch: OutputWatch,
+        *,
+        timeout_s: float,
+        steps: int | None,
+        terminate: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._chains, self._timeout_s, self._steps, self._terminate, self._say = (
+            chains,
+            timeout_s,
+            steps,
+            terminate,
+            say,
+        )
+        self._first = first
+        self._reference = _useful(read_records(Path(first.plan.trace), 0), first)
+        self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
+        self._saves = saved_after(self._reference[0], watch.changes)
+        self._lives: list[LifeReport] = []
+        self._notes: list[str] = []
+
+    def verify(self, command: Sequence[str], kills: int) -> Report:
+        reference = self._reference[0]
+        self._say(f"uninterrupted: {self._steps_in_all} steps in {self._first.seconds:.1f} s")
+        chosen = choose_steps(self._steps_in_all, self._saves, stages(reference.steps), kills)
+        self._chains.make("b")
+        findings = self._killed(chosen)
+        return of_findings(
+            findings, command=command, steps=self._steps_in_all, lives=self._lives, notes=self._notes,
+            kills=chosen, saves=self._saves, ranks=len(self._reference), first=self._first,
+            reference=self._reference,
+        )  # fmt: skip
+
+    def _killed(self, chosen: Sequence[KillAt]) -> list[tuple[int, int, Finding]]:
+        """Run the lives that are killed and the last one; return (life, rank, finding), those of one life."""
+        died, wrote, proven = 0, False, 0
+        fresh: dict[int, Record] = {}
+        noise: Finding | None = None
+        for number, kill in enumerate([*chosen, None]):
+            expected = max((save for save in self._saves if save <= died), default=0) if number else 0
+            stop = self._steps if kill is None else kill.step
+            with OutputWatch(self._chains.home / "b") as watch:
+                life = self._life("b", number, None if stop is None else max(1, stop - expected), watch)
+            wrote = wrote or bool(watch.changes)
+            records = read_records(Path(life.plan.trace), number)
+            to_end = not life.killed and self._steps is None
+            if number == 0:
+                fresh = records
+                pairs = [(self._reference[rank], records.get(rank, Record(rank=rank))) for rank in self._reference]
+                found = [compare_fresh(one, other, to_end=to_end) for one, other in pairs]
+                noise = next((one for one in found if one is not None), None)
+                proven = died = len(records[0].steps) - 1 if 0 in records else 0
+                self._note(life, kill, 0, len(records[0].steps) if 0 in records else 0)
+                if not life.killed:
+                    return [(0, 0, noise)] if noise is not None else []
+                continue
+            matches = self._match(life, records, fresh if noise is not None else self._reference, died, wrote, to_end)
+            began = matches[0].began
+            made = matches[0].steps
+            self._note(life, kill, began, made, finding=next(iter(matches[0].findings), None))
+            findings = [(number, rank, found) for rank, match in matches.items() for found in match.findings]
+            if not findings and len({match.began for match in matches.values()}) > 1:
+                facts = {"began": ", ".join(f"rank {rank}: {match.began}" for rank, match in matches.items())}
+                findings = [(number, 0, Finding(kind="ranks", step=began or 0, at_resume=True, facts=facts))]
+            if noise is not None:
+                findings = [one for one in findings if one[2].kind in _ANEW]
+                return [*findings, (0, 0, noise)]
+            if findings:
+                return self._confirmed(findings, proven)
+            self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
+            if not life.killed:
+                break
+            died = (began or 0) + made - 1
+        return []
+
+    def _match(
+        self,
+        life: Life,
+        records: Mapping[int, Record],
+        reference: Mapping[int, Record],
+        died: int,
+        wrote: bool,
+        to_end: bool,
+    ) -> dict[int, Match]:
+        if not life.killed and life.status != 0:
+            said = life.said()
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it printed nothing").strip()
+            torn = any(word in last for word in _TORN)
+            made = len(records[0].steps) if 0 in records else 0
+            facts = {"status": life.status, "said": last[:200], "torn": torn}
+            finding = Finding(kind="cannot resume", step=died, at_resume=made == 0, facts=facts)
+            return {0: Match(began=None, steps=made, findings=(finding,))}
+        return {
+            rank: match_life(
+                one, records.get(rank, Record(rank=rank)), killed_at=died, saved=wrote, to_end=to_end
+            )
+            for rank, one in reference.items()
+        }  # fmt: skip
+
+    def _confirmed(self, findings: list[tuple[int, int, Finding]], proven: int) -> list[tuple[int, int, Finding]]:
+        """Return the findings, or that two uninterrupted lives differ already where they are."""
+        _, rank, finding = findings[0]
+        if finding.at_resume or finding.step <= proven or finding.kind in _ANEW:
+            return findings
+        self._say("they differ: the script runs once more without a break, to see what it never repeats")
+        self._chains.make("c")
+        with OutputWatch(self._chains.home / "c") as watch:
+            life = self._life("c", 0, self._steps, watch)
+        records = read_records(Path(life.plan.trace), 0)
+        other = records.get(rank, Record(rank=rank))
+        noise = compare_fresh(self._reference[rank], other, to_end=self._steps is None)
+        return [(0, rank, noise)] if noise is not None and noise.step <= finding.step else findings
+
+    def _life(self, chain: str, number: int, kill_at: int | None, watch: OutputWatch) -> Life:
+        trace = self._chains.home / f"{chain}.trace"
+        trace.mkdir(exist_ok=True)
+        plan = LifePlan(
+            trace=os.fspath(trace), life=number, signal=os.fspath(trace / "signal"), observe=True, kill_at=kill_at,
+            # A fresh process draws its seeds by chance: alike where lives begin alike, and others when one goes on.
+            seed=number, gentle=self._terminate and chain == "b",
+        )  # fmt: skip
+        return run_life(
+            self._chains.command(chain, again=number > 0), plan, timeout_s=self._timeout_s, failure_counts=number == 0,
+            watch=watch,
+        )  # fmt: skip
+
+    def _note(
+        self, life: Life, kill: KillAt | None, began: int | None, made: int, *, finding: Finding | None = None
+    ) -> None:
+        number = life.plan.life
+        where = f"went on from step {began}" if number and began else "began"
+        if number and not began:
+            where = "began at step 0" if began == 0 else "went on from no step that is known"
+        if not life.killed and life.status != 0:
+            where = f"ended with exit status {life.status}"
+        end = f"killed after step {(began or 0) + made - 1} ({kill.why})" if life.killed and kill else "not killed"
+        self._say(f"life {number + 1}: {where}, {end} ({life.seconds:.1f} s)")
+        self._lives.append(
+            LifeReport(
+                began=began, steps=made, killed_after=(began or 0) + made - 1 if life.killed else None,
+                why=kill.why if kill is not None and life.killed else "", seconds=life.seconds, status=life.status,
+                differs_from=None if finding is None else finding.step,
+            )
+        )  # fmt: skip
+
+
+def _useful(records: dict[int, Record], first: Life) -> dict[int, Record]:
+    """Return the records of a life that can be verified.
+
+    Raises:
+        NothingToVerifyError: too few steps were seen.
+        LifeFailedError: the observation failed.
+    """
+    for record in records.values():
+        if record.error:
+            raise LifeFailedError(f"the steps of the script could not be observed: {record.error}. Please report this")
+    made = len(records[0].steps) if 0 in records else 0
+    if made < 2:
+        raise NothingToVerifyError(
+            f"the script made {made} step(s) with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
+            "are needed to resume in between. Steps are seen where torch.optim.Optimizer.step is called in an "
+            f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
+        )
+    return records

@@ -1,0 +1,155 @@
+"""Where a script runs while it is verified: a copy of its working directory, watched from outside.
+
+A script without Holdfast saves where it likes, so each chain of lives gets the directory as it was, and the real one,
+with its real checkpoints, stays untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from holdfast._units import format_bytes
+from holdfast.errors import ConfigError
+
+__all__ = ["OutputWatch", "Workplace"]
+
+_LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
+"""Never written by a training: a link to the real one will do."""
+_LEFT_OUT = ("__pycache__",)
+_NO_STATE = (".pyc", ".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".err", ".yaml", ".yml", ".md", ".png", ".html")
+"""Ends of names of files that hold no training state: a script may write them at every step."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLOSE_WRITE, _MOVED_TO, _CREATE = 0x8, 0x80, 0x100  # of Linux' inotify.h
+_EVENT = struct.Struct("iIII")
+
+
+class Workplace:
+    """Copies of a working directory.
+
+    Args:
+        source: the real one.
+        home: directory that takes the copies; it may lie in the real one.
+        limit_bytes: more than this is not copied.
+
+    Raises:
+        ConfigError: the directory is too large; names its largest entries.
+    """
+
+    def __init__(self, source: Path, home: Path, *, limit_bytes: int) -> None:
+        self._source, self._home = source.absolute(), home.absolute()
+        sizes = {entry.name: _size(Path(entry.path), self._home) for entry in os.scandir(source)}
+        sizes = {name: size for name, size in sizes.items() if name not in _LINKED}
+        total = sum(sizes.values())
+        if total > limit_bytes:
+            large = sorted(sizes, key=lambda name: -sizes[name])[:3]
+            raise ConfigError(
+                f"the working directory {source} holds {format_bytes(total)} ("
+                + ", ".join(f"{name}: {format_bytes(sizes[name])}" for name in large)
+                + f"), and a script runs in a copy of it, of up to {format_bytes(limit_bytes)}, so that its own files "
+                "stay as they are. Start it in a smaller directory, allow more with --copy-limit, or run it where it "
+                "is with --in-place and {run} in its arguments for the directory it writes to"
+            )
+
+    def copy(self, name: str) -> Path:
+        """Make a copy called ``name``, and return its path."""
+        place = self._home / name / "work"
+
+        def leave_out(folder: str, names: Sequence[str]) -> set[str]:
+            out = {one for one in names if one in _LEFT_OUT or Path(folder, one) == self._home}
+            return out | ({one for one in names if one in _LINKED} if Path(folder) == self._source else set())
+
+        shutil.copytree(self._source, place, symlinks=True, ignore=leave_out)
+        for linked in _LINKED:
+            if (self._source / linked).exists():
+                (place / linked).symlink_to(self._source / linked)
+        return place
+
+    def moved(self, command: Sequence[str], place: Path) -> list[str]:
+        """Return a command for a copy: paths of the real directory that it names become those of the copy."""
+        real = f"{self._source}{os.sep}"
+        linked = tuple(f"{real}{name}{os.sep}" for name in _LINKED)
+        return [
+            argument if argument.startswith(linked) else argument.replace(real, f"{place}{os.sep}")
+            for argument in command
+        ]  # fmt: skip
+
+
+def _size(path: Path, home: Path) -> int:
+    if path.is_symlink() or path == home:
+        return 0
+    if path.is_dir():
+        return sum(_size(Path(entry.path), home) for entry in os.scandir(path) if entry.name not in _LEFT_OUT)
+    return path.stat().st_size
+
+
+class OutputWatch:
+    """Notes when files below a directory change, by inotify: nothing is asked of who changes them.
+
+    Args:
+        root: the directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "inotify_init1")
+        self._folders: dict[int, Path] = {}
+        self.changes: list[tuple[float, Path]] = []
+        self._add(root, found=False)
+
+    def __enter__(self) -> OutputWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        """Return what to wait for."""
+        return int(self._fd)
+
+    def read(self) -> None:
+        """Note the changes that are there to be read, each with the time at which the file took its name or end."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = os.read(self._fd, 1 << 16)
+                for path, mask in self._events(data):
+                    if path.is_dir() and not path.is_symlink():
+                        if mask & (_CREATE | _MOVED_TO):
+                            self._add(path, found=True)
+                    elif mask & (_CLOSE_WRITE | _MOVED_TO):
+                        self._note(path)
+
+    def _events(self, data: bytes) -> Iterator[tuple[Path, int]]:
+        at = 0
+        while at < len(data):
+            folder, mask, _, size = _EVENT.unpack_from(data, at)
+            name = data[at + _EVENT.size : at + _EVENT.size + size].rstrip(b"\0")
+            at += _EVENT.size + size
+            if folder in self._folders:
+                yield self._folders[folder] / os.fsdecode(name), mask
+
+    def _add(self, folder: Path, *, found: bool) -> None:
+        """Watch a directory and those in it; files that are in a new one already are changes, too."""
+        number = _LIBC.inotify_add_watch(self._fd, os.fsencode(folder), _CLOSE_WRITE | _MOVED_TO | _CREATE)
+        if number < 0:
+            return  # it is gone again
+        self._folders[number] = folder
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                if entry.is_dir(follow_symlinks=False):
+                    self._add(Path(entry.path), found=found)
+                elif found:
+                    self._note(Path(entry.path))
+
+    def _note(self, path: Path) -> None:
+        if path.name.endswith(_NO_STATE) or "tfevents" in path.name:
+            return
+        with contextlib.suppress(OSError):
+            self.changes.append((path.stat().st_ctime, path))

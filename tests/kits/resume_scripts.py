@@ -1,0 +1,303 @@
+"""Small training scripts that resume wrongly, each by a fault that was reported of real software, and right ones.
+
+Each is `BASE` with some of its pieces replaced. `BASE` saves model, optimizer, scheduler, generators and its position
+in the data, and goes on exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first step of an optimizer imports it: here once instead of in each life
+
+from holdfast.verify.lives import Forked
+from holdfast.verify.observer import start
+
+BASE = """
+import os, random, time
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
+# made
+done = {"epoch": 0, "batch": 0}
+order = torch.get_rng_state()
+path = "out/last.pt"
+
+
+def save():
+    os.makedirs("out", exist_ok=True)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "done": dict(done),
+        "rng": torch.get_rng_state(),
+        "order": order,
+    }
+    torch.save(state, path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def load():
+    global order
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    done.update(state["done"])
+    order = state["order"]
+    torch.set_rng_state(state["rng"])
+
+
+def forward(x):
+    return model(x)
+
+
+if os.path.exists(path):
+    load()
+while done["epoch"] < 4:
+    skip = done["batch"]
+    now = torch.get_rng_state()
+    if skip:
+        torch.set_rng_state(order)
+    else:
+        order = now
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    batches = iter(loader)
+    for _ in range(skip):
+        next(batches)
+    if skip:
+        torch.set_rng_state(now)
+    for x, y in batches:
+        time.sleep(0.005)  # a step takes longer than the clock of the file system ticks
+        loss = (forward(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        done["batch"] += 1
+        # stepped
+        if done["batch"] == 3:
+            save()
+    done["epoch"] += 1
+    done["batch"] = 0
+    # epoch
+    save()
+"""
+
+
+def script(*changes: tuple[str, str]) -> str:
+    """Return `BASE` with pieces replaced; each must be in it once at least."""
+    text = BASE
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+_SKIP = """    skip = done["batch"]
+    now = torch.get_rng_state()
+    if skip:
+        torch.set_rng_state(order)
+    else:
+        order = now
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    batches = iter(loader)
+    for _ in range(skip):
+        next(batches)
+    if skip:
+        torch.set_rng_state(now)
+"""
+_DATA = '    torch.set_rng_state(state["rng"])\n'
+_PLAIN = ("nn.Dropout(0.2), ", "")
+_SEEDED = """    seeded = torch.Generator().manual_seed(done["epoch"])
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=seeded)
+    batches = iter(loader)
+    for _ in range(done["batch"]):
+        next(batches)
+"""
+_BY_EPOCH = (_SKIP, _SEEDED)
+_OWN_BATCHES = """    batches = ((torch.randn(8, 4), torch.randn(8, 1)) for _ in range(6 - done["batch"]))
+"""
+_NUMPY_BATCHES = """    batches = []
+    for _ in range(6 - done["batch"]):
+        chosen = np.random.randint(0, 48, 8)
+        batches.append((data.tensors[0][chosen], data.tensors[1][chosen]))
+"""
+_HIDDEN = """
+hidden = torch.zeros(8, 4)
+
+
+class Carrying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = model
+
+    def forward(self, x, hidden):
+        return self.body(x + 0.1 * hidden)
+
+
+carrying = Carrying()
+"""
+_CARRY = """def forward(x):
+    global hidden
+    out = carrying(x, hidden)
+    hidden = 0.5 * hidden + x
+    return out
+"""
+
+WRONG: dict[str, tuple[str, str, str]] = {
+    # name: (script, verdict, kind)
+    "does not look for its checkpoint": (
+        script(("if os.path.exists(path):\n    load()", "")), "starts over", "starts over"),
+    "tracker file is never written": (
+        script(("if os.path.exists(path):", 'if os.path.exists("out/latest.txt"):')), "starts over", "starts over"),
+    "an error is taken for no checkpoint": (
+        script(("    load()\nwhile", "    try:\n        state = torch.load(path + '.x')\n    except Exception:\n"
+                "        pass\nwhile")), "starts over", "starts over"),
+    "optimizer is not saved": (
+        script(('        "optimizer": optimizer.state_dict(),\n', ""),
+               ('    optimizer.load_state_dict(state["optimizer"])\n', "")), "differs", "optimizer lost"),
+    "optimizer is made again after loading": (
+        script(("    load()\nwhile", "    load()\n    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+                "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)\nwhile")),
+        "differs", "optimizer lost"),
+    "second moment is dropped": (
+        script(('    optimizer.load_state_dict(state["optimizer"])\n',
+                '    optimizer.load_state_dict(state["optimizer"])\n'
+                '    for one in optimizer.state.values():\n        one["exp_avg_sq"].zero_()\n')),
+        "differs", "optimizer lost"),
+    "optimizer state is cast": (
+        script(('    optimizer.load_state_dict(state["optimizer"])\n',
+                '    optimizer.load_state_dict(state["optimizer"])\n'
+                '    for one in optimizer.state.values():\n'
+                '        one["exp_avg"] = one["exp_avg"].bfloat16().float()\n')), "differs", "optimizer rounded"),
+    "scheduler is not saved": (
+        script(('    scheduler.load_state_dict(state["scheduler"])\n',
+                '    for group in optimizer.param_groups:\n        group["lr"] = 1e-2\n')),
+        "differs", "learning rate"),
+    "weights are saved in half precision": (
+        script(('"model": model.state_dict()',
+                '"model": {k: v.bfloat16() if v.is_floating_point() else v for k, v in model.state_dict().items()}')),
+        "differs", "rounded weights"),
+    "head is not restored": (
+        script(('model.load_state_dict(state["model"])',
+                'model.load_state_dict({k: v for k, v in state["model"].items() if not k.startswith("3")}, '
+                'strict=False)')), "differs", "partial weights"),
+    "only parameters are saved": (
+        script(('model.load_state_dict(state["model"])',
+                'model.load_state_dict({k: v for k, v in state["model"].items() if "running" not in k}, '
+                'strict=False)')), "differs", "buffers"),
+    "averaged copy is not saved": (
+        script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
+               ("# stepped", "ema.update_parameters(model)")), "differs", "other modules"),
+    "generators are not saved": (
+        script((_DATA, ""), _BY_EPOCH), "differs", "generators"),
+    "order of the epoch is drawn anew": (
+        script(("        torch.set_rng_state(order)\n    else", "        torch.seed()\n    else")),
+        "differs", "other data"),
+    "epoch begins again in its middle": (
+        script(_BY_EPOCH, ('    for _ in range(done["batch"]):\n        next(batches)\n', ""), _PLAIN),
+        "differs", "data again"),
+    "generator of the order begins anew": (
+        script((_SKIP, '    batches = DataLoader(data, batch_size=8, shuffle=True)\n'), _PLAIN, (_DATA, ""),
+               ('        if done["batch"] == 3:\n            save()\n', "")), "differs", "data again"),
+    "rest of the epoch is skipped": (
+        script(_BY_EPOCH, ('    done.update(state["done"])\n',
+                           '    done.update(epoch=state["done"]["epoch"] + (state["done"]["batch"] > 0), batch=0)\n'),
+               _PLAIN), "differs", "data left out"),
+    "batches drawn ahead are lost": (
+        script(_BY_EPOCH, ('        next(batches)\n', '        next(batches)\n    if done["batch"]:\n'
+                           '        next(batches)\n'), _PLAIN), "differs", "data left out"),
+    "own batches from a generator that begins anew": (
+        script((_SKIP, _OWN_BATCHES), (_DATA, ""), _PLAIN), "differs", "data again"),
+    "own batches from NumPy": (
+        script((_SKIP, _NUMPY_BATCHES), _PLAIN), "differs", "own data"),
+    "hidden state is carried": (
+        script(("done = {", _HIDDEN + "done = {"),
+               ("def forward(x):\n    return model(x)\n", _CARRY), _BY_EPOCH, _PLAIN),
+        "differs", "changed inputs"),
+    "value is carried": (
+        script(_PLAIN, ("done = {", "weight = 1.0\ndone = {"), ("loss = (", "weight *= 0.9\n        loss = weight * ("),
+               ), "differs", "carried"),
+    "a resume of the second life begins at zero": (
+        script(_BY_EPOCH, ('    done.update(state["done"])\n',
+                           '    done.update(state["done"])\n    if state.get("second"):\n        done["batch"] = 0\n'
+                           '    second[:] = [1]\n'),
+               ("done = {", "second = []\ndone = {"), ('"order": order,', '"order": order, "second": bool(second),'),
+               _PLAIN), "differs", "data again"),
+    "ends without training": (
+        script(("    load()\nwhile", "    load()\n    done['epoch'] = 4\nwhile")),
+        "ends without training", "no training"),
+    "steps are counted twice": (
+        script(_BY_EPOCH, ("while done[\"epoch\"] < 4:", "n = 0\nwhile n < 4:"),
+               ("    done[\"epoch\"] += 1", "    n += 1\n    done[\"epoch\"] += 1"),
+               _PLAIN), "differs", "more steps"),
+    "cannot load what it saved": (
+        script(('"done": dict(done),', '"done": dict(done), "path": __import__("pathlib").PurePosixPath("x"),')),
+        "cannot resume", "cannot resume"),
+    "is not repeatable": (
+        script((_SKIP, '    batches = [(torch.from_numpy(np.random.default_rng().normal(size=(8, 4))).float(), '
+                       'torch.ones(8, 1)) for _ in range(6 - done["batch"])]\n')),
+        "not repeatable", "not repeatable"),
+}  # fmt: skip
+
+HEALTHY: dict[str, str] = {
+    "base": BASE,
+    "seeded by epoch": script(_BY_EPOCH),
+    "no generators and none needed": script(_BY_EPOCH, _PLAIN, (_DATA, "")),
+    "SGD with momentum": script(("torch.optim.AdamW(model.parameters(), lr=1e-2)",
+                                 "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)")),
+    "own batches": script((_SKIP, _OWN_BATCHES)),
+    "averaged copy saved": script(
+        ("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
+        ("# stepped", "ema.update_parameters(model)"),
+        ('"order": order,', '"order": order, "ema": ema.state_dict(),'),
+        ('    order = state["order"]\n', '    order = state["order"]\n    ema.load_state_dict(state["ema"])\n')),
+    "evaluates after each epoch": script(
+        _BY_EPOCH, ("    # epoch", "    model.eval()\n    with torch.no_grad():\n"
+                    "        for x, y in DataLoader(data, 16):\n"
+                    "            forward(x)\n    model.train()")),
+    "gathers gradients": script(
+        _BY_EPOCH,
+        ("        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n        scheduler.step()\n",
+         "        (loss / 3).backward()\n        if done['batch'] % 3 == 2:\n            optimizer.step()\n"
+         "            optimizer.zero_grad()\n            scheduler.step()\n")),
+    "unseeded Python random that nothing depends on": script(("done = {", "name = random.random()\ndone = {")),
+    "keeps many files": script(("os.replace(path + \".tmp\", path)",
+                                "os.replace(path + \".tmp\", path); torch.save(1, f'out/{random.random()}.pt')")),
+    "two optimizers": script(
+        ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)",
+         "optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)\n"
+         "second = torch.optim.SGD(model[3].parameters(), lr=1e-2, momentum=0.9)"),
+        ("        optimizer.step()\n", "        optimizer.step()\n        second.step()\n        second.zero_grad()\n"),
+        ('"order": order,', '"order": order, "second": second.state_dict(),'),
+        ('    order = state["order"]\n', '    order = state["order"]\n    second.load_state_dict(state["second"])\n')),
+    "finishes before the kill of its second life": script(("< 4:", "< 2:")),
+}  # fmt: skip
+
+
+def forked(command: Sequence[str], folder: Path) -> Forked:
+    """Run ``python train.py`` in a fork of this process, which has imported torch, as in an interpreter of its own."""
+
+    def body() -> None:
+        os.chdir(folder)
+        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        start(os.environ["HOLDFAST_VERIFY"])
+        sys.argv = list(command[1:])
+        sys.path.insert(0, str(folder))
+        runpy.run_path(command[1], run_name="__main__")
+
+    return Forked(body)

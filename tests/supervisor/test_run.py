@@ -1,0 +1,250 @@
+"""`holdfast run` with real processes: restarts, signals, hangs, ranks, what is printed and what is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
+
+# A script that reports as a Checkpointer does, and imports no torch.
+STEPS = """
+import os, signal, sys, time
+from pathlib import Path
+from holdfast.run.life import LifeReport
+here = Path(sys.argv[1])
+kept = here / "kept"
+step = int(kept.read_text()) if kept.exists() else 0
+lives = here / "lives"
+lives.write_text(f"{int(lives.read_text()) + 1 if lives.exists() else 1}")
+life = LifeReport.begin(uri="run", attempt=1, rank=int(os.environ.get("RANK", 0)))
+life.trains(step, requeue=85, wait_s=1)
+def advance():
+    global step
+    step += 1
+    kept.write_text(str(step))
+    life.stepped(step)
+    life.durable(step)
+"""
+
+
+def supervise(script: str, home: Path, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    path = home / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "holdfast", "run", *options, "--", sys.executable, str(path), str(home)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+
+
+def finished(script: str, home: Path, *options: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    process = supervise(script, home, *options, env=env)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_script_that_is_killed_at_each_step_is_started_again_until_it_is_done(tmp_path: Path) -> None:
+    """Six lives that are killed after one step each, and a seventh that ends with 0: the status is 0."""
+    script = STEPS + "advance()\nif step < 7: os.kill(os.getpid(), signal.SIGKILL)\nprint('done', step)"
+    status, out, err = finished(script, tmp_path)
+    assert (status, out) == (0, "done 7\n"), err
+    assert err.count("killed by SIGKILL; the newest durable step it knew is") == 6
+    assert "done, after 7 lives" in err
+
+
+def test_a_crash_loop_ends_with_what_was_the_same_and_the_traceback(tmp_path: Path) -> None:
+    """The same exception before the first step three times: no fourth life, its status, its traceback once more."""
+    script = STEPS + "raise OSError(f'no disk at {time.time()}')"
+    status, _, err = finished(script, tmp_path)
+    assert status == 1
+    assert (tmp_path / "lives").read_text() == "3"
+    last = err.partition("not started again: ")[2]
+    assert "3 lives in a row have ended before their first step" in last
+    assert "OSError: no disk" in last
+    assert 'raise OSError(f"' not in last
+    assert "Traceback" in last
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGINT", 130)])
+def test_a_signal_while_the_script_still_imports_ends_with_the_requeue_status(
+    tmp_path: Path, name: str, status: int
+) -> None:
+    """No handler is there yet, so the script dies of it; a chain of jobs goes on all the same."""
+    script = "import sys, time\nfrom pathlib import Path\n(Path(sys.argv[1]) / 'up').touch()\n"
+    if name == "SIGINT":
+        script += "import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n(Path(sys.argv[1]) / 'set').touch()\n"
+    process = supervise(script + "time.sleep(60)", tmp_path)
+    wait_for(tmp_path / ("set" if name == "SIGINT" else "up"))
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=30)
+    assert process.returncode == status
+
+
+def test_the_status_of_a_script_that_handles_a_signal_is_passed_on(tmp_path: Path) -> None:
+    """It is sent once, to the script alone, and the script ends with a status of its own."""
+    script = """
+import signal, sys, time
+from pathlib import Path
+def stop(*_): sys.exit(33)
+signal.signal(signal.SIGTERM, stop)
+(Path(sys.argv[1]) / "up").touch()
+time.sleep(60)
+"""
+    process = supervise(script, tmp_path)
+    wait_for(tmp_path / "up")
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 33
+
+
+def test_a_signal_between_two_lives_ends_the_pause(tmp_path: Path) -> None:
+    """While the supervisor waits for the next start it ends at once, with the requeue status."""
+    script = STEPS + "raise OSError('abcdefgh'[int(lives.read_text())])"
+    process = supervise(script, tmp_path)
+    assert process.stderr is not None
+    while "starting again in 5 s" not in (line := process.stderr.readline()):
+        assert line
+    process.terminate()
+    process.communicate(timeout=4)
+    assert process.returncode == 85
+
+
+def test_what_a_dead_script_leaves_behind_is_ended(tmp_path: Path) -> None:
+    """A child of the first life in its process group does not live on beside the second life."""
+    script = (
+        STEPS
+        + """
+import subprocess
+advance()
+if step == 1:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (here / "child").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+pid = (here / "child").read_text()
+try:
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+except OSError:
+    state = "gone"
+print(state in ("Z", "X", "gone"))
+"""
+    )
+    status, out, err = finished(script, tmp_path)
+    assert (status, out) == (0, "True\n"), err
+
+
+def test_a_hang_ends_the_life_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    """Steps, then silence: the place where the main thread waits is printed, and the next life goes on."""
+    script = (
+        STEPS
+        + """
+import threading
+def waits_in_a_thread(): time.sleep(60)
+def waits_for_ever(): time.sleep(60)
+advance()
+if int(lives.read_text()) == 1:
+    threading.Thread(target=waits_in_a_thread, daemon=True).start()
+    waits_for_ever()
+"""
+    )
+    status, _, err = finished(script, tmp_path, "--hang", "1s")
+    assert status == 0, err
+    assert "this is a hang" in err
+    assert "waits_for_ever" in err
+    assert "waits_in_a_thread" in err
+
+
+def test_hangs_are_looked_for_only_where_steps_are_counted(tmp_path: Path) -> None:
+    """A script that has entered no run may be silent for longer than --hang."""
+    status, out, _ = finished("import time; time.sleep(2.5); print('fine')", tmp_path, "--hang", "1s")
+    assert (status, out) == (0, "fine\n")
+
+
+def test_nproc_gives_the_environment_of_torchrun_and_restarts_all_ranks(tmp_path: Path) -> None:
+    """Rank 1 dies; rank 0, which would wait for it for ever, is ended, and both start again."""
+    script = """
+import os, sys, time
+from pathlib import Path
+here, rank = Path(sys.argv[1]), os.environ["RANK"]
+first = not (here / f"seen-{rank}").exists()
+(here / f"seen-{rank}").touch()
+names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+(here / f"env-{rank}").write_text(" ".join(os.environ[name] for name in names))
+if first and rank == "1":
+    while not (here / "seen-0").exists(): time.sleep(0.01)
+    raise RuntimeError("rank 1 has no more memory")
+if first: time.sleep(60)
+"""
+    status, _, err = finished(script, tmp_path, "--nproc", "2")
+    assert status == 0, err
+    assert "exit status 1 (RuntimeError: rank 1 has no more memory" in err
+    ranks = [(tmp_path / f"env-{rank}").read_text().split() for rank in (0, 1)]
+    assert ranks[0][:4] == ["2", "0", "2", "127.0.0.1"]
+    assert ranks[1][:4] == ["2", "1", "2", "127.0.0.1"]
+    assert ranks[0][4] == ranks[1][4]
+
+
+def test_one_rank_of_several_is_not_started_again_alone(tmp_path: Path) -> None:
+    """Below torchrun its agent starts all ranks again, so the supervisor of a rank passes the death on, and says so."""
+    script = STEPS + "advance(); sys.exit(7)"
+    status, _, err = finished(script, tmp_path, env={"WORLD_SIZE": "2", "RANK": "1"})
+    assert status == 7
+    assert "its launcher starts all of them again" in err
+
+
+def test_a_command_that_cannot_be_started_is_an_error_of_usage(tmp_path: Path) -> None:
+    """A misspelt program is named at once, with status 2."""
+    command = [sys.executable, "-m", "holdfast", "run", "--", "pyhton", "train.py"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert found.returncode == 2
+    assert "'pyhton' cannot be started" in found.stderr
+
+
+def test_the_start_file_gives_way_to_a_sitecustomize_of_the_user(tmp_path: Path) -> None:
+    """A sitecustomize on PYTHONPATH is still imported, and ours is not left on sys.path."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("import sys; sys.own = True")
+    script = (
+        "import sys; print(sys.own, [p for p in sys.path if 'startup' in p], sys.modules['sitecustomize'].__file__)"
+    )
+    status, out, _ = finished(script, tmp_path, env={"PYTHONPATH": str(tmp_path / "own")})
+    assert (status, out) == (0, f"True [] {tmp_path / 'own' / 'sitecustomize.py'}\n")
+
+
+TRAINS = """
+import os, signal, sys, torch, holdfast as hf
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+with hf.Checkpointer(sys.argv[1] + "/run", {"model": model}, every=1) as ck:
+    if ck.global_step == 4: sys.exit(0)
+    while ck.global_step < 4:
+        with torch.no_grad(): model.weight += torch.rand(4, 4)
+        ck.step()
+        if ck.global_step == 2:
+            ck.wait()
+            os.kill(os.getpid(), signal.SIGKILL if ck.attempt == 1 else signal.SIGTERM)
+        if ck.attempt == 1 and ck.global_step == 3: os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path: Path) -> None:
+    """A real run, killed at step 2: the second life goes on there, and the journal says what the supervisor saw."""
+    status, _, err = finished(TRAINS, tmp_path)
+    assert status == 0, err
+    assert "killed by SIGKILL; the newest durable step it knew is 2; starting again" in err
+    events = Catalog(LocalStorage(tmp_path / "run")).index.read_history().events
+    died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
+    assert died == [(1, 2, "killed by SIGKILL")]
