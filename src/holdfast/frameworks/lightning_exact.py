@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.state.data.batches import ResumableBatches
 from holdfast.trainers.loader import PreparedLoader
 
 __all__ = ["EpochLoader", "generators_of_all", "lost_in_mid_epoch", "only_version_differs", "resumable"]
@@ -34,6 +35,9 @@ class EpochLoader(PreparedLoader):
         if position is not None and position["epoch"] == state["epoch"] and position["batches"] >= self._length():
             state["epoch"] += 1
         return state
+
+    def _was_a_look(self, batches: ResumableBatches) -> bool:
+        return super()._was_a_look(batches) and batches.batches < self._length()  # else the last batch of the epoch
 
 
 def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:

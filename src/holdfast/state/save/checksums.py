@@ -26,8 +26,8 @@ _TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that i
 def is_checked(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has a checksum: it is large, and whole words in memory.
 
-    Elements of eight bytes have none: all of their signs are the highest bit of a word, so a change of signs alone would
-    show only in columns with an odd number of them. Of smaller elements, those in the low half of a word show too.
+    Elements of eight bytes have none: all of their signs are the highest bit of a word, so a change of signs alone
+    shows only in columns with an odd number of them. Of smaller elements, those in the low half of a word show too.
     """
     return (
         tensor.nbytes >= MIN_BYTES
