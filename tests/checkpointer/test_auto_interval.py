@@ -49,6 +49,14 @@ def test_the_interval():
     assert best_interval_s(1e-9, 60.0, durable_s=0.01) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("reason", "failures"), [("finished", 0), ("stopped", 0), ("closed", 0), (None, 1), ("KeyError", 1)]
+)
+def test_which_ends_are_failures(reason, failures):
+    """Those after which work was lost."""
+    assert Lives.of(history((0, 10, reason)), before=2).failures == failures
+
+
 def test_lives():
     """What saved its last step is no failure; a life that was killed lasted to its last sign; ours does not count."""
     events = [JournalEvent(what="saved", time=(BEGUN + timedelta(seconds=160)).timestamp(), attempt=2, name="a")]

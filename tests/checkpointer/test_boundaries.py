@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries
+from holdfast.run.index import RunIndex
+from holdfast.storage.memory import MemoryStorage
 
 
 class Killed(Exception):
@@ -48,6 +52,63 @@ def test_a_step_is_saved_where_the_next_batch_is_asked_for(tmp_path: Path) -> No
             ck.state["n"] += 1
     assert [hf.load(one)["n"] for one in ck.checkpoints()] == [21, 11]
     assert [one.metrics["val"] for one in ck.checkpoints()] == [2, 1]
+
+
+def test_a_stop_after_the_last_step_was_saved(tmp_path: Path) -> None:
+    """A signal comes between the last step of an epoch and the next: its checkpoint is there, and is made once."""
+    with (
+        pytest.raises(SystemExit),
+        hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck,
+    ):
+        for _ in ck.epochs(2):
+            for _ in range(3):
+                ck.step()
+            ck.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+    steps = kit.steps(tmp_path)
+    assert steps[-1] == 3
+    assert len(steps) == len({*steps}) == ck.stats.saves
+
+
+class Refusing(MemoryStorage):
+    """Takes no file of a checkpoint once it is told not to."""
+
+    refuses = False
+
+    def put(self, path: str, data: Any, **conditions: Any) -> str | None:
+        if self.refuses and path.startswith("step_"):
+            raise hf.StorageError("broken")
+        return super().put(path, data, **conditions)
+
+    def create(self, path: str, size: int) -> Any:
+        if self.refuses:
+            raise hf.StorageError("broken")
+        return super().create(path, size)
+
+
+def test_a_stop_whose_save_fails_is_an_error(tmp_path: Path) -> None:
+    """Nobody may start again believing that the last step is safe: the exit is none in order."""
+    storage = Refusing(f"refusing-{tmp_path.name}")
+    with pytest.raises(hf.StorageError, match="broken"), hf.Checkpointer(storage, {"n": 0}, every=None) as ck:
+        ck.step()
+        storage.refuses = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        ck.step()
+
+
+def test_a_failed_save_does_not_keep_a_life_from_its_end(tmp_path: Path) -> None:
+    """The body has raised, and so would the save: the error of the body is raised, and the run is given back."""
+    storage = Refusing(f"failing-{tmp_path.name}")
+    with pytest.raises(KeyError), hf.Checkpointer(storage, {"n": 0}, every=1) as ck:
+        ck.step()
+        ck.wait()
+        storage.refuses = True
+        ck.step()
+        raise KeyError("of the body")
+    last = RunIndex.load(storage).current
+    assert last is not None
+    assert last.ended is not None
+    assert json.loads(storage.read("lease.json"))["released"] is True
 
 
 def test_without_batches_step_is_the_boundary(tmp_path: Path) -> None:

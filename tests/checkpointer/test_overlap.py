@@ -88,6 +88,21 @@ def test_when_busy_skip_leaves_saves_out_and_wait_waits(gated: Gated) -> None:
     assert kit.steps(gated) == [2, 8]
 
 
+def test_a_save_that_is_asked_for_is_not_left_out(gated: Gated) -> None:
+    """With "skip" only what the intervals call for may be: `ck.save` waits for the writer."""
+    with hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=2, keep=None, when_busy="skip") as ck:
+        gated.gate.clear()
+        ck.step()
+        ck.step()
+        assert gated.reached.wait(60)
+        ck.step()
+        threading.Timer(0.2, gated.gate.set).start()
+        ck.save()
+        ck.step()
+        ck.step()
+    assert 3 in kit.steps(gated)
+
+
 def test_when_busy_wait_holds_the_loop_until_the_save_before_is_done(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def begin(saves: PendingSaves, step: int, future: Future[Any] | None = None) -> 
     return save
 
 
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
 def following(**options: Any) -> PendingSaves:
     return PendingSaves("memory://x", **{"timeout_s": 30.0, **options})
 
@@ -40,6 +47,27 @@ def test_a_lost_save_is_nobodys_parent(caplog: pytest.LogCaptureFixture) -> None
     assert saves.is_lost("s2")
     assert not saves.is_lost("s1")
     assert "s2 is lost (save 1 in a row)" in caplog.text
+
+
+def test_a_file_is_no_parent() -> None:
+    """It has no id, so the next checkpoint has the parent that it would have had without it."""
+    saves = following()
+    saves.parent = "before"
+    saves.add(replace(begin(following(), 3), checkpoint_id=None, future=done(None)))
+    saves.settle()
+    assert (saves.parent, saves.last_step) == ("before", 3)
+
+
+def test_as_many_as_may_be_on_their_way_are_not_waited_for() -> None:
+    """What has ended before them is taken in."""
+    saves = following(timeout_s=0.0)
+    begin(saves, 1, done(None))
+    begin(saves, 2)
+    begin(saves, 3)
+    saves.settle(leave=2)
+    assert [len(saves), saves.parent] == [2, "id1"]
+    with pytest.raises(HoldfastError, match="step 2 is not durable"):
+        saves.settle(leave=1)
 
 
 def test_the_tenth_lost_save_in_a_row_raises() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.state.load.put_back import put_back
 
 
 def save(path: Any, state: Any, **options: Any) -> None:
@@ -94,6 +95,27 @@ def test_attributes_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "restored into ck.state: trainer/lr, trainer/log" in capsys.readouterr().err
 
 
+def test_a_property_that_gives_copies(tmp_path: Path) -> None:
+    """The state of a bit generator of NumPy, and what holds tensors, is a copy when asked for: it is assigned."""
+
+    class Owner:
+        def __init__(self, number: float) -> None:
+            self._held = {"weight": torch.full((2,), number), "count": number}
+
+        held = property(
+            lambda self: {**self._held, "weight": self._held["weight"].clone()},
+            lambda self, value: setattr(self, "_held", dict(value)),
+        )
+
+    rng, owner = np.random.default_rng(0), Owner(4.0)
+    rng.random(3)
+    save(tmp_path, {"rng": hf.attrs(rng.bit_generator, "state"), "owner": hf.attrs(owner, "held")})
+    again, other = np.random.default_rng(1), Owner(0.0)
+    resumed(tmp_path, {"rng": hf.attrs(again.bit_generator, "state"), "owner": hf.attrs(other, "held")})
+    assert again.random() == rng.random()
+    assert (other.held["count"], other.held["weight"].tolist()) == (4.0, [4.0, 4.0])
+
+
 def test_attributes_that_are_not_there_are_refused() -> None:
     """A misspelt name, or none at all, is a ConfigError that says what to write."""
     with pytest.raises(hf.ConfigError, match="has no attribute 'best'"):
@@ -172,3 +194,14 @@ def test_wrong_arguments(options: dict[str, Any], words: str, tmp_path: Path) ->
     """Refused at construction, with what to write instead."""
     with pytest.raises(hf.ConfigError, match=words):
         hf.Checkpointer(tmp_path, {}, **options)
+
+
+def test_what_is_put_back_and_what_is_left_alone() -> None:
+    """A container gets the loaded content and no more, and stays the same object; what was not asked for stays."""
+    weights, seen = torch.zeros(2), {"old": 1}
+    live = {"w": weights, "seen": seen, "n": 1, "kept": [1]}
+    loaded = {"w": weights, "seen": {"new": 2}, "n": 5, "kept": [2]}
+    done = put_back(live, loaded, takes=lambda path: path != "kept")
+    assert live["seen"] is seen
+    assert (seen, live["n"], live["kept"]) == ({"new": 2}, 5, [1])
+    assert (sorted(done.restored), done.lost) == (["n", "seen"], [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import holdfast as hf
 from holdfast._units import parse_intervals
 from holdfast.checkpointer import boundaries, checkpointer, save_policy
-from holdfast.checkpointer.save_policy import Schedule
+from holdfast.checkpointer.save_policy import Deadline, Schedule
 
 
 def simulate(every: Any, max_steps: int, *, samples: int = 1, seconds: float = 1.0) -> list[int]:
@@ -28,6 +28,33 @@ def simulate(every: Any, max_steps: int, *, samples: int = 1, seconds: float = 1
             saved.append(step)
             schedule.saved(**now)
     return saved
+
+
+def test_units_of_time() -> None:
+    """Each has its seconds, and one after another they add up."""
+    texts = {"90s": 90, "2sec": 2, "1m": 60, "15min": 900, "1h": 3600, "1hr": 3600, "2d": 172800, "1h20m40s": 4840}
+    assert {text: parse_intervals(text)[0].value for text in texts} == texts
+
+
+def test_a_deadline_leaves_time_for_the_last_save() -> None:
+    """Twice a step and twice a save before it, and a margin; a moment counts from now."""
+    deadline = Deadline(100, now=0.0)
+    assert deadline.near(now=60.0, step_s=0.0, save_s=20.0)
+    assert deadline.near(now=60.0, step_s=20.0, save_s=0.0)
+    assert not deadline.near(now=50.0, step_s=0.0, save_s=20.0)
+    moment = datetime.now(timezone.utc) + timedelta(hours=1)
+    assert 3500 < Deadline(moment, now=0.0).at <= 3600
+    with pytest.raises(hf.ConfigError, match="has passed"):
+        Deadline(moment - timedelta(hours=2), now=0.0)
+
+
+def test_an_interval_that_adjusts_itself_never_saves_less_often_than_was_asked_for() -> None:
+    """From the last save on, the sooner of the two."""
+    schedule = Schedule(parse_intervals("60s"), now=0.0)
+    schedule.saved(step=1, samples=1, now=10.0)
+    for seconds, due in ((20.0, 30.0), (500.0, 70.0)):
+        schedule.adjust(seconds)
+        assert schedule.next_time == due
 
 
 def test_steps_are_saved_at_their_multiples_only() -> None:

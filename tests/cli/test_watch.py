@@ -13,10 +13,11 @@ import pytest
 from catalog_kit import begin, save
 from test_cli import _arguments, invoke  # noqa: F401
 
+import holdfast as hf
 from holdfast.run.catalog import Catalog
 from holdfast.storage.local.local_storage import LocalStorage
 
-SRC = Path(__file__).parents[2] / "src"
+SRC = Path(hf.__file__).parents[1]
 # Trains step by step, each allowed by a file, so that the test decides who is where.
 TRAINER = """
 import os, sys, time

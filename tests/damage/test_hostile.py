@@ -19,8 +19,6 @@ from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class Bomb:
     """Leaves a file behind when it is unpickled."""
@@ -352,7 +350,7 @@ def test_an_audit_hook_sees_nothing(attacked, tmp_path):
     script.write_text(textwrap.dedent(AUDIT))
     done = subprocess.run(
         [sys.executable, str(script), str(attacked), str(tmp_path / "fine")],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"},
+        env={**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1]), "NO_COLOR": "1"},
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import random
+import re
+import zipfile
 from collections import OrderedDict
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from interop_kit import Net, Odd, adamw, full_state, load_all, plain_state, trained
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast as hf
@@ -21,6 +26,7 @@ from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.interop.part import DirectPartWriter
+from holdfast.interop.unpickle import read_metadata
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 
@@ -398,3 +404,16 @@ def test_an_import_where_a_removal_was_cut_off(tmp_path) -> None:
     hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "user")
     assert not {"notes.txt", ".removing.json"} & {path.name for path in (tmp_path / "user").iterdir()}
     assert hf.Checkpoint(tmp_path / "user").verify().ok
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_paths_of_python_3_13(module, tmp_path):
+    """Python 3.13 alone calls its paths `pathlib._local.PosixPath`: they are read like others (as text in DCP)."""
+    torch.save({"p": tmp_path, "w": torch.ones(2)}, tmp_path / "usual.pt")
+    with zipfile.ZipFile(tmp_path / "usual.pt") as usual, zipfile.ZipFile(tmp_path / "a.pt", "w") as named:
+        for name in usual.namelist():
+            named.writestr(name, re.sub(rb"cpathlib(\._local)?\n", b"c%s\n" % module, usual.read(name)))
+    assert hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "taken").checkpoint.load()["p"] == tmp_path
+    metadata = pickle.dumps(Metadata({}, planner_data={"p": PurePosixPath("a/b")}), protocol=2)
+    named = re.sub(rb"cpathlib(\._local)?\n", b"c%s\n" % module, metadata)
+    assert read_metadata(named).planner_data == {"p": "a/b"}

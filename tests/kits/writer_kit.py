@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import holdfast
 from holdfast.format.commit import read_manifest
 from holdfast.writer.arena import Arena
 from holdfast.writer.messages import BlobPlan, FilePlan, IngestJob, IngestSource, SaveJob
 
-ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path(holdfast.__file__).parents[1]  # those under test, which may be a copy with a mistake (`make mutants`)
 MIB = 1 << 20
 _COUNTER = itertools.count(1)
 
@@ -72,7 +73,7 @@ def start_trainer(mode: str, root: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
         process_group=0 if sys.version_info >= (3, 11) else None,
         start_new_session=sys.version_info < (3, 11),
     )

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _BOUND_S = 300
 _PATCH = re.compile(
-    r"^=== (?P<file>\S+) \| (?P<tests>.+?)(?: \| survives: (?P<reason>.+))?\n"
+    r"^=== (?P<file>\S+) \| (?P<tests>[^\n|]+?)(?: \| survives: (?P<reason>[^\n]+))?\n"
     r"--- old\n(?P<old>.*?)\n\+\+\+ new(?P<new>.*?)(?=\n=== |\n*\Z)",
     re.MULTILINE | re.DOTALL,
 )
@@ -74,7 +74,7 @@ def patches() -> list[Patch]:
     """Read all patches.
 
     Raises:
-        SystemExit: one of them does not fit the code.
+        SystemExit: a file of them is not laid out as the others.
     """
     found = []
     for path in sorted(HERE.glob("*.txt")):
@@ -85,8 +85,6 @@ def patches() -> list[Patch]:
         for row in rows:
             row["tests"], row["reason"] = (*row["tests"].split(),), row["reason"] or ""
             found.append(Patch(**{**row, "new": row["new"].removeprefix("\n")}))
-    if misfits := [text for patch in found if (text := patch.misfit()) is not None]:
-        sys.exit("patches have to follow the code:\n" + "\n".join(misfits))
     return found
 
 
@@ -120,7 +118,7 @@ def fails(tests: Sequence[str], patch: Patch | None, *, bound_s: float = _BOUND_
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                if code not in (0, 1):
+                if code not in (0, 1, 5):  # 5: there is no quick test among them
                     sys.exit(f"{' '.join(tests)}: cannot be run (exit status {code})")
                 return code == 1
             time.sleep(0.05)
@@ -159,17 +157,22 @@ def main(words: list[str]) -> int:
     import torch
 
     print(f"torch {torch.__version__}, pytest {pytest.__version__}", flush=True)
+    misfits = [patch for patch in chosen if patch.misfit() is not None]
+    for patch in misfits:
+        print(f"DOES NOT FIT the code any more: {patch.misfit()}", flush=True)
+    chosen = [patch for patch in chosen if patch not in misfits]
     files = sorted({test for patch in chosen for test in patch.tests if test.startswith("tests/")})
     if files and fails(files, None, bound_s=_BOUND_S * 6) and (broken := [one for one in files if fails([one], None)]):
         sys.exit(f"{' '.join(broken)}: fails as it is, so that it proves nothing")
-    survivors = []
+    survivors = [*misfits]
     for number, patch in enumerate(chosen, 1):
         noticed = fails(patch.tests, patch)
         state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
         print(f"{number}/{len(chosen)} {state}: {patch.name}", flush=True)
         if not noticed and not patch.reason:
             survivors.append(patch)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} noticed or explained")
+    num = len(chosen) + len(misfits)
+    print(f"{num - len(survivors)} of {num} noticed or explained")
     return 1 if survivors else 0
 
 

@@ -16,14 +16,15 @@ import pytest
 from loop_kit import Crash, CrashAt, names, plain
 
 import holdfast as hf
-from holdfast.callbacks import CheckpointSaver
-from holdfast.loggers import LoggerDestination, RemoteUploaderDownloader
+from holdfast.callbacks import Callback, CheckpointSaver
+from holdfast.core import State
+from holdfast.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
 from holdfast.storage import LibcloudObjectStore
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.naming import Destinations
-from holdfast.trainers.loop.saving.post_commit import PostCommit
+from holdfast.trainers.loop.saving.saves import PostCommit
 from holdfast.trainers.loop.training.ranks import Ranks
 
 
@@ -54,6 +55,30 @@ def test_uploads(suffix: str, tmp_path: Path) -> None:
     assert int(loaded.state.timestamp.batch) == 12
     loaded = plain(None, load_path=f"r/all/ba8{suffix}", load_object_store=RemoteUploaderDownloader(bucket))
     assert int(loaded.state.timestamp.batch) == 8
+
+
+def test_a_trainer_has_one_writer(tmp_path: Path) -> None:
+    """Directories, single files in two folders and an uploader: one process stores and sends all of it."""
+    own: set[str] = set()
+
+    class Look(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
+            own.update(pid for pid in children if b"holdfast.writer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    files = [CheckpointSaver(tmp_path / name, "ba{batch}.pt", latest_remote_file_name=None) for name in ("one", "two")]
+    files[1].remote_file_name = None
+    trainer = plain(
+        tmp_path / "run", save_filename="ba{batch}", save_interval="2ba", run_name="r", callbacks=[*files, Look()],
+        loggers=RemoteUploaderDownloader(str(tmp_path / "far")),
+    )  # fmt: skip
+    trainer.fit()
+    assert len(own) == 1
+    assert not Path(f"/proc/{own.pop()}").exists(), "it has ended with the training"
+    trainer.close()
+    far = tmp_path / "far" / "r" / "checkpoints"
+    assert {path.name for path in far.iterdir()} >= {"ba4", "ba8", "ba6.pt", "latest-rank0.symlink"}
+    assert {"ba6.pt", "ba12.pt"} <= set(names(tmp_path / "two"))
 
 
 def test_uploads_have_the_names_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +260,7 @@ trainer = plain(None, loggers=[by_thread, by_process])
 open("bucket", "w").close()  # in the way of a folder of this name
 trainer.logger.upload_file("x", "file")
 for uploader in (by_thread, by_process):
-    print(type(uploader._sent[0].ended.exception(60)).__name__, uploader._writer.process_id is None)
+    print(type(uploader._sent[0].ended.exception(60)).__name__, uploader._client.process_id is None)
 """
 
 

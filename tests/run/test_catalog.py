@@ -11,7 +11,8 @@ from checkpoint_kit import small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
-from holdfast.errors import CheckpointNotFoundError, StorageError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from holdfast.run.candidates import newest_good
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.record import Sidecar, write_sidecar
@@ -265,6 +266,18 @@ def test_a_damaged_sidecar_protects(storage) -> None:
     assert names(catalog) == ["step_0002", "step_0001"]
 
 
+def test_a_pin_sets_a_damaged_sidecar_right(storage) -> None:
+    """Somebody has decided: the metrics of the manifest count again, and it goes when its time has come."""
+    catalog = begin(storage)
+    save(catalog, 1, metrics={"loss": 1.0})
+    storage.put("step_0001/.metrics.json", b"{")
+    assert not catalog.set_metrics("step_0001", {}).metrics, "damaged: nobody knows which count"
+    assert catalog.pin("step_0001", on=True).metrics == {"loss": 1.0}
+    assert catalog.pin("step_0001", on=False).metrics == {"loss": 1.0}
+    save(catalog, 2, keep=Keep(last=1))
+    assert names(catalog) == ["step_0002"]
+
+
 def test_checkpoints_removed_by_hand_take_no_place(storage) -> None:
     """With keep.last=2 and the newest but one deleted by hand, the one before it stays."""
     catalog = begin(storage)
@@ -331,3 +344,18 @@ def test_a_commit_is_known_whatever_its_sidecar(storage, monkeypatch, caplog) ->
     assert "out of reach" in caplog.text
     assert [record.step for record in catalog.records()] == [2, 1]
     assert catalog.set_metrics("step_0002", {"late": 2.0}).metrics == {"loss": 1.0, "late": 2.0}
+
+
+def test_what_was_set_aside_is_not_tried_again() -> None:
+    """Of several candidates the first good one is taken; if there is none, all reasons are said."""
+    tried = []
+
+    def check(step):
+        tried.append(step)
+        return None if step == 1 else "it does not load"
+
+    candidates = [("c", 3), ("b", 2), ("a", 1)]
+    found = newest_good(candidates, check, bad={"c": "rot"}, where="run", advice="start anew")
+    assert (found, tried) == ((1, [("b", "it does not load")]), [2, 1])
+    with pytest.raises(CorruptCheckpointError, match=r"2 checkpoint\(s\)"):
+        newest_good(candidates[:2], check, bad={"c": "rot"}, where="run", advice="start anew")

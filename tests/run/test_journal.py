@@ -317,3 +317,17 @@ def test_the_function_trainer_tells_too(tmp_path):
     events = told(tmp_path / "fit").events
     assert sorted((one.step, one.kind) for one in of(events, "saved")) == [(1, "ranks"), (2, "ranks"), (3, "files")]
     assert [(one.step, one.why) for one in of(events, "deleted")] == [(1, "not among last 2")]
+
+
+def test_what_comes_while_events_are_written_waits_for_the_next_time() -> None:
+    """Those handed out are forgotten when they are written, and nothing that was noted since, though it be alike."""
+    journal = Journal()
+    journal.add("lost", name="a", why="no space")
+    handed, number = journal.take_out()
+    journal.add("lost", name="b", why="no space")
+    journal.add("lost", name="c", why="no space")
+    assert [event["name"] for event in handed] == ["a"]
+    journal.written(number)
+    assert [(event["name"], event.get("times", 1)) for event in journal.waiting()] == [("b", 2)]
+    journal.written(number)
+    assert len(journal.waiting()) == 1, "written counts once"

@@ -32,6 +32,7 @@ def test_lookup() -> None:
     assert metric_value(metrics, "a/b/c") == 2
     assert metric_value(metrics, "loss/x") is None
     assert metric_value(metrics, "val/none") is None
+    assert metric_value(metrics, "val") is None, "a mapping is no metric"
     assert metric_value({}, "/") is None
 
 

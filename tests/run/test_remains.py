@@ -53,6 +53,18 @@ def test_logs_and_hidden_names_are_no_checkpoints(storage: Storage) -> None:
     assert catalog.taken() == []
 
 
+def test_what_somebody_put_beside_remains_stays(storage: Storage) -> None:
+    """A late metric beside files of ours goes with them; files of others keep it company."""
+    run_id = begin(storage)
+    for name, others in (("step_00000001", ()), ("step_00000002", ("notes.txt",))):
+        build(storage, name, run_id=run_id, start=DEAD, finish=False)
+        for path in (".metrics.json", *others):
+            storage.put(f"{name}/{path}", b"{}")
+    started(storage)
+    assert paths(storage, "step_00000001") == set()
+    assert paths(storage, "step_00000002") == {".metrics.json", "notes.txt"}
+
+
 def test_files_of_a_commit_that_just_came_about(storage: Storage) -> None:
     """Killed between the manifest and cleaning up: part and plan files go, the checkpoint stays whole."""
     run_id = begin(storage)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import StorageError
 from holdfast.run import reports as history_module
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
@@ -109,6 +111,27 @@ def test_a_crash_between_merge_and_cleaning_counts_no_row_twice(tmp_path, monkey
     for step in range(40):
         index.report(rows(step))
     assert [row["step"] for row in read_reports(storage)[0]] == list(range(40))
+
+
+def test_a_crash_before_a_merge_is_stored_loses_no_row(tmp_path, monkeypatch) -> None:
+    """The parts go when the merged segment is there, and not before."""
+    monkeypatch.setattr(history_module, "SEGMENT_BYTES", 1)
+    storage = MemoryStorage(tmp_path.name)
+    index, put = begin(storage, "aaaa"), storage.put
+
+    def refusing(path, data, **conditions):
+        if path.count("-") == 3:  # a merged segment has two numbers
+            raise StorageError("no answer")
+        return put(path, data, **conditions)
+
+    monkeypatch.setattr(storage, "put", refusing)
+    reported = 0
+    with pytest.raises(StorageError, match="no answer"):
+        for step in range(100):
+            reported = step
+            index.report(rows(step))
+    assert reported > 3
+    assert [row["step"] for row in read_reports(storage)[0]] == list(range(reported + 1))
 
 
 def test_damaged_lines_cost_only_themselves(tmp_path, caplog) -> None:

@@ -39,11 +39,11 @@ def test_a_storage_that_did_not_answer_is_asked_again(tmp_path: Path, monkeypatc
     with pytest.raises(StorageUnavailableError):
         take(leases, storage)
     with pytest.raises(StorageUnavailableError):
-        leases.held(OF)
-    held = leases.held(OF)
+        leases.held(storage, OF)
+    held = leases.held(storage, OF)
     assert held is not None
     assert next(answers, "all given") == "all given"  # another acquisition would find none, and fail
-    assert leases.held(OF) is held
+    assert leases.held(storage, OF) is held
     leases.close()
 
 
@@ -55,13 +55,13 @@ def test_a_name_that_somebody_else_has_is_not_asked_for_again(tmp_path: Path, mo
         calls.append(1)
         raise RunBusyError("theirs")
 
-    leases = NameLeases()
+    storage, leases = LocalStorage(tmp_path), NameLeases()
     monkeypatch.setattr(Lease, "acquire", acquire)
     with pytest.raises(RunBusyError):
-        take(leases, LocalStorage(tmp_path))
+        take(leases, storage)
     for _ in range(2):
         with pytest.raises(RunBusyError, match="theirs"):
-            leases.held(OF)
+            leases.held(storage, OF)
     assert len(calls) == 1
 
 

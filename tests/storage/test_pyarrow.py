@@ -76,6 +76,7 @@ class TestS3(StorageTests):
             writing.result()
 
 
+@pytest.mark.slow
 def test_checkpoints_on_s3(endpoint):
     """Saving, loading, resuming and retention work from a writer process that was told the file system as JSON."""
     storage = _moto(endpoint)

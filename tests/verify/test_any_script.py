@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from resume_scripts import HEALTHY, WRONG, forked
+import json
+import os
+import select
+import subprocess
+import sys
+import time
 
+import pytest
+from resume_scripts import BASE, HEALTHY, WRONG, forked
+
+from holdfast.errors import ConfigError
+from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
 
@@ -37,4 +46,144 @@ def test_a_right_resume_is_exact(tmp_path, name):
     """No false verdict."""
     report = verified(tmp_path, HEALTHY[name])
     assert report.exact, "\n".join(report.lines())
-    assert any(life.killed_before is not None for life in report.lives)
+    assert any(life.killed_after is not None for life in report.lives)
+
+
+# ---- real processes
+
+
+def run(tmp_path, *arguments: str, env=None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "verify-resume", *arguments], cwd=tmp_path, capture_output=True,
+        text=True, timeout=200, check=False, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+
+
+def test_the_command(tmp_path):
+    """Exit 1, one JSON document and one page; the directory, and a `sitecustomize` of one's own, stay as they are."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import os; os.environ['CHAINED'] = 'yes'")
+    text = WRONG["optimizer is not saved"][0]
+    (tmp_path / "train.py").write_text(f"import os\nassert os.environ['CHAINED'] == 'yes'\n{text}")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.pt").write_text("mine")
+    ended = run(
+        tmp_path, "--kills", "1", "--json", "--html", "report.html", "--", sys.executable, "train.py",
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])},
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stderr
+    document = json.loads(ended.stdout)
+    assert (document["verdict"], document["findings"][0]["kind"]) == ("differs", "optimizer lost")
+    assert document["saves"][:2] == [3, 6]
+    assert [life["began"] for life in document["lives"]] == [0, 3]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<div class="strip">') == 3
+    assert 'class="bad' in page
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["old.pt"]
+
+
+@pytest.mark.slow
+def test_every_rank_is_compared(tmp_path):
+    """Under torchrun: exact on two ranks, and a generator that only rank 1 loses is found on rank 1."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    (tmp_path / "train.py").write_text(RANKS)
+    assert verify_script(command, cwd=tmp_path, kills=1, timeout_s=120).ranks == 2
+    wrong = RANKS.replace("seed(100 * step + rank)", "seed(100 * (step - lost * rank) + rank)")
+    (tmp_path / "train.py").write_text(wrong)
+    report = verify_script(command, cwd=tmp_path, kills=1, timeout_s=120)
+    assert report.first is not None
+    assert (report.first["rank"], report.kinds[0]) in [(0, "carried"), (1, "own data"), (1, "data again")]
+
+
+RANKS = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+step = lost = 0
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    step = state["step"]
+    lost = 2
+while step < 10:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    loss = model(torch.randn(8, 4, generator=generator)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    dist.barrier()
+    if step % 4 == 0 and rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "last.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_another_command_resumes(tmp_path):
+    """A script that resumes only when it is told to: it starts over by the same command, and is exact by its own."""
+    text = BASE.replace("if os.path.exists(path):", 'if "--resume" in __import__("sys").argv:')
+    (tmp_path / "train.py").write_text(text)
+    assert verified(tmp_path, text, kills=1).verdict == "starts over"
+    assert verified(tmp_path, text, kills=1, resume=["python", "train.py", "--resume"]).exact
+
+
+@pytest.mark.slow
+def test_a_script_that_saves_when_it_is_asked_to_end(tmp_path):
+    """SIGTERM comes at the step, and what the script does then counts: here it saves, and goes on from there."""
+    text = BASE.replace("        # stepped", "        if asked: save(); raise SystemExit(0)").replace(
+        "done = {", "import signal\nasked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\ndone = {"
+    )
+    report = verified(tmp_path, text, kills=1, terminate=True)
+    assert report.exact, "\n".join(report.lines())
+    assert report.lives[1].began == report.lives[0].steps
+
+
+def test_what_is_verified_ends_with_the_verifier(tmp_path):
+    """The verifier dies by SIGKILL: script, ranks and what waits to be killed end, and none waits for ever."""
+    script = tmp_path / "work" / "train.py"
+    script.parent.mkdir()
+    script.write_text(f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nimport time\n"
+                      "import torch\ntime.sleep(120)\n")  # fmt: skip
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom holdfast.verify.scripts import verify_script\n"
+        f"verify_script(['sh', '-c', {sys.executable!r} + ' train.py; true'], cwd={str(script.parent)!r})"
+    )
+    verifier = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        watched = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    finally:
+        verifier.kill()
+        verifier.wait()
+    try:
+        assert select.select([watched], [], [], 20)[0], "it goes on without its verifier"
+    finally:
+        os.close(watched)
+
+
+def test_assert_resumes(tmp_path):
+    """The same as an assertion: the error has the first difference, its cause and the fix."""
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(NothingToVerifyError, match="made 0 step"):
+        assert_resumes(f"{sys.executable} train.py", cwd=tmp_path)
+    (tmp_path / "large").write_bytes(b"x" * 3000)
+    with pytest.raises(ConfigError, match=r"large: 2\.9 KiB.*--in-place"):
+        verify_script([sys.executable, "train.py"], cwd=tmp_path, copy_limit_bytes=2000)
+
+
+@pytest.mark.slow
+def test_assert_resumes_raises(tmp_path):
+    """The error names step and cause."""
+    (tmp_path / "train.py").write_text(WRONG["optimizer is not saved"][0])
+    with pytest.raises(ResumeDivergedError, match="state of AdamW is lost") as caught:
+        assert_resumes([sys.executable, "train.py"], cwd=tmp_path, kills=1)
+    assert caught.value.step == 3

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.commit import IncompleteCheckpointError, read_manifest
 from holdfast.storage.base import FileWriter, StorageTraits
 from holdfast.storage.memory import MemoryStorage
+from holdfast.writer.arriving import Watermark, WindowSource
 from holdfast.writer.client import WriterClient
 from holdfast.writer.ranks.saves import CommitSave, JointSaves
 
@@ -107,3 +108,47 @@ def test_a_save_that_is_being_committed_is_not_given_up() -> None:
     assert one.left(0, "closed") == []
     (told,) = one.committed("s-1", value={}, error=None)
     assert told.error is None
+
+
+class Late(MemoryStorage):
+    """Stores the manifest, and fails afterwards: the directory could not be made durable, say."""
+
+    def put(self, path: str, data: Any, **conditions: Any) -> str | None:
+        etag = super().put(path, data, **conditions)
+        if path.endswith("manifest.json"):
+            raise StorageError("too late")
+        return etag
+
+
+def test_an_error_after_the_manifest_takes_no_file_away() -> None:
+    """Nobody may count on the save; who finds its manifest finds a whole checkpoint."""
+    storage = Late(f"late-{next(_numbers)}")
+    with WriterClient.start(storage) as client, kit.fill(CONTENTS) as arena:
+        job = kit.make_job(CONTENTS)
+        assert "too late" in str(client.submit(storage, job, [b"{}"], arena).exception(60))
+    assert read_manifest(storage, job.directory, check_sizes=True).step == job.manifest["step"]
+
+
+@pytest.mark.parametrize("kind", ["filled", "windowed"])
+def test_what_is_complete_is_not_given_up(kind: str) -> None:
+    """The trainer has died in between: all bytes were there, so the save goes on."""
+    why = HoldfastError("the trainer has died")
+    if kind == "filled":
+        mark = Watermark(0, 8)
+        mark.rise(8)
+        mark.abandon(why)
+        mark.wait(8)
+        mark = Watermark(0, 8)
+        mark.rise(7)
+        mark.abandon(why)
+        with pytest.raises(HoldfastError, match="has died"):
+            mark.wait(4)
+        return
+    source = WindowSource()
+    source.seal((b"{}",), None)
+    source.abandon(why)
+    assert list(source.windows()) == []
+    source = WindowSource()
+    source.abandon(why)
+    with pytest.raises(HoldfastError, match="has died"):
+        list(source.windows())

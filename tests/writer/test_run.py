@@ -15,8 +15,8 @@ import writer_kit as kit
 
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
-from holdfast.run import catalog as catalog_module
 from holdfast.run import heartbeat as heartbeat_module
+from holdfast.run import keeper as keeper_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
@@ -72,7 +72,7 @@ def test_retention_follows_each_commit(tmp_path: Path, client: WriterClient) -> 
 
 def test_many_deletions_do_not_hold_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that has become narrow: a save takes one bite, the others are taken between the saves and at the end."""
-    monkeypatch.setattr(catalog_module, "_BITE", 2)
+    monkeypatch.setattr(keeper_module, "_BITE", 2)
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage, thread=True) as client:
         opened = open_run(client, storage)
@@ -267,6 +267,20 @@ def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.Mo
         Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
     assert json.loads(storage.read("lease.json"))["released"] is True
     assert set(threading.enumerate()) <= before
+
+
+def test_who_knows_that_the_run_is_lost_commits_nothing() -> None:
+    """Not even a manifest that would count for nothing: another process works there by now."""
+    storage = MemoryStorage("run-lost")
+    with WriterClient.start(storage) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        other = {**json.loads(storage.read("lease.json")), "start_id": "bbbbbbbb", "host": "elsewhere"}
+        storage.put("lease.json", json.dumps(other).encode())
+        with pytest.raises(RunBusyError, match="was lost to"):
+            client.run_op("confirm", names=[]).result(60)
+        with pytest.raises(RunBusyError, match="was lost to"):
+            save(client, storage, opened, 1)  # type: ignore[arg-type]
+        assert [info.path for info in storage.list() if info.path.startswith("step_")] == []
 
 
 def test_a_foreign_error_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,22 @@ loop asks for its next batch, ends its epoch, or leaves, so that what the body d
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
+from holdfast.errors import StorageError
+from holdfast.run.trash import Trash
 from holdfast.state.save.snapshot import Snapshotter
 
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .progress import Progress
 from .run_session import RunSession
-from .save_policy import SavePolicy
+from .save_policy import SavePolicy, Schedule
 from .transient import passing_error, state_of
 from .verification import Watcher
 
@@ -47,6 +50,7 @@ class StepBoundary:
         pace: decides.
         log: metrics of the run.
         watcher: called at every boundary while a resume is verified.
+        snapshots: when the state is kept in memory, for the case that this process dies.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class StepBoundary:
         self._wanted = False  # a save was asked for; it is made at the boundary
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
+        self.snapshots: Schedule | None = None
 
     # -- boundaries
 
@@ -119,8 +124,28 @@ class StepBoundary:
         if self._wanted:
             self._wanted = False
             self.save(force=True)
+        if self.snapshots is not None:
+            self._keep_snapshot(self.snapshots, now)
         if is_new:
             self.watch()
+
+    def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
+        """Keep the state of this step in memory, if that is due and the step is not saved."""
+        progress = self._progress
+        if not snapshots.due(step=progress.step, samples=progress.samples, now=now):
+            return
+        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+        if self._session.last_step == progress.step:
+            return
+        begun = time.perf_counter()
+        self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
+        kept = self._session.keep_state(
+            self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
+            metrics=self.log.of_step(progress.step)(),
+        )  # fmt: skip
+        if not kept:
+            self.snapshots = None
+        self.held_s += time.perf_counter() - begun
 
     def watch(self) -> None:
         """Call the watcher, if there is one, at the end of a step."""
@@ -333,11 +358,17 @@ class StepBoundary:
         def flush() -> None:
             self.log.flush(self._progress.step)
 
+        def rescue() -> None:
+            if self.snapshots is not None and not self.pace.stopping:
+                name = session.answer(session.client.rescue(reason))
+                if name is not None:
+                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
+
         def end() -> None:
             session.end("stopped" if self.pace.stopping else reason, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, session.finish, self._say_lost, self._wait_for_remote, end):
+        for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
@@ -358,4 +389,7 @@ class StepBoundary:
         storage, step = self._session.storage, self._session.stats.last_durable_step
         free = storage.free_bytes()
         room = "" if free is None else f"; {format_bytes(free)} are free at {storage.uri}"
+        with contextlib.suppress(StorageError):
+            if trash := Trash(self._session.root).in_words():
+                room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room

@@ -20,9 +20,9 @@ from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
-from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
+from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -92,6 +92,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
             docs/model-directory.md.
+        rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
+            process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
+            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. One process only.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
             what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
             batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
@@ -140,6 +143,7 @@ class Checkpointer:
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
         on_data_mismatch: str = "raise",
+        rescue: IntervalLike | Sequence[IntervalLike] | None = None,
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -152,6 +156,7 @@ class Checkpointer:
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
             alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
+            rescue=rescue,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -186,7 +191,7 @@ class Checkpointer:
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike, model_files=options.model_files,
+            alike=alike, model_files=options.model_files, rescues=bool(options.rescue) and world_size == 1,
         )  # fmt: skip
         session = self._session = RunSession(
             self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
@@ -418,8 +423,8 @@ class Checkpointer:
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first; needs no lease, so it works at any time."""
         if self.remote is None:
-            return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
-        sides = MirrorView.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+            return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+        sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
@@ -429,7 +434,7 @@ class Checkpointer:
         """Return the newest committed checkpoint, None if there is none yet."""
         found = []
         for side in self._sides:
-            record = Catalog(side).latest()
+            record = RunView(side).latest()
             if record is not None:
                 found.append((side, record))
                 if record.attempt == self.attempt:
@@ -456,7 +461,7 @@ class Checkpointer:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        found = [(side, record) for side in self._sides if (record := Catalog(side).best(name, order)) is not None]
+        found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
         if not found:
             return None
         first = retention.rank([record for _, record in found], name, order)[0].name
@@ -505,6 +510,10 @@ class Checkpointer:
             requeue = self.options.exit_code if isinstance(self.options.exit_code, int) else -1
             session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
+        if snapshotter.rescues:
+            snapshots = Schedule(options.rescue, now=time.monotonic())
+            snapshots.start(step=progress.step, samples=progress.samples)
+            self._course.snapshots = snapshots
         self._course.watcher = self._watcher
         if started.has_generators:
             self._generators = rng.capture()

@@ -85,6 +85,7 @@ class CheckpointerOptions:
         alike: the ranks that hold the same as this one, as the user named them.
         model_files: what is committed beside the tensors.
         on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
+        rescue: when a snapshot is kept in memory.
     """
 
     intervals: tuple[Interval, ...]
@@ -106,6 +107,7 @@ class CheckpointerOptions:
     auto: bool = False
     model_files: ModelFiles | None = None
     on_data_mismatch: str = "raise"
+    rescue: tuple[Interval, ...] = ()
 
     @classmethod
     def check(
@@ -132,6 +134,7 @@ class CheckpointerOptions:
         alike: Alike = None,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
         on_data_mismatch: str = "raise",
+        rescue: IntervalLike | Sequence[IntervalLike] | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -159,8 +162,14 @@ class CheckpointerOptions:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         auto, given = _divide(every)
         intervals = parse_intervals(given)
+        if _divide(rescue)[0]:
+            raise ConfigError(
+                "rescue='auto': give an interval, as in rescue=50 or '30s'; a snapshot costs a memory copy"
+            )
+        snapshots = parse_intervals(rescue)
         now = time.monotonic()
         Schedule(intervals, now=now)
+        Schedule(snapshots, now=now)
         staging = parse_bytes(max_staging_bytes) if isinstance(max_staging_bytes, str) else max_staging_bytes
         if staging is not None and (isinstance(staging, bool) or not isinstance(staging, int)):
             staging = None
@@ -199,6 +208,7 @@ class CheckpointerOptions:
             auto=auto,
             model_files=model_files_of(model_files),
             on_data_mismatch=on_data_mismatch,
+            rescue=snapshots,
         )
 
 

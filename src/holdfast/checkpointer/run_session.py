@@ -96,6 +96,7 @@ class RunSession:
         timeout_s: bound of every wait.
         timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
         silence_s: a rank that says nothing for so long is given up.
+        client: the writer, which `close` closes; None: a new one.
 
     Attributes:
         root: of the run.
@@ -128,6 +129,7 @@ class RunSession:
         timeout_s: float = 600.0,
         timeout_name: str = "timeout_s",
         silence_s: float = SILENCE_S,
+        client: WriterClient | None = None,
     ) -> None:
         self.storage = self.root = storage
         self.remote, self.timeout_s = remote, timeout_s
@@ -149,7 +151,7 @@ class RunSession:
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
         self.memory = StepMemory()
-        self.client = WriterClient.start(storage, remote=remote)
+        self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
@@ -406,6 +408,41 @@ class RunSession:
             named.saves, follow=follow,
         )  # fmt: skip
         self._held(time.perf_counter() - begun)
+
+    def keep_state(
+        self,
+        state: Callable[[], Mapping[Any, Any]],
+        snapshotter: Snapshotter,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+    ) -> bool:
+        """Copy a state and have the writer hold the copy, which it commits only if this process dies.
+
+        Args:
+            state: returns what to save.
+            snapshotter: copies it.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+
+        Returns:
+            False if memory is too short for it.
+        """
+        begun = time.perf_counter()
+        fields = self._manifest(
+            uuid.uuid4().hex, step, epoch, metrics, parent=self.saves.parent, world_size=self.meeting.world_size
+        )
+        if self.extra:
+            fields["extra"] = dict(self.extra)
+        request = SaveRequest(
+            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
+            reuse=True, run=True,
+        )  # fmt: skip
+        kept = snapshotter.keep(state(), self.client, request)
+        self._held(time.perf_counter() - begun)
+        return kept
 
     def save_directory(
         self,

@@ -23,7 +23,7 @@ Path = tuple[str | int, ...]
 
 def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
     """Write the directory, metadata last; returns the number of tensors."""
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    import torch.distributed.checkpoint.filesystem as theirs
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -52,14 +52,16 @@ def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
         else:
             entries[key] = BytesStorageMetadata()
             place = MetadataIndex(key)
-        storage[place] = _StorageInfo(DATA_NAME, offset, size)
+        storage[place] = theirs._StorageInfo(DATA_NAME, offset, size)
         offset += size
         values.append(value)
     with folder.create(DATA_NAME, offset) as sink:
         for value in values:
             writer = TorchFileWriter(value)  # made again: 100 000 kept writers would fill the memory
             writer.write(sink, (source.blob(tensor).parts() for tensor in writer.tensors))
-    metadata = Metadata(entries, planner_data=mappings, storage_data=storage, version=CURRENT_DCP_VERSION)
+    version = getattr(theirs, "CURRENT_DCP_VERSION", None)  # torch 2.4 has no versions
+    versioned = {} if version is None else {"version": version}
+    metadata = Metadata(entries, planner_data=mappings, storage_data=storage, **versioned)
     folder.put(METADATA_NAME, pickle.dumps(metadata))
     return num_tensors
 

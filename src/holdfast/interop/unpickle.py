@@ -49,6 +49,7 @@ _ALLOWED_IN_METADATA = {
     "torch.serialization": frozenset({"_get_layout"}),
     "torch": frozenset({"Size"}),  # and dtypes
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
+    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # as Python 3.13 calls them
     "collections": frozenset({"OrderedDict"}),
 }
 MAX_METADATA = 2 << 30
@@ -92,7 +93,7 @@ class _Guarded(_PYTHON):  # type: ignore[misc]
 class _MetadataUnpickler(_Guarded):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED_IN_METADATA.get(module, ()):
-            if module == "pathlib":
+            if module in ("pathlib", "pathlib._local"):
                 return _text_of_path  # paths of another machine are text here
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -210,6 +211,7 @@ def _plain_globals() -> dict[str, Any]:
         "datetime.datetime": datetime.datetime,
         "datetime.timedelta": datetime.timedelta,
         "pathlib.PosixPath": pathlib.PosixPath,
+        "pathlib._local.PosixPath": pathlib.PosixPath,  # as Python 3.13 calls it
         "torch.torch_version.TorchVersion": _Version,
         "numpy.ndarray": _ARRAY,
         "numpy.dtype": _dtype,

@@ -2,8 +2,9 @@
 
 `StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states a
 power cut may leave, `FaultProxy` makes requests to a server fail, `ForkServer` and `ArmedOps` kill a piece of work at
-each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
-and name the first difference; `assert_state_equal` compares two states bit by bit. Names load on first use: a
+each of its operations. `assert_resumes` runs any training script uninterrupted and killed, and names the first
+difference; `verify_resume` and `verify_resume_script` do so for a `Checkpointer` in a function, and compare its whole
+state; `assert_state_equal` compares two states bit by bit. Names load on first use: a
 writer process that uses a faulty disk imports no pytest.
 """
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.verify.resume import ResumeReport as ResumeReport
     from holdfast.verify.resume import verify_resume as verify_resume
     from holdfast.verify.resume import verify_resume_script as verify_resume_script
+    from holdfast.verify.scripts import assert_resumes as assert_resumes
     from holdfast.verify.state import assert_state_equal as assert_state_equal
 
     from .crash import ArmedOps as ArmedOps
@@ -54,6 +56,7 @@ _HOME = {
     "ResumeReport": "holdfast.verify.resume",
     "Snapshot": ".power_cut",
     "StorageTests": ".storage_tests",
+    "assert_resumes": "holdfast.verify.scripts",
     "assert_state_equal": "holdfast.verify.state",
     "count_operations": ".faults",
     "power_cut_states": ".power_cut",

@@ -39,7 +39,7 @@ def page(report: Report, seconds: float) -> str:
     ]  # fmt: skip
     for number, life in enumerate(report.lives):
         began = "began at an unknown step" if life.began is None else f"began at step {life.began}"
-        end = "ended" if life.killed_before is None else f"killed before step {life.killed_before} ({life.why})"
+        end = "ended" if life.killed_after is None else f"killed after step {life.killed_after} ({life.why})"
         if life.status:
             end = f"ended with exit status {life.status}"
         parts.append(f'<div class="name">life {number + 1}: {began}, made {life.steps} steps, {escape(end)}</div>')
@@ -59,7 +59,7 @@ def _strip(report: Report, life: LifeReport | None) -> Iterator[str]:
         first = "bad" if "bad" in marks else marks[0]
         if life is None and any(step + 1 in report.saves for step in cell):
             first += " save"
-        if life is not None and life.killed_before is not None and life.killed_before - 1 in cell:
+        if life is not None and life.killed_after is not None and life.killed_after - 1 in cell:
             first += " kill"
         steps = f"step {begin}" if size == 1 else f"steps {begin} to {cell[-1]}"
         yield f'<i class="{first}" title="{steps}"></i>'

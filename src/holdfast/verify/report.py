@@ -50,7 +50,7 @@ class LifeReport:
     Attributes:
         began: the step it began at or went on from, None if that is not known.
         steps: how many steps it made.
-        killed_before: the step before which it was killed, None if it ended by itself.
+        killed_after: the step after which it was killed, None if it ended by itself.
         why: what was special about that moment.
         seconds: its duration.
         status: its exit status, if it ended by itself.
@@ -59,7 +59,7 @@ class LifeReport:
 
     began: int | None
     steps: int
-    killed_before: int | None = None
+    killed_after: int | None = None
     why: str = ""
     seconds: float = 0.0
     status: int = 0
@@ -120,13 +120,14 @@ class Report:
             "checkpointer": self.checkpointer, "steps": self.steps, "ranks": self.ranks, "items": self.items,
             "compared": self.compared, "kills": list(self.kills), "saves": list(self.saves),
             "lives": [asdict(life) for life in self.lives],
-            "first_difference": self.first, "causes": [asdict(cause) for cause in self.causes],
+            "first_difference": self.first, "causes": [cause.why or cause.text for cause in self.causes],
+            "findings": [asdict(cause) for cause in self.causes if cause.why],
             "notes": list(self.notes), "overhead": self.overhead,
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
         """Return it as text."""
-        killed = sum(life.killed_before is not None for life in self.lives)
+        killed = sum(life.killed_after is not None for life in self.lives)
         if self.exact:
             times = "once" if killed == 1 else f"{killed} times"
             if self.checkpointer:
@@ -223,7 +224,7 @@ def of_examined(examined: Examined, command: Sequence[str], *, steps: int | None
         bad = difference.step if difference is not None and difference.life == number else None
         lives.append(
             LifeReport(
-                began=began, steps=max(0, end - began), killed_before=None if killed is None else killed,
+                began=began, steps=max(0, end - began), killed_after=None if killed is None else killed,
                 why=examined.kills[number].why if number < len(examined.kills) else "", differs_from=bad,
             )
         )  # fmt: skip

@@ -8,6 +8,7 @@ by the same command, and matched by content (`matching`).
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from .matching import Finding, Match, compare_fresh, match_life
 from .plan import LifePlan, Moment
 from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
-from .resume import Home, NothingToVerifyError, Twins, choose_by_rows
+from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, choose_by_rows
 from .workplace import OutputWatch, Workplace
 
-__all__ = ["KillAt", "choose_steps", "verify_script"]
+__all__ = ["KillAt", "assert_resumes", "choose_steps", "verify_script"]
 
 _COPY_BYTES = 2 << 30
 _ANEW = (
@@ -153,6 +154,58 @@ def verify_script(
                 "to: else its lives would find each other's files"
             )
         return lives.verify(command, kills)
+
+
+def assert_resumes(
+    command: str | Sequence[str],
+    *,
+    kills: int = 3,
+    resume: str | Sequence[str] | None = None,
+    steps: int | None = None,
+    terminate: bool = False,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Check that a training script, with or without Holdfast, goes on exactly after being killed.
+
+    ``holdfast verify-resume`` for a pytest of one's own. The script runs in copies of its working directory.
+
+    Args:
+        command: program and arguments; ``{run}`` in them stands for a directory that each run gets anew.
+        kills: how many times it is killed.
+        resume: command that starts it again, default: the same.
+        steps: compare the first so many steps only, and end the script there.
+        terminate: send SIGTERM and give it 30 seconds, instead of SIGKILL.
+        timeout_s: bound for each life.
+        env: added to the environment.
+        cwd: working directory, default: this one.
+        keep_in: directory for copies, records and output; a temporary directory is removed.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        ResumeDivergedError: the resume is not exact; the message names the first difference, its cause and the fix.
+        AssertionError: the script failed by itself, or made no step that can be seen.
+
+    Example:
+        >>> assert_resumes("python train.py --epochs 2", kills=1)               # doctest: +SKIP
+    """
+    parts = shlex.split(command) if isinstance(command, str) else list(command)
+    again = shlex.split(resume) if isinstance(resume, str) else resume
+    report = verify_script(
+        parts, kills=kills, resume=again, steps=steps, terminate=terminate, timeout_s=timeout_s, env=env, cwd=cwd,
+        keep_in=keep_in,
+    )  # fmt: skip
+    if not report.exact:
+        first = report.first or {"step": 0, "items": [], "kind": ""}
+        raise ResumeDivergedError(
+            "\n".join(report.lines()), step=first["step"], items=[item["item"] for item in first["items"]],
+            at_resume=first["kind"] == "at resume", causes=[cause.why or cause.text for cause in report.causes],
+        )  # fmt: skip
+    return report
 
 
 class _Chains:
@@ -328,11 +381,11 @@ class _Lives:
             where = "began at step 0" if began == 0 else "went on from no step that is known"
         if not life.killed and life.status != 0:
             where = f"ended with exit status {life.status}"
-        end = f"killed before step {(began or 0) + made - 1} ({kill.why})" if life.killed and kill else "not killed"
+        end = f"killed after step {(began or 0) + made - 1} ({kill.why})" if life.killed and kill else "not killed"
         self._say(f"life {number + 1}: {where}, {end} ({life.seconds:.1f} s)")
         self._lives.append(
             LifeReport(
-                began=began, steps=made, killed_before=(began or 0) + made - 1 if life.killed else None,
+                began=began, steps=made, killed_after=(began or 0) + made - 1 if life.killed else None,
                 why=kill.why if kill is not None and life.killed else "", seconds=life.seconds, status=life.status,
                 differs_from=None if finding is None else finding.step,
             )

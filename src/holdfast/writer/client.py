@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import Mirror
@@ -22,7 +23,7 @@ from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error
 if TYPE_CHECKING:
     from .uploads.files import UploadJob
 
-__all__ = ["SaveFuture", "WriterClient"]
+__all__ = ["SaveFuture", "SharedWriter", "WriterClient"]
 
 
 class SaveFuture(Future[SaveResult]):
@@ -49,8 +50,12 @@ class WriterClient:
         ...     writer.submit(storage, job, [index, state], arena).result().bytes_written
     """
 
-    def __init__(self, *, thread: bool) -> None:
-        self._talk = Conversation(thread=thread)
+    def __init__(self, *, thread: bool, talk: Conversation | None = None) -> None:
+        self._talk = Conversation(thread=thread) if talk is None else talk
+        self._talk.users.add(self)
+        # What of it has to be given back by a `close` that does not end the writer.
+        self._names: set[tuple[int, str]] = set()
+        self._holds_run = self._in_team = self._for_run = False
 
     @classmethod
     def start(
@@ -64,8 +69,7 @@ class WriterClient:
             remote: where checkpoints are mirrored to.
         """
         if thread is None:
-            given = [target for target in (storage, remote) if target is not None]
-            thread = not can_run_process() or any(target.describe() is None for target in given)
+            thread = _needs_thread(storage, remote)
         return cls(thread=thread)
 
     @property
@@ -76,7 +80,7 @@ class WriterClient:
     @property
     def closed(self) -> bool:
         """True once this client takes no more work: closed, or its writer died for good."""
-        return self._talk.closed
+        return self not in self._talk.users or self._talk.closed
 
     def attach(self, arena: Arena) -> None:
         """Hand an arena over before the first job needs it, so that the writer maps its pages meanwhile."""
@@ -131,6 +135,41 @@ class WriterClient:
                 ),
             )
             return future
+
+    def hold(self, storage: Storage, job: SaveJob, blobs: Sequence[bytes], arena: Arena) -> None:
+        """Have the writer keep a sealed save that it commits only if the trainer dies, or at `rescue`.
+
+        It holds until another one is kept in the same arena, or `release`. Nobody waits for it, and it is lost with its
+        writer: the next one is kept by the writer that is started again.
+
+        Args:
+            storage: as for `submit`.
+            job: as for `submit`.
+            blobs: as for `submit`.
+            arena: must not change before `release`.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            header = {"do": "hold", "job": job.to_json(), "storage": self._talk.tell_storage(storage)}
+            self._talk.tell_arena(arena)
+            self._talk.send({**header, "arena": arena.number}, blobs)
+
+    def release(self, arena: Arena) -> None:
+        """Have the writer forget what it holds in an arena, which may change from now on."""
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "release", "arena": arena.number})
+
+    def rescue(self, why: str) -> Future[str | None]:
+        """Commit the newest save that is held, if it is newer than all that are committed.
+
+        Args:
+            why: for the manifest.
+
+        Returns:
+            The name of the checkpoint, None if there was nothing newer.
+        """
+        return self._call({"do": "rescue", "why": why})
 
     def ingest(self, storage: Storage, job: IngestJob) -> SaveFuture:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
@@ -286,7 +325,7 @@ class WriterClient:
         header |= {"timeout_s": timeout_s, "board": board.number, "pid": os.getpid()}
         with self._talk.lock:
             self._talk.check()
-            self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
+            self._talk.team, self._in_team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds), True
             self._talk.tell_team()
 
     def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> Future[None]:
@@ -364,6 +403,7 @@ class WriterClient:
             if mirror is not None and remote is not None:
                 far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
+            self._holds_run = True
             future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
@@ -383,27 +423,36 @@ class WriterClient:
         owner = {"start_id": start_id, "trainer_pid": os.getpid()}
         with self._talk.lock:
             self._talk.check()
-            header = {"do": "name", "what": "take", "storage": self._talk.tell_storage(storage), "of": of}
+            header = self._name("take", storage, of)
+            self._names.add((header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
             future = self._call(header)
             future.add_done_callback(lambda done: self._remember_name(header, done))
             return future
 
-    def verify_name(self, of: str) -> Future[None]:
+    def verify_name(self, storage: Storage, of: str) -> Future[None]:
         """Make sure that the lease of a name is still ours, after the saves submitted before.
 
         Raises:
             RunBusyError: (from the future) another process has taken it.
             StorageError: (from the future) the storage does not answer, so this is not known.
         """
-        return self._call({"do": "name", "what": "verify", "of": of})
-
-    def give_back_name(self, of: str) -> Future[None]:
-        """Give the lease of a name back, after the saves submitted before."""
-        future = self._call({"do": "name", "what": "give_back", "of": of})
         with self._talk.lock:
-            self._talk.names.pop(of, None)
-        return future
+            self._talk.check()
+            return self._call(self._name("verify", storage, of))
+
+    def give_back_name(self, storage: Storage, of: str) -> Future[None]:
+        """Give the lease of a name back, after the saves submitted before."""
+        with self._talk.lock:
+            self._talk.check()
+            header = self._name("give_back", storage, of)
+            self._names.discard((header["storage"], of))
+            future = self._call(header)
+            self._talk.names.pop((header["storage"], of), None)
+            return future
+
+    def _name(self, what: str, storage: Storage, of: str) -> dict[str, Any]:
+        return {"do": "name", "what": what, "storage": self._talk.tell_storage(storage), "of": of}
 
     def run_op(self, op: str, **args: Any) -> Future[Any]:
         """Carry out another operation on the open run.
@@ -425,6 +474,7 @@ class WriterClient:
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
         future = self._call({"do": "op", "op": op, "args": args})
         if op == "close_run":
+            self._holds_run = False
             future.add_done_callback(self._forget_run)
         elif op == "next_attempt":
             future.add_done_callback(self._remember_attempt)
@@ -442,12 +492,33 @@ class WriterClient:
             return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
 
     def close(self, timeout_s: float | None = None, *, why: str = "closed") -> None:
-        """Let pending jobs finish, give the lease back and end the writer; idempotent.
+        """Let pending jobs finish, give the leases back and end the writer; idempotent.
 
         After ``timeout_s`` the writer is left alone: it still commits what is sealed, then ends by itself, while
-        the futures fail. ``why`` is what other ranks hear if they still expect a save of this rank.
+        the futures fail. ``why`` is what other ranks hear if they still expect a save of this rank. A writer that other
+        clients use too (`SharedWriter`) goes on for them.
         """
-        self._talk.close(timeout_s, why)
+        given_back: list[Future[Any]] = []
+        with self._talk.lock:
+            shared = bool(self._talk.users - {self})
+            if shared and self in self._talk.users:
+                with contextlib.suppress(HoldfastError):  # the writer is gone, and everything with it
+                    self._give_back(given_back, why)
+            self._talk.users.discard(self)
+        if shared:
+            wait(given_back, timeout=timeout_s)
+        else:
+            self._talk.close(timeout_s, why)
+
+    def _give_back(self, given_back: list[Future[Any]], why: str) -> None:
+        if self._holds_run:
+            given_back.append(self.run_op("close_run", reason=why))
+        for key, of in self._names:
+            given_back.append(self._call({"do": "name", "what": "give_back", "storage": key, "of": of}))
+            self._talk.names.pop((key, of), None)
+        if self._in_team:
+            self._talk.leave_team()
+            given_back.append(self._call({"do": "leave", "why": why}))
 
     def __enter__(self) -> WriterClient:
         return self
@@ -482,7 +553,8 @@ class WriterClient:
         """Keep what a writer that is started again needs to hold the same names."""
         if not done.cancelled() and done.exception() is None:
             with self._talk.lock:
-                self._talk.names[header["of"]] = header
+                if (name := (header["storage"], header["of"])) in self._names:  # else it was given back meanwhile
+                    self._talk.names[name] = header
 
     def _remember_attempt(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
@@ -497,6 +569,44 @@ class WriterClient:
     def _forget_run(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
             self._talk.run = None
+
+
+class SharedWriter:
+    """One writer for all that a trainer stores: each part has a client of its own; the last to close ends the writer.
+
+    A storage that no other process can make has a thread as its writer, and each further run has its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._talks: list[Conversation] = []
+
+    def client(self, storage: Storage, *, remote: Storage | None = None, for_run: bool = False) -> WriterClient:
+        """Return a new client of a writer that serves these storages, which is started if there is none.
+
+        Args:
+            storage: where the jobs will go.
+            remote: where they are sent on to.
+            for_run: it will open a run, or join other ranks; a writer does that for one client at a time.
+        """
+        thread = _needs_thread(storage, remote)
+        with self._lock:
+            for talk in self._talks:
+                with talk.lock:
+                    fits = talk.is_thread is thread and talk.users and not talk.closed
+                    if fits and not (for_run and any(user._for_run for user in talk.users)):
+                        client = WriterClient(thread=thread, talk=talk)
+                        break
+            else:
+                client = WriterClient(thread=thread)
+            client._for_run = for_run
+            used = [talk for talk in self._talks if talk.users and talk is not client._talk]
+            self._talks = [*used, client._talk]
+            return client
+
+
+def _needs_thread(*targets: Storage | None) -> bool:
+    return not can_run_process() or any(target is not None and target.describe() is None for target in targets)
 
 
 def _result(answer: Message) -> SaveResult:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
@@ -26,6 +26,9 @@ from .frames import Channel, Message
 from .handed import Shared
 from .launch import launch_process, launch_thread
 from .messages import error_from_json, error_to_json
+
+if TYPE_CHECKING:
+    from .client import WriterClient
 
 __all__ = ["Conversation", "PendingCall", "WindowsLostError"]
 
@@ -79,9 +82,10 @@ class Conversation:
 
     def __init__(self, *, thread: bool) -> None:
         self.lock = threading.RLock()
+        self.users: set[WriterClient] = set()  # the last one ends the writer
         self.run: dict[str, Any] | None = None
         self.memory: Arena | None = None  # of the trainer of that run, see `WriterClient.open_run`
-        self.names: dict[str, dict[str, Any]] = {}  # how the writer has taken the leases of single files
+        self.names: dict[tuple[int, str], dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
         self._told_ranks: list[dict[str, Any]] = []  # messages to other ranks that a new writer repeats
@@ -109,6 +113,11 @@ class Conversation:
         """True once no more calls are taken."""
         return self._closing or self._ended or self._failure is not None
 
+    @property
+    def is_thread(self) -> bool:
+        """True when the writer is a thread of this process."""
+        return self._shared is not None
+
     def find(self, number: int) -> PendingCall | None:
         """Return a call that is not answered yet; needs the lock."""
         return self._calls.get(number)
@@ -127,7 +136,7 @@ class Conversation:
         if self._closing:
             raise SessionError("the writer is closed; start another one")
         if self._ended:
-            raise HoldfastError("the writer has ended unasked: nobody would answer; see the log for why")
+            raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
 
     # ---- sending
 
@@ -206,6 +215,11 @@ class Conversation:
             if number in self._arenas and not self._ended and self._owner == os.getpid():
                 self._arenas.discard(number)
                 self.send({"do": "drop_arena", "number": number})
+
+    def leave_team(self) -> None:
+        """Forget the other ranks: a new writer does not join them."""
+        self.team = None
+        self._told_ranks.clear()
 
     def tell_team(self) -> None:
         """Let the writer join those of other ranks."""

@@ -244,13 +244,14 @@ class Joint:
             self._say({"do": "failed", "save": job.save_id, "error": described})
 
     def finish(self, why: str, *, dead: bool) -> None:
-        """Begin no more saves, wait for the outcome of those begun, then leave the other ranks.
+        """Begin no more saves, wait for the outcome of those begun, then leave the other ranks; idempotent.
 
         Args:
             why: why our trainer ends, for the other ranks.
             dead: the trainer died; it did not close its writer.
         """
-        if self._member is None:
+        member = self._member
+        if member is None:
             return
         if dead:
             why = f"its trainer process has died{how_it_ended(self._trainer)}"
@@ -265,9 +266,11 @@ class Joint:
             if self._server is not None:  # only rank 0's own writer asks for uploads
                 until = min(until, time.monotonic() + _LAST_S)
             self._staged.await_end(until, lambda: self._lost is not None)
-        self._member.close(why)
+        member.close(why)
         if self._server is not None:
             self._server.close(f"rank 0: {why}")
+        with self._changed:
+            self._member = None
 
     # -- from the control channel, on its threads
 

@@ -140,7 +140,7 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
                     "directory",
                     file=entry.path,
                 )
-    if any(job.save_id not in entry.path for part in parts for entry in part.files):
+    if any(save_id_of(entry.path) != job.save_id for part in parts for entry in part.files):
         check_plan(storage, job.directory, job.save_id)
     if run is not None:
         run.before_commit()

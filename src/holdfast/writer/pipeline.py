@@ -20,7 +20,7 @@ from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digests, file_digest, table_at
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.format.names import join
+from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
@@ -260,7 +260,7 @@ class PartWriter:
         try:
             if plan and not has_plan(self._storage, self._job.directory, self._job.save_id):
                 # Another save has begun here, and perhaps committed: what has these names now is its.
-                created, plan = [path for path in created if self._job.save_id in path], False
+                created, plan = [path for path in created if save_id_of(path) == self._job.save_id], False
         except HoldfastError:
             return
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.

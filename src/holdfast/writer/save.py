@@ -264,7 +264,7 @@ def _plan_names(task: Task) -> bool:
     """
     job, storage = task.job, task.storage
     paths = [*(plan.path for plan in job.files), *(plan.path for plan in job.blobs)]
-    names = [path for path in paths if job.save_id not in path]
+    names = [path for path in paths if save_id_of(path) != job.save_id]
     if not names:
         return False
     there, own = _names_in(task), plan_name(job.save_id)

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from .save import SaveRunner, Task, probe
 
 if TYPE_CHECKING:
     from .distributed import Joint
-    from .single_file import NameLeases
+    from .single_file import FileSaves, NameLeases
     from .uploads.files import FileUploads
 
 __all__ = ["WriterLoop", "main"]
@@ -53,7 +54,9 @@ class WriterLoop:
         self._run: Run | None = None
         self._joint: Joint | None = None
         self._uploads: dict[int, FileUploads] = {}  # by the number of their target
-        self._names: NameLeases | None = None  # made by the reading thread for the first name
+        self._files: FileSaves | None = None  # made by the reading thread for the first file, or the first name
+        self._kept: dict[int, Task] = {}  # saves that are committed only if the trainer dies, by their arena
+        self._committed_step = -1  # of the run
         self._ending = threading.Event()
         self._end = _DIED
         self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
@@ -63,6 +66,9 @@ class WriterLoop:
             "arena": self._handed.take_arena,
             "drop_arena": self._drop_arena,
             "save": self._take_save,
+            "hold": self._take_hold,
+            "release": self._release,
+            "rescue": lambda message: self._later(message, lambda: self._rescue(message.header["why"])),
             "window": self._arriving.window,
             "fill": self._arriving.fill,
             "seal": self._arriving.seal,
@@ -71,6 +77,7 @@ class WriterLoop:
             "parts": self._take_parts,
             "upload": self._take_upload,
             "join": self._join,
+            "leave": self._leave,
             "joint": self._tell_ranks,
             "ask": self._ask_ranks,
             "open_run": self._take_open_run,
@@ -94,14 +101,20 @@ class WriterLoop:
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
                 run.trainer_gone()
-            if self._names is not None:
-                self._names.trainer_gone()
+            if self._files is not None:
+                self._files.leases.trainer_gone()
             self._arriving.abandon_all(f"{self._end} before this save was complete")
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
+            if self._end == _DIED:
+                self._work.put(self._rescue_after_death)
             self._work.put(None)
+            if self._files is not None:
+                self._files.end()
             self._end_uploads()
             worker.join()
+            if self._files is not None:
+                self._files.close()
         self._say({"on": "bye"})
         self._channel.flush(5.0)
         self._channel.close()
@@ -139,7 +152,16 @@ class WriterLoop:
         return False
 
     def _drop_arena(self, message: Message) -> None:
-        self._work.put(lambda: self._handed.drop_arena(message.header["number"]))  # behind the jobs that use it
+        """Let go of an arena, behind the jobs that use it."""
+        self._kept.pop(message.header["number"], None)
+
+        def drop() -> None:
+            self._handed.drop_arena(message.header["number"])
+
+        def drop_behind_files() -> None:
+            self._file_saves().run(drop)
+
+        self._work.put(drop if self._files is None else drop_behind_files)
 
     def _take_save(self, message: Message) -> None:
         header = message.header
@@ -159,9 +181,30 @@ class WriterLoop:
         )
         # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
         self._arriving.expect(call, source, gate)
-        if job.joint:
-            self._joined().begun(call, job, task.storage, again=task.again)
-        self._work.put(lambda: self._save(call, task))
+        joint = self._joined() if job.joint else None
+        if joint is not None:
+            joint.begun(call, job, task.storage, again=task.again)
+        if isinstance(job.container, Directory):
+            self._work.put(lambda: self._save(call, task, joint))
+        else:
+            self._file_saves().run(lambda: self._save(call, task, None))
+
+    def _file_saves(self) -> FileSaves:
+        if self._files is None:
+            from .single_file import FileSaves  # not above: most writers never need it, and each start waits
+
+            self._files = FileSaves()
+        return self._files
+
+    def _take_hold(self, message: Message) -> None:
+        header = message.header
+        self._kept[header["arena"]] = Task(
+            job=SaveJob.from_json(header["job"]), storage=self._handed.storage(header["storage"]),
+            storage_key=header["storage"], view=self._handed.view(header["arena"]), blobs=message.attachments,
+        )  # fmt: skip
+
+    def _release(self, message: Message) -> None:
+        self._kept.pop(message.header["arena"], None)
 
     def _join(self, message: Message) -> None:
         from .distributed import Joint  # not above: a writer of one rank starts faster without
@@ -169,6 +212,11 @@ class WriterLoop:
         joint = Joint(self)
         joint.join(message.header, message.fds, self._handed.view(message.header["board"]))
         self._joint = joint
+        self.say_done(message.header["call"], None)
+
+    def _leave(self, message: Message) -> None:
+        """Leave the other ranks, while this writer goes on with other work."""
+        self._joined().finish(message.header["why"], dead=False)
         self.say_done(message.header["call"], None)
 
     def _tell_ranks(self, message: Message) -> None:
@@ -234,10 +282,8 @@ class WriterLoop:
         self._later(message, lambda: self._open_run(message.header))
 
     def _take_name(self, message: Message) -> None:
-        from .single_file import NameLeases  # not above: most writers never need it, and each start waits
-
-        names = self._names = self._names or NameLeases()
-        self._later(message, lambda: self._name(names, message.header))
+        files = self._file_saves()
+        files.run(self._answering(message, lambda: self._name(files.leases, message.header)))
 
     def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
@@ -261,6 +307,15 @@ class WriterLoop:
     # ---- the working thread
 
     def _later(self, message: Message, call: Callable[[], Any]) -> None:
+        work = self._answering(message, call)
+        if self._joint is None:
+            self._work.put(work)
+        else:
+            self._joint.after(work)
+
+    def _answering(self, message: Message, call: Callable[[], Any]) -> Callable[[], None]:
+        """Return what answers a message with what ``call`` returns, or raises."""
+
         def work() -> None:
             try:
                 value = call()
@@ -270,10 +325,7 @@ class WriterLoop:
                 if value is not _ANSWERED:
                     self.say_done(message.header["call"], value)
 
-        if self._joint is None:
-            self._work.put(work)
-        else:
-            self._joint.after(work)
+        return work
 
     def _worker(self) -> None:
         while (work := self._work.get()) is not None:
@@ -283,8 +335,6 @@ class WriterLoop:
                 self._run.close(self._reason or self._end, self._run.take_left() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
-        if self._names is not None:
-            self._names.close()
         self._saver.close()
 
     def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
@@ -323,33 +373,56 @@ class WriterLoop:
         """Do something on the working thread, behind what is queued."""
         self._work.put(work)
 
-    def _save(self, call: int, task: Task) -> None:
+    def _save(self, call: int, task: Task, joint: Joint | None) -> None:
         job = task.job
         try:
             result = self._stored(task)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
             self._refuse_windows(call, error)
-            if job.joint:
-                self._joined().failed(job, error)
+            if joint is not None:
+                joint.failed(job, error)
             else:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
             self._refuse_windows(call, HoldfastError("this save has ended already"))
-            if job.joint:
+            if joint is not None:
                 late = {} if task.source is None else task.source.manifest or {}
-                self._joined().stored(job, result, {**job.manifest, **late})
+                joint.stored(job, result, {**job.manifest, **late})
             else:
+                if job.run:
+                    self._committed_step = max(self._committed_step, job.manifest["step"])
                 self.say_done(call, result.to_json(), (result.manifest,))
+
+    def _rescue(self, why: str) -> str | None:
+        """Commit the newest save that is held, if none that is committed is as new; on the working thread."""
+        kept = max(self._kept.values(), key=lambda task: task.job.manifest["step"], default=None)
+        self._kept.clear()
+        if kept is None or kept.job.manifest["step"] <= self._committed_step:
+            return None
+        manifest = dict(kept.job.manifest)
+        manifest["extra"] = {**manifest.get("extra", {}), "rescued": why}
+        job = replace(kept.job, manifest=manifest)
+        try:
+            self._stored(replace(kept, job=job))
+        except Exception as error:
+            self.note_lost(job, error)
+            raise
+        self._committed_step = manifest["step"]
+        return job.directory
+
+    def _rescue_after_death(self) -> None:
+        try:
+            self._rescue(self._reason or self._end)
+        except Exception:  # noqa: BLE001 - a thread edge: the newest durable checkpoint counts
+            _LOG.exception("the snapshot of the dead trainer could not be saved")
 
     def _stored(self, task: Task) -> SaveResult:
         container = task.job.container
         if isinstance(container, Directory):
             return self._saver.save(task, self.run_of(task.job), self._window_done)
-        from .single_file import NameLeases, write_file  # as above
-
-        lease = (self._names or NameLeases()).begin(container.lease, task.storage, task.job.directory)
-        return write_file(task, container, self._saver.side, lease)
+        assert self._files is not None
+        return self._files.save(task, container)
 
     def _refuse_windows(self, call: int, error: Exception) -> None:
         for window in self._arriving.end(call):
@@ -385,14 +458,13 @@ class WriterLoop:
             run.trainer_gone()
         return opened.to_json()
 
-    def _name(self, names: NameLeases, header: dict[str, Any]) -> None:
-        of = header["of"]
+    def _name(self, leases: NameLeases, header: dict[str, Any]) -> None:
+        storage, of = self._handed.storage(header["storage"]), header["of"]
         if header["what"] == "take":
-            storage = self._handed.storage(header["storage"])
-            names.take(storage, of, header["owner"], wait_s=header["wait_s"], pause=self._pause)
+            leases.take(storage, of, header["owner"], wait_s=header["wait_s"], pause=self._pause)
         elif header["what"] == "give_back":
-            names.give_back(of)
-        elif (held := names.held(of)) is not None:
+            leases.give_back(storage.uri, of)
+        elif (held := leases.held(storage, of)) is not None:
             held.verify()
 
     def _work_later(self, call: Callable[[], object]) -> None:

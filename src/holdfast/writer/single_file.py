@@ -11,6 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
 from .save import Task
 from .serial_executor import SerialExecutor
 
-__all__ = ["NameLeases", "write_file"]
+__all__ = ["FileSaves", "NameLeases", "write_file"]
 
 _LOG = get_logger("writer")
 _VIEW = 64 << 20
@@ -36,19 +37,51 @@ _PIECE = 1 << 20  # both checksums of a piece are taken while it is in the proce
 _RISE = 8 << 20
 _ROW = struct.Struct("<QQQ")
 
+_Name = tuple[str, str]  # URI of a folder, and what stands for a name in it
 Publish = Callable[..., object]
 """Takes ``if_absent`` and ``if_match``, as `Storage.put` does."""
 
 
-class NameLeases:
-    """Belongs to the working thread, apart from `trainer_gone`."""
+class FileSaves:
+    """The single files of one trainer, on a thread of their own: files and directories do not wait for each other.
+
+    Attributes:
+        leases: of the names of the files; belongs to that thread.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[str, Heartbeat] = {}
+        self.leases = NameLeases()
+        self._turn, self._side = SerialExecutor("holdfast-files"), SerialExecutor()
+
+    def run(self, call: Callable[[], object]) -> Future[object]:
+        """Call something on the thread of the files, after the saves before it."""
+        return self._turn.run(call)
+
+    def save(self, task: Task, file: SafetensorsFile | TorchFile) -> SaveResult:
+        """Store one file; on that thread. See `write_file`."""
+        lease = self.leases.begin(file.lease, task.storage, task.job.directory)
+        return write_file(task, file, self._side, lease)
+
+    def end(self) -> None:
+        """Take no more calls, and give the leases back after the last one; returns at once."""
+        self.run(self.leases.close)
+        self._turn.close(wait=False)
+
+    def close(self) -> None:
+        """Wait until the last call is done; after `end`."""
+        self._turn.close()
+        self._side.close()
+
+
+class NameLeases:
+    """The names of files that only this writer gives, by folder. For one thread, apart from `trainer_gone`."""
+
+    def __init__(self) -> None:
+        self._held: dict[_Name, Heartbeat] = {}
         # What could not be taken again after an earlier writer had died: why, and another trial.
-        self._lost: dict[str, tuple[HoldfastError, Callable[[], None]]] = {}
+        self._lost: dict[_Name, tuple[HoldfastError, Callable[[], None]]] = {}
         self._is_trainer_gone = False
-        self._swept: set[tuple[str, str]] = set()  # folders by lease
+        self._swept: set[tuple[_Name, str]] = set()  # sub-folders by lease
 
     def take(
         self,
@@ -71,35 +104,37 @@ class NameLeases:
         Raises:
             RunBusyError: another live process does.
         """
-        if of in self._held:
+        name = storage.uri, of
+        if name in self._held:
             return
         try:
             lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause, of=of)
         except HoldfastError as error:
-            self._lost[of] = error, partial(self.take, storage, of, owner, wait_s=wait_s, pause=pause)
+            self._lost[name] = error, partial(self.take, storage, of, owner, wait_s=wait_s, pause=pause)
             raise
-        self._lost.pop(of, None)
+        self._lost.pop(name, None)
         held = Heartbeat(lease)
-        self._held = {**self._held, of: held}  # a new dictionary: the reading thread may be walking through the other
+        self._held = {**self._held, name: held}  # a new dictionary: the reading thread may be walking through the other
         if self._is_trainer_gone:
             held.trainer_gone()
 
-    def held(self, of: str | None) -> Heartbeat | None:
-        """Return the lease of a name; None for a file that needs none.
+    def held(self, storage: Storage, of: str | None) -> Heartbeat | None:
+        """Return the lease of a name in a folder; None for a file that needs none.
 
         Raises:
             HoldfastError: it was not taken, or not taken again.
         """
         if of is None:
             return None
-        if of in self._lost:
-            error, again = self._lost[of]
+        name = storage.uri, of
+        if name in self._lost:
+            error, again = self._lost[name]
             if not isinstance(error, StorageError):
                 raise error
             again()  # the storage did not answer then
-        if of not in self._held:
+        if name not in self._held:
             raise HoldfastError(f"this writer does not hold the lease {of} of that file name: call take_name first")
-        return self._held[of]
+        return self._held[name]
 
     def begin(self, of: str | None, storage: Storage, path: str) -> Heartbeat | None:
         """Return the lease under which the file ``path`` is about to be written; see `held`.
@@ -108,20 +143,26 @@ class NameLeases:
         temporary name. A local disk does that by itself and knows the living by their locks; elsewhere the storage
         goes by age (`Storage.tidy`), so that the files of other trainers in the same folder stay.
         """
-        held, folder = self.held(of), path.rpartition("/")[0]
-        if of is not None and storage.local_root is None and (of, folder) not in self._swept:
-            self._swept.add((of, folder))
+        held, folder = self.held(storage, of), path.rpartition("/")[0]
+        if of is not None and storage.local_root is None and ((storage.uri, of), folder) not in self._swept:
+            self._swept.add(((storage.uri, of), folder))
             try:
                 storage.tidy(folder)
             except HoldfastError as error:
                 _LOG.warning("what killed writers left in %s/%s stays for now: %s", storage.uri, folder, error)
         return held
 
-    def give_back(self, of: str) -> None:
-        """Let others have a name; nothing to do for a name that is not held. A lease that cannot go goes stale."""
-        held = self._held.get(of)
-        self._held = {name: lease for name, lease in self._held.items() if name != of}
-        self._lost.pop(of, None)
+    def give_back(self, folder: str, of: str) -> None:
+        """Let others have a name; nothing to do for a name that is not held. A lease that cannot go goes stale.
+
+        Args:
+            folder: URI of the folder.
+            of: see `take`.
+        """
+        name = folder, of
+        held = self._held.get(name)
+        self._held = {other: lease for other, lease in self._held.items() if other != name}
+        self._lost.pop(name, None)
         try:
             if held is not None:
                 held.close()
@@ -136,8 +177,8 @@ class NameLeases:
 
     def close(self) -> None:
         """Give all of them back."""
-        for of in list(self._held):
-            self.give_back(of)
+        for name in list(self._held):
+            self.give_back(*name)
 
 
 def write_file(

@@ -72,7 +72,7 @@ class DeviceCopies:
     def __init__(self) -> None:
         self.late_bytes = 0
         self._checksums = Checksums()
-        self._pinned: int | None = None
+        self._pinned: set[int] = set()  # addresses of arenas
         # (device module, device, event): the stream of that device waits for the event before the optimizer's step
         self._fences: list[tuple[Any, torch.device, Any]] = []
         self._streams: dict[torch.device, Any] = {}
@@ -270,13 +270,13 @@ class DeviceCopies:
             module.current_stream(device).wait_event(event)
 
     def unpin(self) -> None:
-        """Release the pinning of the arena before it is unmapped, once nothing copies into it any more."""
+        """Release the pinning of arenas before they are unmapped, once nothing copies into them any more."""
         if self.sealing is not None:
             wait([self.sealing])
             self.sealing = None
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
-            self._pinned = None
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._pinned.clear()
 
     def close(self) -> None:
         """Wait for copies in flight and take the hook out; idempotent."""
@@ -285,15 +285,14 @@ class DeviceCopies:
         self.unpin()
 
     def _pin(self, arena: Arena) -> None:
-        if self._pinned == arena.address or not torch.cuda.is_available():
+        if arena.address in self._pinned or not torch.cuda.is_available():
             return
-        self.unpin()
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = cudart.cudaHostRegister(arena.address, arena.size, _PINNED_PORTABLE)
         if int(status) != 0:
             _LOG.warning("the arena could not be pinned (cuda error %s): copies from the device are slower", status)
             return
-        self._pinned = arena.address
+        self._pinned.add(arena.address)
 
 
 class _Subset:

@@ -51,6 +51,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
+_ARENAS = 2  # with `rescues`; of a small state there is a third
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
@@ -112,6 +113,7 @@ class Snapshotter:
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken. None: a copy of the state, or windows where memory is short.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
+        rescues: two arenas take turns, for `keep`, unless memory is short.
         unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
         alike: the ranks that hold the same as this rank, where others hold other tensors; None: the state says which.
     """
@@ -125,6 +127,7 @@ class Snapshotter:
         max_staging_bytes: int | None = None,
         timeout_s: float | None = None,
         unsupported: str = "raise",
+        rescues: bool = False,
         alike: tuple[int, ...] | None = None,
         model_files: ModelFiles | None = None,
     ) -> None:
@@ -143,6 +146,10 @@ class Snapshotter:
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
+        self.rescues = rescues
+        self._spares: list[Arena] = []  # take turns with `arena`
+        self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
+        self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
         self._looked = False  # at memory, for the present layout
@@ -182,8 +189,73 @@ class Snapshotter:
                 # Its hook has to see a step before it may copy late.
                 self.copies = self.copies or device_copies.DeviceCopies()
                 self.copies.prepare(flat)
-            arena.prefault()
-            client.attach(arena)
+            while self.rescues and len(self._spares) < _ARENAS - 1:
+                self._spares.append(self._more(layout))
+            for own in (arena, *self._spares):
+                own.prefault()
+                client.attach(own)
+
+    @paused_gc()
+    def keep(self, state: Mapping[Any, Any], client: WriterClient, request: SaveRequest) -> bool:
+        """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
+
+        Returns:
+            False if nothing was kept, because memory is short: `shortage` says how short.
+
+        Raises:
+            UnsupportedStateError: the state cannot be saved.
+        """
+        self._end_streaming()
+        flat = self._flatten(state)
+        layout = self._layout(flat)
+        self._fit_memory(state, layout)
+        if self._windowed(layout) or not self.rescues:
+            return False
+        plans, contents = self._blobs(flat, layout, request.save_id)
+        job = SaveJob(
+            directory=request.directory, save_id=request.save_id, writer=self.rank,
+            files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
+            run=request.run, division=self._division(flat, layout, wait=True),
+        )  # fmt: skip
+        arena = self._turn(layout, client)
+
+        def hand_over(filled: int | None = None) -> SaveFuture:
+            client.hold(request.storage, job, [content() for content in contents], arena)
+            return SaveFuture(0)  # nobody waits for it
+
+        if device_copies.needed(flat.tensors):
+            self.copies = self.copies or device_copies.DeviceCopies()
+            self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
+        else:
+            fresh = None if arena.prefaulted.is_set() else arena.fd
+            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh)
+            hand_over()
+        arena.prefault()
+        self._kept_in = arena
+        return True
+
+    def _turn(self, layout: Layout, client: WriterClient) -> Arena:
+        """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot."""
+        arena = self._arena(layout)
+        if not self.rescues:
+            return arena
+        written = None if self._writing is None or self._writing[1].done() else self._writing[0]
+        pool = [arena, *self._spares]
+        free = [one for one in pool if one is not written and one is not self._kept_in]
+        if not free and len(pool) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
+            free = [self._more(layout)]
+        # Of a big state there is no third copy: while one is written, the newest snapshot makes room for the next.
+        arena = free[0] if free else self._kept_in or arena
+        self.arena, self._spares = arena, [one for one in [*pool, *free] if one is not arena]
+        client.release(arena)
+        if self._kept_in is arena:
+            self._kept_in = None
+        return arena
+
+    def _more(self, layout: Layout) -> Arena:
+        arena = Arena.create(layout.arena_bytes)
+        layout.write_static(arena.view)
+        return arena
 
     @paused_gc()
     def submit(
@@ -260,7 +332,7 @@ class Snapshotter:
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
-            arena, blobs = self._arena(layout), [content() for content in contents]
+            arena, blobs = self._turn(layout, client), [content() for content in contents]
             self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
                 flat,
@@ -271,9 +343,11 @@ class Snapshotter:
                 lazy=lazy,
             )
         else:
-            arena = self._arena(layout)
+            arena = self._turn(layout, client)
             future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
+        if self.rescues and not windowed and self.arena is not None:
+            self._writing = self.arena, future
         return Submitted(
             future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
             handed_over=None if self.copies is None else self.copies.sealing,
@@ -484,11 +558,13 @@ class Snapshotter:
     def _drop_layout(self) -> None:
         self.layout = self._fitting = None
         self._looked = False
-        if self.arena is not None:
-            if self.copies is not None:
-                self.copies.unpin()
-            self.arena.close()
-            self.arena = None
+        if self.copies is not None and self.arena is not None:
+            self.copies.unpin()
+        for arena in (self.arena, *self._spares):
+            if arena is not None:
+                arena.close()
+        self.arena = self._kept_in = self._writing = None
+        self._spares = []
 
     def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
         """Look, before a copy is made, whether it fits into memory, and go through windows if not.
@@ -504,7 +580,17 @@ class Snapshotter:
         room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
         before, self.shortage = self.shortage, None
         if layout.arena_bytes <= room:
+            if self.rescues and 2 * layout.arena_bytes > room:
+                self.rescues = False
+                self.shortage = (
+                    "memory is short for rescue=: two copies of the state take "
+                    f"{format_bytes(2 * layout.arena_bytes)}, and {format_bytes(max(0, room))} can be had for them. "
+                    "No snapshots are kept between saves"
+                )
+                if says:
+                    _LOG.warning("%s", self.shortage)
             return
+        self.rescues = False
         self._fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
         self.shortage = (
             f"memory is short: a copy of the state takes {format_bytes(layout.arena_bytes)}, and of the "
@@ -525,8 +611,7 @@ class Snapshotter:
 
     def _arena(self, layout: Layout) -> Arena:
         if self.arena is None:
-            self.arena = Arena.create(layout.arena_bytes)
-            layout.write_static(self.arena.view)
+            self.arena = self._more(layout)
         return self.arena
 
     def _window_arena(self) -> Arena:

@@ -1,6 +1,6 @@
 """`RemoteUploaderDownloader`: a copy of every checkpoint somewhere else, made while training goes on.
 
-What an upload is called, and what a failure costs, is decided here; the writer process of the uploader sends
+What an upload is called, and what a failure costs, is decided here; the writer process of the trainer sends
 (`writer.uploads.files`), so that what was handed over arrives although the trainer is killed.
 """
 
@@ -24,7 +24,7 @@ from holdfast.errors import CheckpointExistsError, ConfigError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve, split_uri
-from holdfast.writer.client import WriterClient
+from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.uploads.files import UploadJob, UploadPointer, remove_copy
 
 from ..arguments import OF_UPLOADER, check_path
@@ -70,6 +70,10 @@ class RemoteUploaderDownloader(LoggerDestination):
         file_path_format_string: path of an upload; ``{remote_file_name}`` and ``{run_name}`` are filled in.
         num_concurrent_uploads: checkpoints sent at once.
         num_attempts: how often an upload is tried.
+
+    Attributes:
+        storage: where to.
+        writer: sends them; that of the trainer whose checkpoints they are.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.storage = _storage(check_path(bucket_uri, "bucket_uri"), backend_kwargs)
         self.file_path_format_string, self.num_attempts = file_path_format_string, num_attempts
         self._num_workers = num_concurrent_uploads
-        self._writer: WriterClient | None = None
+        self.writer = SharedWriter()
+        self._client: WriterClient | None = None
         self._thread: ThreadPoolExecutor | None = None  # for what follows an upload
         self._lock = threading.Lock()
         self._sent: list[_Upload] = []
@@ -175,11 +180,11 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def _submit(self, upload: _Upload) -> None:
         with self._lock:
-            if self._writer is None or self._writer.closed:
-                self._writer = WriterClient.start(upload.source, remote=self.storage)
+            if self._client is None or self._client.closed:
+                self._client = self.writer.client(upload.source, remote=self.storage)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-uploads")
-            sent = self._writer.upload(upload.source, self.storage, upload.job, num_workers=self._num_workers)
+            sent = self._client.upload(upload.source, self.storage, upload.job, num_workers=self._num_workers)
             self._sent.append(upload)
         sent.add_done_callback(lambda done: self._ended(upload, done.exception()))
 
@@ -271,7 +276,9 @@ class RemoteUploaderDownloader(LoggerDestination):
             if passing is not None:
                 _LOG.error("%d more upload(s) to %s are missing: %s", len(self._left), self.storage.uri, passing)
             raise lasting
-        if passing is not None:
+        if passing is None:
+            self._rest()
+        else:
             copies = [
                 f"{upload.source.local_root}/{upload.job.name}" for upload in self._left if upload.job.kind == "copy"
             ]
@@ -281,6 +288,15 @@ class RemoteUploaderDownloader(LoggerDestination):
                 "checkpoints are in their local folder: when it takes them again, copy them there (holdfast push)"
                 + kept
             )
+
+    def _rest(self) -> None:
+        """Leave the writer of the trainer, if nothing was handed over meanwhile: the next upload takes it again."""
+        with self._lock:
+            client = None if self._sent or self._left else self._client
+            if client is not None:
+                self._client = None
+        if client is not None:
+            client.close()
 
     def _settle_all(self) -> tuple[StorageError | None, BaseException | None]:
         with self._lock:
@@ -302,12 +318,12 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def _let_go(self) -> None:
         """End writer and thread; what was abandoned goes on, and keeps the interpreter from ending before it."""
-        (writer, self._writer), (thread, self._thread) = (self._writer, None), (self._thread, None)
-        if writer is not None and self._abandoned:
+        (client, self._client), (thread, self._thread) = (self._client, None), (self._thread, None)
+        if client is not None and self._abandoned:
             with contextlib.suppress(RuntimeError):  # the interpreter is ending, and waits for all writers anyway
-                threading.Thread(target=writer.close, name="holdfast-uploads-end").start()
-        elif writer is not None:
-            writer.close()
+                threading.Thread(target=client.close, name="holdfast-uploads-end").start()
+        elif client is not None:
+            client.close()
         if thread is not None:
             thread.shutdown(wait=not self._abandoned)
 

@@ -18,11 +18,12 @@ import pytest
 from engine_kit import LIMIT_S, Driver, start_stubborn_children
 from process_kit import wait_gone
 
+import holdfast
 from holdfast.trainers.function.engine import Dying, Exited, Started, TaskEnded
 from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 HERE = Path(__file__).parent
-SRC = HERE.parents[1] / "src"
+SRC = Path(holdfast.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

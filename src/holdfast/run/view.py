@@ -1,0 +1,443 @@
+"""The checkpoints of one run, to be looked at: list, newest, best, candidates for a resume.
+
+Directories under the run are listed (names only), rows cached in run.json are believed for names that exist, and
+manifests are read only for names without a row and for checkpoints about to be used. So opening a run stays fast
+with ten thousand checkpoints. A directory without a manifest of Holdfast is *foreign*: never picked, never deleted;
+nor is a *guest*, a copy that somebody made by hand: its manifest has another name than its directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from holdfast.format.commit import read_manifest
+from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
+from holdfast.format.many import listed_at_once
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.ops import errors_of
+from holdfast.storage.together import together
+
+from .candidates import GUESTS, Candidate, find_copies
+from .external import EXTERNAL, External, is_external_child
+from .fence import Fence, is_fence, newest_fence
+from .index import RunIndex
+from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
+from .remains import is_remains
+from .reports import LOGS, REPORTS
+from .retention import is_number, rank
+
+__all__ = ["RunView"]
+
+_log = get_logger("catalog")
+_OWN = {REPORTS, LOGS}
+_MANY_UNKNOWN = 16  # names without a row at a store that are worth a listing of everything
+
+
+class RunView:
+    """A view of one run, which needs no lease. What looks writes nothing but rows of ``index`` in memory.
+
+    Args:
+        storage: the run's root.
+        index: the run index to use and to keep up to date; read from ``storage`` when left out.
+        doomed: names that an earlier holder of the lease was deleting; they do not count any more.
+
+    Attributes:
+        index: the run index.
+        fence: which checkpoints of earlier attempts count, if a fence was drawn.
+        void: committed checkpoints that do not count: doomed, or beyond the fence. `Catalog.sweep` removes them.
+        corrupt: names whose manifest is damaged -> why.
+        incomplete: names with files of an uncommitted save.
+        foreign: names of directories that Holdfast did not write.
+        others: manifests of checkpoints under this root that are of another run, saved on their own, or guests.
+        guests: checkpoints of this run that somebody copied or renamed -> the names they were saved under.
+        hidden: directories of the run whose names begin with a dot, with a "/" at the end; not looked for on a disk.
+        rebuilt: True when run.json was unusable although there are checkpoints.
+        holds_resumed: whether retention keeps the checkpoint that this attempt went on from.
+    """
+
+    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
+        self.storage = storage
+        self._fences: set[str] = set()
+        self._external = External(storage)
+        self._has_external = False
+        self.hidden: set[str] = set()
+        self._found: set[str] = set()  # all names in the run; not filled on a disk
+        loads: list[Callable[[], Any]] = [lambda: index if index is not None else RunIndex.load(storage), self._names]
+        loaded: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
+        self.index, names = loaded
+        self.fence: Fence | None = None
+        self.void: list[str] = []
+        self._doomed = frozenset(doomed)
+        self.rebuilt = False
+        self.holds_resumed = True
+        self._unpacked: dict[str, tuple[list[Any], Record]] = {}
+        self.corrupt: dict[str, str] = {}
+        self.incomplete: list[str] = []
+        self.foreign: list[str] = []
+        self.others: dict[str, Manifest] = {}
+        self.guests: dict[str, str] = {}
+        if self.index.damage is None:
+            self._refresh(names)
+        else:
+            self._scan(names)
+
+    def refresh(self) -> None:
+        """List the names again: drop rows of removed checkpoints, read new ones."""
+        self._refresh(self._names())
+
+    def _refresh(self, names: set[str]) -> None:
+        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        for outside in self._outside():
+            self.index.rows.pop(outside, None)
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
+        self._all_still_there(sorted(self.index.rows.keys() - names))  # a listing may be older than run.json
+        manifests = self._classify_all(sorted(names - self.index.rows.keys()))
+        for name in self._enter(manifests):
+            self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
+        self._reread_changed()
+        self._settle_quarantine()
+
+    def _enter(self, manifests: Mapping[str, Manifest]) -> list[str]:
+        """Add rows for the checkpoints of this run that count; return their names."""
+        self._find_guests(manifests)
+        mine = {name: manifest for name, manifest in manifests.items() if self._is_mine(name, manifest)}
+        self.others.update((name, manifests[name]) for name in manifests.keys() - mine.keys())
+        counts = together(self.storage, [partial(self._counts, name, manifest) for name, manifest in mine.items()])
+        self.void += [name for name, is_in in zip(mine, counts, strict=True) if not is_in]
+        entered = [name for name, is_in in zip(mine, counts, strict=True) if is_in]
+        records = together(self.storage, [partial(self._record, name, mine[name]) for name in entered])
+        self.index.rows.update({record.name: pack(record) for record in records})
+        return entered
+
+    def scan(self) -> None:
+        """Drop all cached rows and rebuild them from manifests, their sidecars and the reports."""
+        self._scan(self._names())
+
+    def _scan(self, names: set[str]) -> None:
+        damage = self.index.damage
+        if not self.index.run_id:
+            self.index.rebuild_attempts()
+        self.index.rows.clear()
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
+        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        manifests = self._classify_all(sorted(names))
+        if manifests and not self.index.run_id:
+            # The run id is lost: it is that of most checkpoints here, on a tie that of the newest.
+            named = [manifest for manifest in manifests.values() if manifest.run_id]
+            count = Counter(manifest.run_id for manifest in named)
+            newest = max(named, key=lambda manifest: (count[manifest.run_id], manifest.created), default=None)
+            self.index.run_id = newest.run_id or "" if newest is not None else ""
+        self._enter(manifests)
+        self._settle_quarantine()
+        if damage is not None and self.index.rows:
+            self.rebuilt = True
+            _log.warning(
+                "%s/run.json is unusable (%s): rebuilt from %d checkpoints", self.storage.uri, damage,
+                len(self.index.rows),
+            )  # fmt: skip
+
+    def records(self) -> list[Record]:
+        """Return all committed checkpoints of the run that are not quarantined, newest first."""
+        known = (self._known(name) for name in self._order())
+        return [record for record in known if record is not None]
+
+    def names(self) -> list[str]:
+        """Return the names of `records`, without unpacking rows."""
+        return self._order()
+
+    def rows(self) -> list[list[Any]]:
+        """Return the packed rows of `records` (`holdfast.run.record.pack`)."""
+        return [self.index.rows[name] for name in self._order()]
+
+    def newest(self) -> Record | None:
+        """Return the newest checkpoint, None in an empty run."""
+        return next((record for name in self._order() if (record := self._known(name)) is not None), None)
+
+    def record(self, name: str) -> Record:
+        """Return the record of a checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: the run has no such checkpoint.
+        """
+        record = self._known(name)
+        if record is None:
+            raise CheckpointNotFoundError(f"the run {self.storage.uri} has no checkpoint {name!r}")
+        return record
+
+    def _known(self, name: str) -> Record | None:
+        row = self.index.rows.get(name)
+        if row is None:
+            return None
+        known = self._unpacked.get(name)
+        if known is None or known[0] is not row:
+            try:
+                known = self._unpacked[name] = (row, unpack(row))
+            except CorruptCheckpointError as error:
+                _log.warning("%s: %s: its manifest is read instead", self.storage.uri, error)
+                return self._known(name) if self._still_there(name) else None
+        return replace(known[1], resumed_from=True) if name == self._resumed else known[1]
+
+    @property
+    def _resumed(self) -> str | None:
+        """The name of the checkpoint that the current attempt went on from, if retention keeps it."""
+        current = self.index.current
+        source = None if current is None else current.resumed_from
+        return None if source is None or not self.holds_resumed else str(source["name"])
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the checkpoints that a resume may try, newest first; each manifest is read just before.
+
+        Damaged checkpoints go into `corrupt`, so that `bad` is complete after the last candidate.
+        """
+        tried: set[str] = set()
+        order = iter(self._order())
+        while (name := next(order, None)) is not None:
+            if name in tried:
+                continue
+            tried.add(name)
+            try:
+                manifest = read_manifest(self.storage, name)
+            except (CheckpointNotFoundError, IncompleteCheckpointError):
+                self.index.rows.pop(name, None)  # deleted since the row was written
+                continue
+            except (CorruptCheckpointError, FormatVersionError) as error:
+                _log.warning("checkpoint %s/%s cannot be used: %s", self.storage.uri, name, error)
+                self.corrupt[name] = str(error)
+                continue
+            if not self._is_mine(name, manifest):
+                self.others[name] = manifest
+                self.index.rows.pop(name, None)
+                continue
+            if not self._is_within(name, manifest):
+                self.index.rows.pop(name, None)
+                self.void.append(name)
+                continue
+            row, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
+            if row[1:3] != self.index.rows[name][1:3]:
+                tried.discard(name)  # the index had it at a wrong place of the order: it is yielded at its true place
+                order = iter(self._order())
+                continue
+            yield Candidate(record=self.record(name), manifest=manifest)
+
+    def latest(self) -> Record | None:
+        """Return the newest good checkpoint, whose manifest was read just now; None without one."""
+        return next((candidate.record for candidate in self.candidates()), None)
+
+    def best(self, metric: str, mode: str = "min") -> Record | None:
+        """Return the best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
+        for record in rank(self.records(), metric, mode):
+            if not is_number(metric_value(record.metrics, metric)):
+                return None
+            if self._still_there(record.name):
+                return self.record(record.name)
+        return None
+
+    def bad(self) -> dict[str, str]:
+        """Return committed checkpoints that must not be resumed from, with the reason: quarantined or damaged."""
+        bad = {**self.index.quarantined, **self.corrupt}
+        if not self.index.rows:  # nobody must start from zero beside a checkpoint that was renamed
+            bad |= {name: f"it was saved as {original}: rename it back" for name, original in self.guests.items()}
+        return bad
+
+    def strangers(self) -> list[Record]:
+        """Return the records of `others`, for display."""
+        return [self._record(name, manifest) for name, manifest in self.others.items()]
+
+    def _reread_changed(self) -> None:
+        """Read sidecars again that other processes have changed."""
+        if self._has_external:
+            self._external.look()
+            self._take_changes()
+
+    def _take_changes(self) -> None:
+        self._all_still_there(sorted(self._external.take() & self.index.rows.keys()))
+
+    def settle(self) -> None:
+        """Save the index with the changes of other processes, so that they are not read again."""
+        if self._external.has_taken:
+            self.index.save()
+            self._external.settle()
+
+    def is_void(self, name: str, manifest: Manifest) -> bool:
+        """Whether a committed checkpoint of this run does not count, so that another may take its name."""
+        return self._is_mine(name, manifest) and not self._is_within(name, manifest)
+
+    @property
+    def dead(self) -> frozenset[str]:
+        """Names under which an owner that was taken over may still delete or write: no checkpoint may have them."""
+        return self._doomed if self.fence is None else self._doomed | self.fence.dead
+
+    def taken(self) -> list[str]:
+        """Return names that no new checkpoint may have although `records` does not have them."""
+        dead = () if self.fence is None else self.fence.dead  # names that only the lease doomed may be deleted by now
+        known = (self.index.quarantined, self.corrupt, self.incomplete, self.foreign, self.others, self.void, dead)
+        return sorted({name for names in known for name in names})
+
+    def found(self) -> list[str]:
+        """Return all other names in the run, which no new checkpoint may have either; none on a disk."""
+        return sorted(self._found - self.index.rows.keys())
+
+    def _is_mine(self, name: str, manifest: Manifest) -> bool:
+        # A checkpoint saved on its own has no run: it belongs to the user, never to retention.
+        if not manifest.run_id or manifest.run_id != self.index.run_id:
+            return False
+        if manifest.name not in ("", name):
+            self.guests[name] = manifest.name
+        return name not in self.guests
+
+    def _find_guests(self, manifests: Mapping[str, Manifest]) -> None:
+        """Note which new names are copies by hand of checkpoints whose manifests, of an early version, have no name."""
+        nameless = {name: one.checkpoint_id for name, one in manifests.items() if one.run_id and not one.name}
+        if nameless:
+            # Known from an earlier life; the original may be gone by now.
+            noted = self.index.notes.get(GUESTS)
+            self.guests |= {name: str(of) for name, of in dict(noted or {}).items() if name in nameless}
+            records = [record for name in self.index.rows if (record := self._known(name)) is not None]
+            self.guests |= find_copies(nameless, {record.checkpoint_id: record.name for record in records})
+
+    def _outside(self) -> list[str]:
+        """Return names of rows whose checkpoints do not count: an owner that was taken over may have written them."""
+        fence, rows = self.fence, self.index.rows
+        outside = [] if fence is None else [row[0] for row in rows.values() if not fence.admits(row[0], row[1])]
+        return [*outside, *(self._doomed & rows.keys())]
+
+    def _is_within(self, name: str, manifest: Manifest) -> bool:
+        return self.fence is None or self.fence.admits(name, manifest.attempt, manifest.checkpoint_id)
+
+    def _counts(self, name: str, manifest: Manifest) -> bool:
+        """Tell whether a checkpoint that was found counts."""
+        if name in self._doomed or not self._is_within(name, manifest):
+            return False
+        if self.fence is None or manifest.attempt >= self.fence.below:
+            return True
+        # A request that was sent again may have brought a manifest back after its checkpoint was deleted.
+        return self._is_whole(name)
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            read_manifest(self.storage, name, check_sizes=True)
+        except CheckpointError:
+            return False
+        return True
+
+    def _names(self) -> set[str]:
+        located = door_of(self.storage)
+        if located is None:
+            children = [info.path for info in self.storage.list("", recursive=False)]
+            self._found = {path.rstrip("/") for path in children}
+            self.hidden = {path for path in children if path[-1] == "/" and path[0] == "."}
+            self._fences = {path for path in children if is_fence(path)}
+            self._has_external = any(map(is_external_child, children))
+            return {path[:-1] for path in children if path[-1] == "/" and path[0] != "."} - _OWN
+        # On a disk without a stat of each entry: four times as fast with ten thousand, and a resume waits for this.
+        with errors_of("list", self.storage.uri):
+            try:
+                door, inside = located
+                with door.listed(inside) as folder, os.scandir(folder.fd) as entries:
+                    names = {
+                        entry.name: entry.is_dir(follow_symlinks=False)
+                        for entry in entries
+                        if entry.name[0] != "." or entry.name == EXTERNAL
+                    }
+            except FileNotFoundError:
+                return set()
+        self._has_external = names.pop(EXTERNAL, False)
+        self._fences = {name for name, is_dir in names.items() if not is_dir and is_fence(name)}
+        return {name for name, is_dir in names.items() if is_dir} - _OWN
+
+    def _order(self) -> list[str]:
+        """Return names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+        skip = self.index.quarantined
+        return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
+
+    def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
+        """Read the manifests of names without a row; note why the others have no good manifest."""
+        if self.storage.traits.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
+            # Perhaps a deletion of many was killed: a single listing instead of several requests for each name.
+            files = listed_at_once(self.storage, names) or {}
+            for name in [name for name in files if MANIFEST_NAME not in files[name]]:
+                ours = is_remains(path for path in files[name] if "/" not in path)
+                (self.incomplete if ours else self.foreign).append(name)
+            names = [name for name in names if MANIFEST_NAME in files.get(name, (MANIFEST_NAME,))]
+        manifests = together(self.storage, [partial(self._classify, name) for name in names])
+        self.incomplete.sort()
+        self.foreign.sort()
+        return {name: manifest for name, manifest in zip(names, manifests, strict=True) if manifest is not None}
+
+    def _classify(self, name: str) -> Manifest | None:
+        """Read the manifest of a name without a row; None, with the reason noted, if it has no good manifest."""
+        try:
+            return read_manifest(self.storage, name)
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            ours = is_remains(info.path for info in self.storage.list(name, recursive=False))
+            (self.incomplete if ours else self.foreign).append(name)
+        except FormatVersionError as error:
+            self.corrupt[name] = str(error)
+        except CorruptCheckpointError as error:
+            # Web pages and other tools have files named manifest.json too: those must not stop a fresh start.
+            if is_remains(info.path for info in self.storage.list(name, recursive=False)) or self._says_ours(name):
+                self.corrupt[name] = str(error)
+            else:
+                self.foreign.append(name)
+        return None
+
+    def _says_ours(self, name: str) -> bool:
+        """Tell whether a damaged manifest still names the format of Holdfast."""
+        try:
+            return FORMAT.encode() in self.storage.read(f"{name}/{MANIFEST_NAME}")
+        except StorageError:
+            return False
+
+    def _record(self, name: str, manifest: Manifest) -> Record:
+        return record_from_manifest(name, manifest, read_sidecar(self.storage, name))
+
+    def _settle_quarantine(self) -> None:
+        """Quarantine checkpoints with a damaged manifest too, and drop those that were removed."""
+        known = self.index.rows.keys() | self.corrupt.keys()
+        kept = {name: why for name, why in self.index.quarantined.items() if name in known}
+        self.index.quarantined = {**self.corrupt, **kept}
+
+    def _still_there(self, name: str) -> bool:
+        """Refresh a row from manifest and sidecar; False, without a row, if it is no good checkpoint of this run."""
+        return bool(self._all_still_there([name]))
+
+    def _all_still_there(self, names: Sequence[str]) -> set[str]:
+        """Refresh rows from manifests and sidecars; return the names that are good checkpoints of this run."""
+        good = set()
+        looks = together(self.storage, [partial(self._look, name) for name in names])
+        for name, result in zip(names, looks, strict=True):
+            if isinstance(result, Record):
+                self.index.rows[name] = pack(result)
+                good.add(name)
+                continue
+            if isinstance(result, Manifest) and not self._is_mine(name, result):
+                self.others[name] = result
+            elif isinstance(result, (CorruptCheckpointError, FormatVersionError)):
+                self.corrupt[name] = str(result)
+            self.index.rows.pop(name, None)
+        return good
+
+    def _look(self, name: str) -> Record | Manifest | CheckpointError:
+        """Read the record of a checkpoint; only its manifest if it is of another run or void; or the error."""
+        try:
+            manifest = read_manifest(self.storage, name)
+        except CheckpointError as error:
+            return error
+        if not self._is_mine(name, manifest) or self.is_void(name, manifest):
+            return manifest
+        return self._record(name, manifest)

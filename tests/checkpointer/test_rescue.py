@@ -1,0 +1,230 @@
+"""Snapshots in memory are committed by the writer when the trainer dies, and never otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.errors import ConfigError
+from holdfast.state.save import snapshot
+from holdfast.testing import assert_state_equal
+from holdfast.testing.crash import ForkServer
+from holdfast.writer.free_memory import FreeMemory
+
+TOTAL = 110
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("torch", "holdfast.checkpointer")) as one:
+        yield one
+
+
+def make_state(ballast: int = 0) -> dict[str, Any]:
+    random.seed(0)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "seen": []}
+    if ballast:
+        state["ballast"] = torch.zeros(ballast, dtype=torch.uint8)
+    return state
+
+
+def train_one(state: dict[str, Any]) -> float:
+    loss = state["model"](torch.randn(4, 16)).square().mean()
+    loss.backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    if "ballast" in state:
+        state["ballast"] += 1
+    return float(loss.detach())
+
+
+def trainer(run: str, done: str, kill_at: int | None, every: int | None, rescue: Any, ballast: int, how: str) -> None:
+    """Train to the end, or to the step after which this life ends; ``done`` gets each step that is over."""
+    state = make_state(ballast)
+    fd = os.open(done, os.O_WRONLY | os.O_CREAT)
+    with hf.Checkpointer(run, state, every=every, rescue=rescue) as ck:
+        os.pwrite(fd, f"{ck.global_step:8d}".encode(), 8)
+        while ck.global_step < TOTAL:
+            loss = train_one(state)
+            state["seen"].append(ck.global_step)
+            ck.step(loss=loss)
+            os.pwrite(fd, f"{ck.global_step:8d}".encode(), 0)
+            if ck.global_step == kill_at:
+                if how == "raise":
+                    raise ZeroDivisionError
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def life(
+    run: str, done: str, kill_at: int | None = None, every: int | None = None, rescue: Any = 1, ballast: int = 0,
+    how: str = "kill", after_s: float | None = None,
+) -> int:  # fmt: skip
+    """Live one life in a child, which is killed at a step or ``after_s`` after its training has begun."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            trainer(run, done, kill_at, every, rescue, ballast, how)
+        except ZeroDivisionError:
+            os._exit(7)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    if after_s is not None:
+        until = time.monotonic() + 30
+        while (
+            len(text := read(done)) < 16
+            and time.monotonic() < until
+            and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        ):
+            time.sleep(0.001)
+        assert text
+        time.sleep(after_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def run_life(server: ForkServer, home: Path, **options: Any) -> int:
+    (home / "done").unlink(missing_ok=True)
+    outcome = server.run(f"{__file__}:life", str(home / "run"), str(home / "done"), **options)
+    return int(outcome.checked())
+
+
+def settled(home: Path) -> hf.Checkpoint | None:
+    """Return the newest checkpoint once the writer of the dead trainer has given the run back."""
+    until = time.monotonic() + 30
+    while '"owner": null' not in read(str(home / "run" / "lease.json")) and (home / "run" / "lease.json").exists():
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    names = sorted(path.parent for path in (home / "run").glob("step_*/manifest.json"))
+    return hf.Checkpoint(names[-1]) if names else None
+
+
+def test_a_killed_trainer_loses_no_step_that_was_kept(server: ForkServer, tmp_path: Path) -> None:
+    """No save is ever due: the checkpoint is that of the step before the kill, whole, and says why it is there."""
+    assert run_life(server, tmp_path, kill_at=7) == -signal.SIGKILL
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 7
+    assert found.verify(deep=True).ok
+    assert found.manifest is not None
+    assert "the trainer died" in found.manifest.extra["rescued"]
+    assert found.load()["seen"] == list(range(7))
+    assert list(found.metrics) == ["loss"]
+
+
+def test_an_exception_in_the_body_keeps_the_last_boundary(server: ForkServer, tmp_path: Path) -> None:
+    """The body raises after step 9: that step is committed, with the error as the reason."""
+    assert run_life(server, tmp_path, kill_at=9, how="raise") == 7
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 9
+    assert found.manifest is not None
+    assert "ZeroDivisionError" in found.manifest.extra["rescued"]
+
+
+def test_a_run_that_ends_in_order_writes_no_snapshot(tmp_path: Path) -> None:
+    """One checkpoint, the last step, although each step was kept; and it was never rescued."""
+    state = make_state()
+    with hf.Checkpointer(tmp_path, state, every=None, rescue=1) as ck:
+        for _ in range(5):
+            ck.step(loss=train_one(state))
+        assert ck.stats.saves == 0
+    names = [path.parent.name for path in tmp_path.glob("*/manifest.json")]
+    assert len(names) == 1
+    assert "rescued" not in hf.Checkpoint(tmp_path / names[0]).manifest.extra
+
+
+def test_a_newer_save_wins_over_an_older_snapshot(server: ForkServer, tmp_path: Path) -> None:
+    """Killed right after a save, which is sealed: no snapshot of a step before it is committed later."""
+    assert run_life(server, tmp_path, kill_at=20, every=10, rescue=3) == -signal.SIGKILL
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 20
+    steps = sorted(hf.Checkpoint(path.parent).step or 0 for path in (tmp_path / "run").glob("*/manifest.json"))
+    assert steps == [10, 20]
+
+
+def test_memory_for_one_copy_only_leaves_it_out_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where two copies do not fit, there is one, for saves, and the start says what is missing."""
+    state = {"w": torch.zeros(40 << 20, dtype=torch.uint8)}
+    monkeypatch.setattr(snapshot, "free_memory", lambda: FreeMemory(bytes=(128 << 20) + (60 << 20), bound="test"))
+    with hf.Checkpointer(tmp_path, state, every=None, rescue=1) as ck:
+        ck.step()
+        ck.step()
+    assert "memory is short for rescue=" in capfd.readouterr().err
+
+
+def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty snapshots and saves of 24 MiB, some while a save is being written, make two arenas."""
+    made: list[int] = []
+    create = snapshot.Arena.create
+
+    def counted(size: int) -> Any:
+        made.append(size)
+        return create(size)
+
+    monkeypatch.setattr(snapshot.Arena, "create", counted)
+    state = {"w": torch.zeros(24 << 20, dtype=torch.uint8)}
+    with hf.Checkpointer(tmp_path, state, every=5, rescue=1) as ck:
+        for _ in range(40):
+            ck.step()
+    assert len([size for size in made if size > 24 << 20]) == 2
+
+
+@pytest.mark.parametrize("rescue", ["auto", "5tok", 0, "soon"])
+def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
+    """Before training, with what is right."""
+    with pytest.raises(ConfigError):
+        hf.Checkpointer(tmp_path, rescue=rescue)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_kills_at_random_moments(server: ForkServer, tmp_path: Path) -> None:
+    """Never more than the step in flight is lost, and the end is bitwise that of a twin that nobody touched."""
+    chance = random.Random(5)
+    (tmp_path / "twin").mkdir()
+    assert run_life(server, tmp_path / "twin", every=100) == 0
+    twin = settled(tmp_path / "twin")
+    assert twin is not None
+    kills = 0
+    while kills < 100:
+        (tmp_path / f"{kills}").mkdir()
+        home, done = tmp_path / f"{kills}", 0
+        while (status := run_life(server, home, every=100, after_s=chance.uniform(0.0, 0.12))) != 0:
+            assert status == -signal.SIGKILL
+            kills += 1
+            steps = read(str(home / "done"))
+            assert int(steps[8:]) >= done, f"kill {kills}: began at {steps[8:]}, {done} was over"
+            done = int(steps[:8].strip("\0 ") or steps[8:])
+        last = settled(home)
+        assert last is not None
+        left, right = twin.load(), last.load()
+        for own in (left, right):
+            del own["holdfast"]["progress"]  # names the lives that there were
+        assert_state_equal(left, right)
