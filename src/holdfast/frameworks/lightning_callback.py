@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpointer.console import ResumeBlock
+from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 from holdfast.trainers.loader import PreparedLoader
@@ -198,6 +199,9 @@ class EpochLoader(PreparedLoader):
         if position is not None and position["epoch"] == state["epoch"] and position["batches"] >= self._length():
             state["epoch"] += 1
         return state
+
+    def _was_a_look(self, batches: ResumableBatches) -> bool:
+        return super()._was_a_look(batches) and batches.batches < self._length()  # else the last batch of the epoch
 
 
 def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
