@@ -201,41 +201,65 @@ class _Tensors:
     def __init__(self) -> None:
         self._places: list[int] = []
         self._views: list[Any] = []
+        self._sizes: list[int] = []
+        self._alike = False  # all of 32 bits, of a device: their bytes lie in their order
         self._moved = False
+        self._text = b""
         self.tensors: list[Any] = []
 
-    def sample(self, tensors: list[Any]) -> bytes:
+    def sample(self, tensors: list[Any]) -> int:
+        """Return a digest of the samples."""
         if not tensors:
-            return b""
+            return 0
         places = [tensor.data_ptr() for tensor in tensors]
         if places != self._places:
-            self._places = places
-            self.tensors = tensors
-            self._views = [_some(_flat(tensor), _SAMPLES) for tensor in tensors]
+            self._places, self.tensors = places, tensors
             # A copy would not follow the tensor: those are sampled anew each time.
             self._moved = any(not tensor.is_contiguous() for tensor in tensors)
+            self._look()
         elif self._moved:
-            self._views = [_some(_flat(tensor), _SAMPLES) for tensor in tensors]
-        return _bytes(self._views)
+            self._look()
+        self._text = _bytes(self._views)
+        return zlib.crc32(self._text)
+
+    def _look(self) -> None:
+        float32 = sys.modules["torch"].float32
+        self._views = [_some(_flat(tensor), _SAMPLES) for tensor in self.tensors]
+        self._sizes = [4 * view.numel() for view in self._views]
+        device = self._views[0].device
+        self._alike = "numpy" in sys.modules and all(
+            view.dtype is float32 and view.device == device for view in self._views
+        )
 
     def each(self) -> list[int]:
         """Return a digest of the samples of each tensor."""
-        torch = sys.modules["torch"]
-        if len({(view.device, view.dtype) for view in self._views}) != 1:
+        if not self._alike:
             return [zlib.crc32(_bytes([view])) for view in self._views]
-        size = self._views[0].element_size()
-        joined = _bits(torch.cat(self._views) if len(self._views) > 1 else self._views[0].contiguous()).cpu()
-        text = joined.numpy().tobytes() if "numpy" in sys.modules else _bytes(self._views)
         ends, at = [], 0
-        for view in self._views:
-            ends.append(zlib.crc32(text[at : at + view.numel() * size]))
-            at += view.numel() * size
+        for size in self._sizes:
+            ends.append(zlib.crc32(self._text[at : at + size]))
+            at += size
         return ends
 
-    def values(self) -> str:
-        return _values(self._views)
+    def parts(self, counts: Sequence[int]) -> list[tuple[int, str]]:
+        """Return digest and some values of the samples of successive groups of so many tensors."""
+        found, at, first = [], 0, 0
+        for count in counts:
+            if self._alike:
+                end = at + sum(self._sizes[first : first + count])
+                text = self._text[at:end]
+                step = 4 * max(1, len(text) // (4 * _RAW))
+                raw = b"".join([text[place : place + 4] for place in range(0, len(text), step)][:_RAW])
+                found.append((zlib.crc32(text), base64.b64encode(raw).decode()))
+                at = end
+            else:
+                views = self._views[first : first + count]
+                found.append((zlib.crc32(_bytes(views)), _values(views)))
+            first += count
+        return found
 
     def whole(self) -> list[int]:
+        """Return the sum of each tensor."""
         torch = sys.modules["torch"]
         sums = [_bits(_flat(tensor)).sum(dtype=torch.int64) for tensor in self.tensors]
         return [int(number) for number in torch.stack([one.cpu() for one in sums]).tolist()] if sums else []
@@ -250,7 +274,8 @@ class _Trained:
     def __init__(self, optimizer: Any, number: int) -> None:
         self.number, self.kind = number, type(optimizer).__name__
         self.weights, self.others = _Tensors(), _Tensors()
-        self.state: dict[str, _Tensors] = {}
+        self.state = _Tensors()
+        self.state_keys: dict[str, int] = {}  # how many tensors each key has
         self.other_tensors: list[Any] = []
 
 
@@ -323,7 +348,7 @@ class Observer:
     def _made(self, optimizer: Any) -> None:
         """Watch what goes into the modules whose weights an optimizer was made for."""
         ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for module in _roots():
+        for module in _roots(_objects()):
             mine = [module, *module.children()]
             if any(id(weight) in ids for weight in module.parameters()):
                 for part in mine:
@@ -352,7 +377,7 @@ class Observer:
                 if module not in self._buffers:
                     self._buffers[module] = (_Tensors(), [one for one in module.buffers() if one.numel()])
                 mine, buffers = self._buffers[module]
-                self._buffers_before = zlib.crc32(mine.sample(buffers))
+                self._buffers_before = mine.sample(buffers)
             digest = _Digest()
             digest.add(args)
             digest.add(kwargs)
@@ -431,12 +456,12 @@ class Observer:
             self._look_around(optimizer, trained)
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         sample = trained.weights.sample(weights)
+        ((_, raw),) = trained.weights.parts([len(weights)])
         row: dict[str, Any] = {
-            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "w": zlib.crc32(sample),
-            "wv": trained.weights.values(),
+            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "b": self._buffers_before,
-            "e": zlib.crc32(trained.others.sample(trained.other_tensors)),
+            "e": trained.others.sample(trained.other_tensors),
             "g": self._gradients(weights), "r": self._generators(), "ep": self._num_ended,
             "x": [digest.done() for digest in self._inputs],
             "d": [[loader, digest.done()] for loader, digest in self._batches[-_NUM_INPUTS:]],
@@ -490,19 +515,23 @@ class Observer:
                 elif isinstance(value, (int, float, bool, str)):
                     plain.setdefault(str(key), []).append(value)
         digests = {key: zlib.crc32(repr(values).encode()) for key, values in plain.items()}
-        values = {}
-        for key, many in tensors.items():
-            mine = trained.state.setdefault(key, _Tensors())
-            digests[key] = zlib.crc32(mine.sample(many))
-            values[key] = mine.values()
-        for key in trained.state.keys() - tensors.keys():
-            del trained.state[key]
-        return digests, values
+        trained.state_keys = {key: len(many) for key, many in tensors.items()}
+        if not tensors:
+            trained.state = _Tensors()
+            return digests, {}
+        trained.state.sample([tensor for many in tensors.values() for tensor in many])
+        parts = dict(zip(tensors, trained.state.parts(list(trained.state_keys.values())), strict=True))
+        digests.update({key: digest for key, (digest, _) in parts.items()})
+        return digests, {key: raw for key, (_, raw) in parts.items()}
 
     def _whole(self, trained: _Trained) -> dict[str, Any]:
+        sums, state, at = trained.state.whole(), {}, 0
+        for key, count in trained.state_keys.items():
+            state[key] = zlib.crc32(repr(sums[at : at + count]).encode())
+            at += count
         return {
             "w": zlib.crc32(repr(trained.weights.whole()).encode()),
-            "s": {key: zlib.crc32(repr(mine.whole()).encode()) for key, mine in trained.state.items()},
+            "s": state,
             "e": zlib.crc32(repr(trained.others.whole()).encode()),
         }
 
@@ -512,7 +541,8 @@ class Observer:
         ids = {id(weight): number for number, weight in enumerate(_weights(optimizer))}
         names = [""] * len(ids)
         mine: set[int] = set()
-        roots = _roots()
+        objects = _objects()
+        roots = _roots(objects)
         anywhere = {id(weight) for one in self._trained for weight in _weights(one)}
         for module in roots:
             for name, weight in module.named_parameters():
@@ -524,7 +554,7 @@ class Observer:
             if own and not any(id(weight) in anywhere for weight in module.parameters()):
                 trained.other_tensors += own
         kinds = [type(module).__name__ for module in roots if id(module) in mine]
-        for one in _objects():
+        for one in objects:
             if isinstance(one, torch.optim.lr_scheduler.LRScheduler):
                 self._schedulers.append(weakref.ref(one))
             elif isinstance(one, torch.amp.GradScaler):
@@ -552,7 +582,7 @@ class Observer:
             return
         took = time.perf_counter() - self._begun
         left = {
-            str(trained.number): zlib.crc32(trained.weights.sample(list(_weights(optimizer))))
+            str(trained.number): trained.weights.sample(list(_weights(optimizer)))
             for optimizer, trained in list(self._trained.items())
         }
         self._write({"event": "end", "w": left, "spent_s": round(self._spent_s, 4), "seconds": round(took, 4)})
@@ -576,17 +606,23 @@ def _weights(optimizer: Any) -> Iterator[Any]:
 
 
 def _objects() -> list[Any]:
-    return [
-        one
-        for one in gc.get_objects()
-        if type(one).__module__ not in ("builtins", "types") and hasattr(type(one), "state_dict")
-    ]
+    """Return everything with a ``state_dict``: modules, schedulers, scalers; hundreds of thousands are looked at."""
+    known: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        saved = known.get(kind)
+        if saved is None:
+            saved = known[kind] = hasattr(kind, "state_dict")
+        if saved:
+            found.append(one)
+    return found
 
 
-def _roots() -> list[Any]:
+def _roots(objects: list[Any]) -> list[Any]:
     """Return the modules that are no part of another one."""
     torch = sys.modules["torch"]
-    modules = [one for one in _objects() if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)]
+    modules = [one for one in objects if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)]
     inside = {id(part) for module in modules for part in module._modules.values()}
     return [module for module in modules if id(module) not in inside]
 
