@@ -9,7 +9,7 @@ BASE := $(VENV)/.base
 STAMP := $(VENV)/.stamp
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-frameworks lint reference bench house sweep mutants clean
+.PHONY: demo test test-frameworks lint docs bench house sweep mutants clean
 
 # torch and Holdfast alone. Nothing is compiled ahead: that is a fifth of the size, and half of the time.
 $(BASE): pyproject.toml constraints.txt
@@ -44,8 +44,14 @@ lint: $(STAMP)  ## style, types, layers, no large files
 	@large=$$(git ls-files -z -- . ':!tests/data' ':!docs' | xargs -0 ls -dl 2> /dev/null | awk '$$5 > 300 * 1024 {print $$5, $$NF}'); \
 	  if [ -n "$$large" ]; then echo "files over 300 KiB outside tests/data and docs (bytes, name):"; echo "$$large"; exit 1; fi
 
-reference: $(STAMP)  ## write docs/reference.md from the docstrings
-	$(BIN)/python docs/make_reference.py
+docs: .venv-docs/.stamp  ## the site, with a reference from the docstrings, in build/site; in an environment of its own
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --clean --quiet
+	@echo "build/site: python3 -m http.server --directory build/site shows it"
+
+.venv-docs/.stamp: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
+	touch $@
 
 mutants: $(STAMP)  ## small mistakes, one at a time: each has to fail a test; MUTANTS=--tenth for some of them
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
@@ -62,4 +68,4 @@ house: $(STAMP)  ## how large the house is, and how much of it a save passes; TR
 	$(BIN)/python -m benchmarks.house --tree $(TREE)
 
 clean:
-	rm -rf $(VENV) demo-runs tests/stores/node_modules
+	rm -rf $(VENV) .venv-docs build demo-runs tests/stores/node_modules

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def test_commands_exist() -> None:
     commands = (ROOT / "src/holdfast/cli/main.py").read_text()
     for page in PAGES:
         for line in "\n".join(blocks(page, "bash")).splitlines():
-            if not line or line.startswith("#") or line == "pip install .":
+            if not line or line.startswith(("#", "pip install ")):
                 continue
             tool, word = line.split()[:2]
             assert tool in ("make", "holdfast"), f"{page.name}: {line}"
@@ -59,6 +61,36 @@ def test_commands_exist() -> None:
                 assert re.search(rf"^{word}:", makefile, re.MULTILINE), f"{page.name}: {line}"
             else:
                 assert word.replace("-", "_") in commands, f"{page.name}: {line}"
+
+
+@pytest.mark.slow
+def test_the_commands_of_readme_work_after_its_example(tmp_path: Path) -> None:
+    """Who types README's first example and then its commands, one after the other, gets no error."""
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    lines = "\n".join(blocks(ROOT / "README.md", "bash")).splitlines()
+    commands = [line.partition("#")[0].split() for line in lines if line.startswith("holdfast ")]
+    mine = [
+        words for words in commands if not {"old.pt", "verify-resume"} & set(words) and "s3://" not in " ".join(words)
+    ]
+    assert len(mine) > 6
+    for words in mine:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        differs = words[1] == "diff"  # two steps of a training
+        assert done.returncode == int(differs), f"{words}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_page_has_a_run_folder_of_its_own() -> None:
+    """Whoever tries one page after the other in one folder resumes no run of another page."""
+    owner: dict[str, str] = {}
+    for page in PAGES:
+        for kind in ("python", "python frameworks/huggingface"):
+            for block in blocks(page, kind):
+                for folder in re.findall(r"Checkpointer\(\s*\"([\w./-]+)\"|save_folder=\"([\w./-]+)\"", block):
+                    name = "".join(folder)
+                    assert owner.setdefault(name, page.name) == page.name, f"{page.name}: {name} is {owner[name]}'s"
 
 
 def test_links_resolve() -> None:
@@ -93,14 +125,18 @@ def test_the_page_of_the_command_line_names_every_option() -> None:
         assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", table)) == known, f"docs/cli.md: {name}"
 
 
-def test_the_reference_is_that_of_the_docstrings() -> None:
-    """docs/reference.md is what `make reference` writes now."""
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.PAGE.read_text(encoding="utf-8") == module.reference(), "docs/reference.md is stale: make reference"
+def test_the_reference_names_everything_that_is_public() -> None:
+    """docs/reference.md names what `holdfast` and its modules export, each value once."""
+    listed = re.findall(r"^- `(holdfast[\w.]+)`$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    places = [name.rpartition(".") for name in listed]
+    named = [id(getattr(importlib.import_module(module), member)) for module, _, member in places]
+    assert len(listed) == len(set(listed))
+    modules = {module for module, _, _ in places}
+    assert {"holdfast", "holdfast.storage", "holdfast.torch", "holdfast.callbacks", "holdfast.core"} <= modules
+    for module in sorted(modules):
+        home = importlib.import_module(module)
+        missing = [name for name in home.__all__ if id(getattr(home, name)) not in named]
+        assert not missing, f"docs/reference.md does not name {module}: {missing}"
 
 
 def test_messages_quoted_are_those_of_the_source() -> None:

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import holdfast as hf
 from holdfast import _outgoing
-from holdfast._outgoing import conceal, masked, masked_client, on_one_line, visible
+from holdfast._outgoing import conceal, conceal_url, masked, masked_client, on_one_line, visible
 from holdfast.cli.main import cli
 from holdfast.errors import StorageError
 from holdfast.storage import LibcloudObjectStore
@@ -360,3 +360,16 @@ def test_what_a_terminal_obeys_is_escaped():
     """Escape codes, line breaks, marks that turn the order of letters, and lone surrogates become escapes."""
     assert on_one_line("a\nb\x1b[2J\u202e\ud800é") == "a\\nb\\x1b[2J\\u202e\\ud800é"
     assert visible("a\n\tb\r") == "a\n\tb\\r"
+
+
+def test_a_query_belongs_to_its_uri():
+    """Names and patterns with a question mark beside a URI stay; words that stand in a query stay elsewhere too."""
+    for text in (
+        "s3://b/run: tensor 'model?a=verylongvalue1' differs",
+        "cannot read s3://b/run, files match ?b=c and step_?=longlonglong",
+        "missing in file:///tmp/run: w?x=12345678; layer.?.w=1",
+    ):
+        assert masked(text) == text
+    assert masked("http://h/a?foo=abc: w?x=1 (why?)") == "http://h/a?foo=*** w?x=1 (why?)"
+    conceal_url("s3://b/run?profile=layer.weight1&sig=layer.weight2")
+    assert masked("tensors layer.weight1, layer.weight2") == "tensors layer.weight1, ***"

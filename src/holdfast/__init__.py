@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from .checkpointer import RNG as RNG
     from .checkpointer import Checkpointer as Checkpointer
     from .checkpointer import PerRank as PerRank
-    from .checkpointer import SaveHandle as SaveHandle
     from .checkpointer import attrs as attrs
-    from .checkpointer import load as load
-    from .checkpointer import save as save
-    from .checkpointer import save_async as save_async
+    from .checkpointer.functions import SaveHandle as SaveHandle
+    from .checkpointer.functions import load as load
+    from .checkpointer.functions import save as save
+    from .checkpointer.functions import save_async as save_async
     from .config import CheckpointConfig as CheckpointConfig
     from .config import CheckpointStrategy as CheckpointStrategy
     from .config import FailureConfig as FailureConfig
@@ -72,11 +72,11 @@ _HOME = {
     "Checkpointer": "checkpointer",
     "PerRank": "checkpointer",
     "RNG": "checkpointer",
-    "SaveHandle": "checkpointer",
+    "SaveHandle": "checkpointer.functions",
     "attrs": "checkpointer",
-    "load": "checkpointer",
-    "save": "checkpointer",
-    "save_async": "checkpointer",
+    "load": "checkpointer.functions",
+    "save": "checkpointer.functions",
+    "save_async": "checkpointer.functions",
     "CheckpointConfig": "config",
     "CheckpointStrategy": "config",
     "FailureConfig": "config",

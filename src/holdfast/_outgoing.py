@@ -17,8 +17,10 @@ _MASK = "***"
 # A user part ends at the last "@" before a blank. "host:9000/" in front of an "@" in the path is no user part.
 _USERINFO = re.compile(r"(://)[^\s/@:'\"]*:(?!\d+/)[^\s'\"]*@")
 _BARE_USER = re.compile(r"(\bhttps?://)[^\s/@:'\"]+@")  # a token alone, as code hosts take it
-# Names may hold blanks, so what lies between "://" and "?" is anything; a question mark in prose has a blank behind it.
-_QUERY = re.compile(r"(://[^?\n]*\?)([^\s'\"]+)")
+# Names may hold blanks, so the path of a URI ends where a sentence goes on: at a quote or a bracket, or at punctuation
+# with a blank behind it. A question mark behind that belongs to a pattern or to the name of a tensor.
+_QUERY = re.compile(r"(://(?:[^?\n'\"(),:;]|[,:;(](?!\s)|\)(?!\s))*(?<!\s)\?)([^\s'\"]+)")
+_SECRET_NAME = re.compile(r"(?i)pass|secret|token|key|cred|sig|sas|auth|pwd|jwt|session|^(?:code|pw|pin)$")
 _HARMLESS = re.compile(r"(?:allow_bucket_creation|endpoint_override|region|scheme)=[\w.:/-]*")
 _NAMED = re.compile(
     r"(?i)\b([\w-]*(?:passw(?:or)?d|passphrase|secret|token|access_?key|account_?key|api_?key|credential|signature)\w*"
@@ -44,7 +46,11 @@ def conceal(values: Iterable[str]) -> None:
 
 
 def conceal_url(url: str) -> None:
-    """Let no text of this process show password and query of a URL, also where somebody else takes it apart."""
+    """Let no text of this process show the credentials of a URL, also where somebody else takes it apart.
+
+    These are its password and those parameters of its query that are called like credentials, or have no name. Other
+    parameters are hidden in the URL alone (`masked`): their values may be words that mean something elsewhere.
+    """
     _, _, rest = url.partition("://")
     place, _, query = rest.partition("?")
     user, mark, password = place.rpartition("@")[0].partition(":")
@@ -52,7 +58,8 @@ def conceal_url(url: str) -> None:
     for part in re.split("[&;]", query):
         if not _HARMLESS.fullmatch(part):
             name, mark, value = part.partition("=")
-            conceal([value if mark else name])
+            if not mark or _SECRET_NAME.search(name):
+                conceal([value if mark else name])
 
 
 def masked(text: str) -> str:

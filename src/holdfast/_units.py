@@ -14,6 +14,7 @@ __all__ = [
     "IntervalLike",
     "format_bytes",
     "format_duration",
+    "parse_bytes",
     "parse_interval",
     "parse_intervals",
     "parse_span",
@@ -25,6 +26,11 @@ GRAMMAR = (
     "'1000sp' (samples), '1e6tok' (tokens), '90s', '15min', '36h', '1h20m40s', a timedelta, or a list of these"
 )
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hr": 3600, "d": 86400}
+_BYTES = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
 _NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 _COUNT = re.compile(rf"({_NUMBER})(ba|ep|sp|tok)")
 _SPAN = re.compile(rf"({_NUMBER})(sec|min|hr|[smhd])")
@@ -87,6 +93,14 @@ def parse_intervals(spec: IntervalLike | Sequence[IntervalLike] | None) -> tuple
     if isinstance(spec, (list, tuple)):
         return tuple(parse_interval(interval) for interval in spec)
     return (parse_interval(spec),)  # type: ignore[arg-type]
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of a size ("512", "5GB", "128 MiB", "1.5GiB"; in any case); None for another text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _BYTES:
+        return None
+    return int(float(match[1]) * _BYTES[match[2]])
 
 
 def format_bytes(count: float) -> str:

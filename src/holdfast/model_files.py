@@ -32,9 +32,9 @@ class ModelFiles:
     Attributes:
         files: name -> content, or a function without arguments that gives it at each save. Equal contents are written
             once and hard-linked afterwards (a store gets them with each checkpoint).
-        indexes: name of a safetensors index (``model.safetensors.index.json``) -> item of the state whose tensors it
-            names: the index says which file of the checkpoint holds which tensor, in the form that ``safetensors`` and
-            Transformers define (a JSON object ``weight_map``).
+        indexes: name of a safetensors index (``model.safetensors.index.json``) -> item of the state, or path of a
+            module in it ("policy/body"), whose tensors it names: the index says which file of the checkpoint holds
+            which tensor, in the form that ``safetensors`` and Transformers define (a JSON object ``weight_map``).
         named: name of a safetensors file -> the tensors that it holds: path in the state -> name in the file. These
             tensors lie in a file of exactly this name, for libraries that read no index.
 

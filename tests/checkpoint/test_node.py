@@ -10,9 +10,9 @@ import time
 
 from checkpoint_kit import small
 
-from holdfast.checkpoint import handle
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import downloads as node
+from holdfast.copying import transfer
 from holdfast.storage.memory import MemoryStorage
 
 
@@ -69,7 +69,7 @@ def _fetch_at_once(storage: MemoryStorage, monkeypatch, targets) -> tuple[list[s
         return real(source, *arguments, **options)
 
     monkeypatch.setattr(node, "copy_checkpoint", counted)
-    monkeypatch.setattr(handle, "copy_checkpoint", counted)
+    monkeypatch.setattr(transfer, "copy_checkpoint", counted)
     places = []
 
     def fetch(target) -> None:

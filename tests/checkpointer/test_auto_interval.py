@@ -45,7 +45,8 @@ def test_the_interval():
     assert best_interval_s(2.0, 1e9, durable_s=1.0) == MOST_S
     assert best_interval_s(0.001, 60.0, durable_s=30.0) == 36.0
     assert best_interval_s(1.0, 60.0, durable_s=3000.0) == 3600.0
-    assert best_interval_s(0.0, 60.0, durable_s=0.0) == 0.0
+    assert best_interval_s(0.0, 60.0, durable_s=0.0) == 1.0
+    assert best_interval_s(1e-9, 60.0, durable_s=0.01) == 1.0
 
 
 @pytest.mark.parametrize(

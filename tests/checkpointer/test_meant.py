@@ -123,3 +123,17 @@ def test_an_optimizer_of_no_model(tmp_path, capfd):
     with hf.Checkpointer(tmp_path / "bad", {"opt": optimizer(), "model": nn.Linear(2, 2)}):
         pass
     assert "state['opt'] trains 2 parameters of no model in the state" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "taken"), [("4MiB", 4 << 20), ("8 MB", 8_000_000), (4 << 20, 4 << 20), (None, None)])
+def test_the_bound_of_memory_as_text(given, taken, tmp_path):
+    """``max_staging_bytes`` takes bytes or a size in words."""
+    ck = hf.Checkpointer(tmp_path, {"w": torch.ones(1)}, max_staging_bytes=given)
+    assert ck.options.max_staging_bytes == taken
+
+
+@pytest.mark.parametrize("given", ["much", "4 XB", 4.5e6, True, "-4MiB", ""])
+def test_a_bound_of_memory_that_is_none(given, tmp_path):
+    """What cannot be read as a size is named, with what to write."""
+    with pytest.raises(hf.ConfigError, match=r"max_staging_bytes=.*give a whole number of bytes, a text such as"):
+        hf.Checkpointer(tmp_path, {"w": torch.ones(1)}, max_staging_bytes=given)

@@ -95,6 +95,27 @@ def test_attributes_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "restored into ck.state: trainer/lr, trainer/log" in capsys.readouterr().err
 
 
+def test_a_property_that_gives_copies(tmp_path: Path) -> None:
+    """The state of a bit generator of NumPy, and what holds tensors, is a copy when asked for: it is assigned."""
+
+    class Owner:
+        def __init__(self, number: float) -> None:
+            self._held = {"weight": torch.full((2,), number), "count": number}
+
+        held = property(
+            lambda self: {**self._held, "weight": self._held["weight"].clone()},
+            lambda self, value: setattr(self, "_held", dict(value)),
+        )
+
+    rng, owner = np.random.default_rng(0), Owner(4.0)
+    rng.random(3)
+    save(tmp_path, {"rng": hf.attrs(rng.bit_generator, "state"), "owner": hf.attrs(owner, "held")})
+    again, other = np.random.default_rng(1), Owner(0.0)
+    resumed(tmp_path, {"rng": hf.attrs(again.bit_generator, "state"), "owner": hf.attrs(other, "held")})
+    assert again.random() == rng.random()
+    assert (other.held["count"], other.held["weight"].tolist()) == (4.0, [4.0, 4.0])
+
+
 def test_attributes_that_are_not_there_are_refused() -> None:
     """A misspelt name, or none at all, is a ConfigError that says what to write."""
     with pytest.raises(hf.ConfigError, match="has no attribute 'best'"):

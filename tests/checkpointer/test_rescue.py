@@ -22,7 +22,7 @@ from holdfast.testing import assert_state_equal
 from holdfast.testing.crash import ForkServer
 from holdfast.writer.free_memory import FreeMemory
 
-TOTAL = 120
+TOTAL = 110
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,7 @@ def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_hundred_kills_at_random_moments(server: ForkServer, tmp_path: Path) -> None:
     """Never more than the step in flight is lost, and the end is bitwise that of a twin that nobody touched."""
     chance = random.Random(5)

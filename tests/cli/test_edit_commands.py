@@ -38,7 +38,7 @@ def test_prune_says_first_and_deletes_by_the_rules_of_a_run(storage) -> None:
         assert rows[2][1] == "best 1 by val (rank 1: 0)"
         assert rows[3][1].startswith("held by process")
         done = as_json("prune", storage.uri, *keep, "--yes")
-        assert {row["step"] for row in done["checkpoints"] if row["state"] == "deleted"} == {1, 5}
+        assert {row["step"] for row in done["checkpoints"] if row["state"] == "in the trash"} == {1, 5}
     assert left(storage) == [2, 3, 4, 6]
     assert Catalog(storage).index.keep == Keep().to_json()
     assert "1 of 4 checkpoints" in invoke("prune", storage.uri, *keep).stdout

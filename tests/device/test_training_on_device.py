@@ -174,6 +174,20 @@ class Scaled(Plain):
         return {**super().tensors(), "scaler": self.scaler.state_dict()}
 
 
+class Compiled(Plain):
+    """A compiled model: forward and backward are graphs that torch has traced (no backend generates code for it)."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiled = torch.compile(self.model, backend="aot_eager")
+
+    def state(self):
+        return {**super().state(), "model": self.compiled}
+
+    def loss(self, batch):
+        return (self.compiled(batch) - batch).square().mean()
+
+
 CASES = {case.__name__: case for case in (Plain, *Plain.__subclasses__())}
 
 

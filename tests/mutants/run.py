@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _BOUND_S = 300
 _PATCH = re.compile(
-    r"^=== (?P<file>\S+) \| (?P<tests>.+?)(?: \| survives: (?P<reason>.+))?\n"
+    r"^=== (?P<file>\S+) \| (?P<tests>[^\n|]+?)(?: \| survives: (?P<reason>[^\n]+))?\n"
     r"--- old\n(?P<old>.*?)\n\+\+\+ new(?P<new>.*?)(?=\n=== |\n*\Z)",
     re.MULTILINE | re.DOTALL,
 )

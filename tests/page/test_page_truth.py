@@ -87,17 +87,18 @@ TABLE = """((selector) => {
   return [...table.querySelectorAll('tbody tr')].map((row) =>
     Object.fromEntries([...row.children].map((cell, at) => [heads[at], cell.textContent])));
 })"""
-CARDS = """Object.fromEntries([...document.querySelectorAll('.card')].map((one) => [
-  one.querySelector('dt').textContent, [one.querySelector('dd').firstChild.textContent, (one.querySelector('small') || {}).textContent]]))"""
-AT = """((step) => { const chart = [...document.querySelectorAll('#metrics .chart')]
-    .find((one) => one.querySelector('h3').textContent === 'shown').querySelector('.draw').chart;
+CARDS = """Object.fromEntries([...document.querySelectorAll('.card')].map((one) => [one.querySelector('dt').textContent,
+  [one.querySelector('dd').firstChild.textContent, (one.querySelector('small') || {}).textContent]]))"""
+CHART = """[...document.querySelectorAll('#metrics .chart')]
+  .find((one) => one.querySelector('h3').textContent === 'shown').querySelector('.draw').chart"""
+AT = f"""((step) => {{ const chart = {CHART};
   const place = chart.top.getBoundingClientRect();
-  const there = {clientX: place.left + chart.toX(step), clientY: place.top + 1, bubbles: true};
+  const there = {{clientX: place.left + chart.toX(step), clientY: place.top + 1, bubbles: true}};
   chart.top.dispatchEvent(new PointerEvent('pointermove', there));
-  return Object.fromEntries([...document.querySelectorAll('.tip dt')].map((one) => [one.textContent, one.nextSibling.textContent]));
-})"""
-MARKS = """[...document.querySelectorAll('#metrics .chart')].find((one) => one.querySelector('h3').textContent === 'shown')
-  .querySelector('.draw').chart.hits.map((one) => one.mark.step).sort((a, b) => a - b)"""
+  const names = [...document.querySelectorAll('.tip dt')];
+  return Object.fromEntries(names.map((one) => [one.textContent, one.nextSibling.textContent]));
+}})"""
+MARKS = f"{CHART}.hits.map((one) => one.mark.step).sort((a, b) => a - b)"
 
 
 def trained(tmp_path, script):
@@ -105,7 +106,8 @@ def trained(tmp_path, script):
     (tmp_path / "train.py").write_text(script)
     root = tmp_path / "run"
     for _ in range(4):
-        done = subprocess.run([sys.executable, str(tmp_path / "train.py"), str(root)], capture_output=True, timeout=120)
+        command = [sys.executable, str(tmp_path / "train.py"), str(root)]
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
         if done.returncode == 0:
             return root
         assert done.returncode == -9, done.stderr.decode()
@@ -133,7 +135,10 @@ def test_three_lives(tmp_path, door, script):
         *[["eval", f"{AT}({step})"] for step in (1, 10, 11, 20, 21, 30)],
         ["scroll", 1200],
         ["wait", "[...document.querySelectorAll('#saving .draw')].every((one) => one.chart.drawn)"],
-        ["eval", "[...document.querySelectorAll('#saving .draw')].map((one) => one.chart.drawn.map((line) => line.steps))"],
+        [
+            "eval",
+            "[...document.querySelectorAll('#saving .draw')].map((one) => one.chart.drawn.map((line) => line.steps))",
+        ],
         ["shot", str(tmp_path / "page.png")],
     )
     assert told["errors"] == []

@@ -24,7 +24,7 @@ from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.naming import Destinations
-from holdfast.trainers.loop.saving.post_commit import PostCommit
+from holdfast.trainers.loop.saving.saves import PostCommit
 from holdfast.trainers.loop.training.ranks import Ranks
 
 

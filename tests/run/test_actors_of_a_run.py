@@ -17,11 +17,14 @@ from holdfast.errors import CheckpointNotFoundError
 from holdfast.run import catalog as catalog_module
 from holdfast.run import external
 from holdfast.run import fence as fence_module
+from holdfast.run import keeper as keeper_module
+from holdfast.run import view as view_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.lease import Lease, make_owner
 from holdfast.storage.memory import MemoryStorage
 
 LAST = Keep(last=1)
+PLACES = (catalog_module, keeper_module, view_module)
 KINDS = {"memory": MemoryStorage, "far": Far}
 _numbers = count()
 
@@ -76,19 +79,19 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "kind"),
     [
-        ("pin", "memory"),
+        ("pin", "far"),
         ("hold", "far"),
-        pytest.param("pin", "far", marks=SLOW),
+        pytest.param("report", "far", marks=SLOW),
+        pytest.param("pin", "memory", marks=SLOW),
         pytest.param("hold", "memory", marks=SLOW),
         pytest.param("report", "memory", marks=SLOW),
-        pytest.param("report", "far", marks=SLOW),
     ],
 )
 def test_who_asks_while_retention_works(act: str, kind: str) -> None:
     """Whoever was not refused finds the checkpoint whole, now and after the next save; of a deleted one nothing is."""
     keep, told = Keep(last=1, best=1, metric="val", mode="max"), set()
     for catalog, deleted in at_every_line(
-        (catalog_module,), lambda: run_of(kind, 2), lambda catalog: catalog.prune(keep), asked(ACTS[act])
+        PLACES, lambda: run_of(kind, 2), lambda catalog: catalog.prune(keep), asked(ACTS[act])
     ):
         stays = answers.pop(catalog)
         told.add(stays)
@@ -120,7 +123,7 @@ def test_a_commit_while_a_fence_is_drawn(kind: str) -> None:
 
     seen = set()
     for first, second in at_every_line(
-        (catalog_module, fence_module),
+        (*PLACES, fence_module),
         world,
         take_over,
         lambda first: small(first.storage, "step_0002", run_id=first.index.run_id, attempt=1, step=2),
@@ -135,7 +138,7 @@ def test_a_commit_while_a_fence_is_drawn(kind: str) -> None:
     assert seen == {1, 2}
 
 
-@pytest.mark.parametrize("kind", ["memory", pytest.param("far", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["far", pytest.param("memory", marks=SLOW)])
 def test_a_reader_while_retention_works(kind: str) -> None:
     """It finds the newest checkpoint, and of the others only whole ones, or none."""
     found = set()
@@ -145,7 +148,7 @@ def test_a_reader_while_retention_works(kind: str) -> None:
         return reader.latest(), [one.record.name for one in reader.candidates()]
 
     for owner, (latest, others) in at_every_line(
-        (catalog_module,), lambda: run_of(kind, 3), read, lambda owner: owner.prune(LAST)
+        PLACES, lambda: run_of(kind, 3), read, lambda owner: owner.prune(LAST)
     ):
         assert latest is not None
         assert latest.name == others[0] == "step_0003"

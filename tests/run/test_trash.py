@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import holdfast as hf
+from holdfast.checkpointer import start
 from holdfast.cli.main import cli
 from holdfast.run import trash as module
 from holdfast.run.catalog import Catalog
@@ -152,9 +154,9 @@ def test_half_emptied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(type(storage), "delete_tree", die)
         with pytest.raises(KeyboardInterrupt):
-            Trash(storage).empty(before=time.time())
+            Trash(storage).empty()
     assert "deletion had begun" in holdfast("rm", "--undo", run / ONE, code=2)
-    assert Trash(storage).empty(before=time.time()) == [ONE]
+    assert Trash(storage).empty() == [ONE]
 
 
 def test_a_name_that_is_taken(run: Path) -> None:
@@ -173,3 +175,58 @@ def test_a_store_has_none() -> None:
     assert not Trash(storage).exists
     assert "would be gone for good" in holdfast("rm", f"{storage.uri}/{ONE}")
     assert "no trash" in holdfast("rm", "--undo", f"{storage.uri}/{ONE}", code=2)
+
+
+def test_prune_goes_to_the_trash(run: Path) -> None:
+    """What prune takes comes back as what rm takes, and takes the place of what was there; --now leaves nothing."""
+    holdfast("rm", run / ONE, "--yes")
+    said = holdfast("prune", run, "--keep", "last=2", "--yes")
+    assert "in the trash" in said
+    assert "--undo" in said
+    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [TWO]
+    holdfast("rm", "--undo", run / TWO)
+    assert hf.Checkpoint(run / TWO).verify().ok
+    holdfast("prune", run, "--keep", "last=2", "--yes", "--now")
+    assert not Trash(resolve(str(run))).entries()
+    assert TWO not in names(run)
+
+
+@pytest.mark.parametrize("kind", ["damaged", "copied"])
+def test_whatever_it_is_comes_back(run: Path, kind: str) -> None:
+    """A damaged checkpoint and a copy that somebody made go to the trash as well, and come back as they were."""
+    name = ONE
+    if kind == "damaged":
+        (run / ONE / "manifest.json").write_text("{")
+    else:
+        name = "copy"
+        shutil.copytree(run / ONE, run / name)
+    before = sorted(path.name for path in (run / name).iterdir())
+    assert "in the trash" in holdfast("rm", run / name, "--yes", "--force")
+    assert not (run / name).exists()
+    holdfast("rm", "--undo", run / name)
+    assert sorted(path.name for path in (run / name).iterdir()) == before
+
+
+@pytest.mark.parametrize("days", [-30, 30])
+def test_a_clock_that_is_set(run: Path, monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    """A clock set back or forward empties nothing early, in this boot of the machine or after another one."""
+    holdfast("rm", run / ONE, "--yes")
+    trash = Trash(resolve(str(run)))
+    wrong = SimpleNamespace(
+        time=lambda: time.time() + days * 86400, clock_gettime=time.clock_gettime, CLOCK_BOOTTIME=time.CLOCK_BOOTTIME
+    )
+    monkeypatch.setattr(module, "time", wrong)
+    assert trash.empty(older_s=WEEK_S) == []
+    monkeypatch.setattr(module, "_boot", lambda: ("0" * 8, 3600))
+    assert trash.empty(older_s=WEEK_S) == []
+    (entry,) = trash.entries()
+    monkeypatch.setattr(module, "_boot", lambda: (entry.boot, entry.up_s + int(WEEK_S) + 60))
+    assert trash.empty(older_s=WEEK_S) == [ONE]
+
+
+def test_a_full_disk_names_the_trash(run: Path) -> None:
+    """Where there is no room for a checkpoint the start says what the trash keeps, and how to get that back."""
+    holdfast("rm", run / ONE, "--yes")
+    said = r"trash of the run, .*\.trash, keeps 1 checkpoint .*delete that folder"
+    with pytest.raises(hf.StorageFullError, match=said):
+        start.check_room(resolve(str(run)), 1000, [["", 1 << 20, None]], {})

@@ -12,9 +12,8 @@ from holdfast.storage import LocalStorage
 from holdfast.storage.base import Storage
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
-from holdfast.trainers.loop.saving.file_leases import FileLeases
 from holdfast.trainers.loop.saving.files import FileImage, read_note
-from holdfast.trainers.loop.saving.folder import SaveFolder
+from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder
 from holdfast.trainers.loop.training.ranks import Ranks
 
 SHAPE = "a*"

@@ -22,8 +22,8 @@ from holdfast.errors import RunBusyError, StorageError
 from holdfast.storage import LocalStorage
 from holdfast.testing import CRASH_EXIT_CODE, FaultyStorage
 from holdfast.testing.crash import ForkServer
-from holdfast.trainers.loop.saving.file_leases import FileLeases
 from holdfast.trainers.loop.saving.files import read_note
+from holdfast.trainers.loop.saving.folder import FileLeases
 from holdfast.trainers.loop.training.ranks import Ranks
 
 FILE = Path(kit.__file__)
@@ -104,7 +104,7 @@ def test_a_disk_that_fails(tmp_path: Path, suffix: str, operation: str) -> None:
 
 def test_a_writer_whose_name_was_taken_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies, and another machine has the name before the next writer asks for it: saves fail and say who has it."""
-    monkeypatch.setattr("holdfast.trainers.loop.saving.file_leases.LEASE_S", 0.3)
+    monkeypatch.setattr("holdfast.trainers.loop.saving.folder.LEASE_S", 0.3)
     claims = FileLeases(LocalStorage(tmp_path), Ranks())
     claims.take(kit.SHAPE)
     client = claims._client

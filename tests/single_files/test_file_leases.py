@@ -19,10 +19,9 @@ from holdfast.run.lease import is_claim, make_owner
 from holdfast.storage.base import ReplacingWriter
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.crash import wait_until
-from holdfast.trainers.loop.saving.file_leases import FileLeases, _of
 from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
-from holdfast.trainers.loop.saving.folder import SaveFolder
+from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder, _of
 from holdfast.trainers.loop.training.ranks import Ranks
 from holdfast.writer.client import SaveFuture
 from holdfast.writer.messages import SaveJob
@@ -185,7 +184,7 @@ def test_a_lease_that_was_lost_is_not_taken_up_again(
     tmp_path: Path, under_way: UnderWay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said at the start, not at the first save; the file that was under way gets no name."""
-    monkeypatch.setattr("holdfast.trainers.loop.saving.file_leases.LEASE_S", 0.3)
+    monkeypatch.setattr("holdfast.trainers.loop.saving.folder.LEASE_S", 0.3)
     mine = under_way.claims
     mine.release(patient=False)
     assert wait_until(lambda: told(tmp_path)["trainer_alive"] is False)

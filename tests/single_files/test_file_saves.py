@@ -14,8 +14,8 @@ from loop_kit import flip, names, plain
 import holdfast as hf
 from holdfast.core import Event
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.loop.saving.file_leases import FileLeases, _of
 from holdfast.trainers.loop.saving.files import read_note
+from holdfast.trainers.loop.saving.folder import FileLeases, _of
 
 
 def test_a_constant_name_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -368,3 +369,32 @@ def test_a_sampler_that_draws_another_order_is_said(caplog: pytest.LogCaptureFix
     assert "Hides does not give the order again in which it was begun: 4 samples" in caplog.text
     with pytest.raises(ZeroDivisionError):
         list(ResumableBatches(loader(), batches.state_dict(), seed=5, epoch=0, mismatch=lambda text: 1 // 0))
+
+
+class Noise(Dataset):
+    """Ten samples, each of them random."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_sample_that_comes_again_is_drawn_anew(replacement):
+    """Several rounds over few samples: all draws come, and each has random numbers of its own, after a resume too."""
+    sampler = RandomSampler(Noise(), replacement=replacement, num_samples=25)
+    loader = DataLoader(Noise(), batch_size=5, sampler=sampler)
+    begun = ResumableBatches(loader, None, seed=1, epoch=0)
+    made = [(indices.tolist(), noise.tolist()) for indices, noise in begun]
+    drawn = Counter(index for indices, _ in made for index in indices)
+    assert sum(drawn.values()) == 25
+    if not replacement:
+        assert {*drawn.values()} == {2, 3}
+    assert len({one for _, noise in made for one in noise}) == 25
+    half = ResumableBatches(loader, None, seed=1, epoch=0)
+    for _ in zip(range(3), half, strict=False):
+        pass
+    rest = ResumableBatches(loader, half.state_dict(), seed=1, epoch=0)
+    assert [(indices.tolist(), noise.tolist()) for indices, noise in rest] == made[half.batches :]

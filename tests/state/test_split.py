@@ -7,7 +7,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -359,3 +359,30 @@ def test_ranks_of_a_part_augment_differently_without_seed_samples() -> None:
 
     assert numbers(True, 0) != numbers(True, 1)
     assert numbers(False, 0) == numbers(False, 1)
+
+
+class OwnSplit(Sampler[int]):
+    """Divides the samples by itself."""
+
+    def __init__(self, length: int, rank: int, num_replicas: int) -> None:
+        self.length, self.rank, self.num_replicas = length, rank, num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.length, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.length, self.num_replicas))
+
+
+def test_a_sampler_that_divides_by_itself_goes_on_at_a_whole_round() -> None:
+    """20 samples of four ranks are no whole number of rounds of three: ranks would be at different places."""
+
+    def at(rank: int, world: int, position: Any = None) -> ResumableBatches:
+        loader = DataLoader(range(60), batch_size=5, sampler=OwnSplit(60, rank, world))
+        return ResumableBatches(loader, position, seed=1, epoch=0, rank=rank, world_size=world)
+
+    first = at(0, 4)
+    next(iter(first))
+    assert first.samples == 20
+    for rank in range(3):
+        assert at(rank, 3, first.state_dict()).samples == 18

@@ -111,6 +111,54 @@ time.sleep(60)
     assert process.returncode == 33
 
 
+def test_a_script_in_a_run_that_stops_in_order_ends_with_its_status(tmp_path: Path) -> None:
+    """It is told once, saves, and its requeue status is passed on: that of the script, not of the supervisor."""
+    script = (
+        STEPS.replace("requeue=85", "requeue=75")
+        + """
+def stop(*_):
+    life.end("stopped")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+(here / "up").touch()
+while True:
+    advance()
+    time.sleep(0.01)
+"""
+    )
+    process = supervise(script, tmp_path)
+    wait_for(tmp_path / "up")
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 75
+
+
+def test_the_script_below_a_shell_is_told_and_waited_for(tmp_path: Path) -> None:
+    """The shell dies of SIGTERM at once; the script in it, which has a run, still stops in order."""
+    script = (
+        STEPS
+        + """
+def stop(*_):
+    time.sleep(0.3)
+    (here / "saved").touch()
+    life.end("stopped")
+    sys.exit(85)
+signal.signal(signal.SIGTERM, stop)
+(here / "up").touch()
+while True: time.sleep(0.01)
+"""
+    )
+    (tmp_path / "script.py").write_text(script)
+    inner = f"{sys.executable} {tmp_path}/script.py {tmp_path}; exit 3"
+    command = [sys.executable, "-m", "holdfast", "run", "--", "sh", "-c", inner]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "up")
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 85
+    assert (tmp_path / "saved").exists()
+
+
 def test_a_signal_between_two_lives_ends_the_pause(tmp_path: Path) -> None:
     """While the supervisor waits for the next start it ends at once, with the requeue status."""
     script = STEPS + "raise OSError('abcdefgh'[int(lives.read_text())])"

@@ -269,6 +269,20 @@ def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.Mo
     assert set(threading.enumerate()) <= before
 
 
+def test_who_knows_that_the_run_is_lost_commits_nothing() -> None:
+    """Not even a manifest that would count for nothing: another process works there by now."""
+    storage = MemoryStorage("run-lost")
+    with WriterClient.start(storage) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        other = {**json.loads(storage.read("lease.json")), "start_id": "bbbbbbbb", "host": "elsewhere"}
+        storage.put("lease.json", json.dumps(other).encode())
+        with pytest.raises(RunBusyError, match="was lost to"):
+            client.run_op("confirm", names=[]).result(60)
+        with pytest.raises(RunBusyError, match="was lost to"):
+            save(client, storage, opened, 1)  # type: ignore[arg-type]
+        assert [info.path for info in storage.list() if info.path.startswith("step_")] == []
+
+
 def test_a_foreign_error_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plug-in raises what it likes, once: the lease is renewed again afterwards, or another process would take it."""
     monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.01)

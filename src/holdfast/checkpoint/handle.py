@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from holdfast._log import get_logger
-from holdfast.copying.downloads import own_download, shared_download, take_turns
-from holdfast.copying.transfer import copy_checkpoint, copy_file
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,11 +29,12 @@ from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import close_by_blanks
 from holdfast.format.manifest import Manifest, body_digest
 from holdfast.format.names import METADATA_FILE
-from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
 from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
+from holdfast.run.remains import is_remains
+from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
@@ -106,10 +105,10 @@ class Checkpoint:
         Takes what a state takes. State dicts whose names all start with ``module.`` (made by a wrapped model) lose
         that prefix. The time goes to the metadata, so `to_dict` gives back just what came in.
         """
-        from holdfast import checkpointer
+        from holdfast.checkpointer.functions import save
 
         store = DictStore(os.urandom(8).hex())
-        checkpointer.save(f"{store.uri}/checkpoint", without_prefix(dict(data)), ranks="this")
+        save(f"{store.uri}/checkpoint", without_prefix(dict(data)), ranks="this")
         self = cls(f"{store.uri}/checkpoint")
         self.set_metadata({"_timestamp": time.time(), "id": store.name})
         return self
@@ -180,6 +179,9 @@ class Checkpoint:
         Processes of a machine that do so at the same time share one download of a remote checkpoint; those that give
         the same path share the directory as well.
         """
+        from holdfast.copying.downloads import own_download, take_turns  # not above: a training copies nothing
+        from holdfast.copying.transfer import copy_checkpoint, copy_file
+
         directory = os.path.abspath(
             os.path.expanduser(path) if path is not None else tempfile.mkdtemp(prefix="holdfast-")
         )
@@ -211,6 +213,8 @@ class Checkpoint:
                 with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
                     yield self.to_directory(directory)
             else:
+                from holdfast.copying.downloads import shared_download
+
                 with shared_download(self._storage, self._name) as folder:
                     yield str(folder)
         elif self._is_file():
@@ -327,9 +331,9 @@ class Checkpoint:
 
     def load(self, into: Any = None, **options: Any) -> Any:
         """Load the state; the same as `holdfast.load` of this checkpoint."""
-        from holdfast import checkpointer
+        from holdfast.checkpointer.functions import load
 
-        return checkpointer.load(self, into, **options)
+        return load(self, into, **options)
 
     def pin(self) -> None:
         """Keep it whatever the retention rules say. Works from any process; durable on return."""
@@ -523,7 +527,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     root = given.storage.child(given.directory)
     if not root.exists(RUN_FILE):
         return given
-    record = Catalog(root).latest()
+    record = RunView(root).latest()
     if record is None:
         return given
     _LOG.warning("%s is a run: its newest checkpoint, %s, is taken", root.uri, record.name)

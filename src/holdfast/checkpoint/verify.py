@@ -20,9 +20,8 @@ from holdfast.format.commit import read_manifest
 from holdfast.format.digest import check_blanks
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import METADATA_FILE, join
-from holdfast.format.verify import verify_files
-from holdfast.run.catalog import is_remains
 from holdfast.run.record import METRICS_FILE, read_sidecar
+from holdfast.run.remains import is_remains
 from holdfast.storage.base import FileReader, PrefixStorage, Storage
 
 __all__ = ["Verification", "read_metadata", "verify"]
@@ -86,6 +85,8 @@ def verify(
         return Verification(ok=False, problems=(why,), state="foreign")
     except CheckpointError as error:
         return Verification(ok=False, problems=(str(error),), state="corrupt")
+    from holdfast.format.verify import verify_files  # not above: every handle comes past here
+
     watched = _CountingStorage(storage, name, progress)
     try:
         problems = [str(problem) for problem in verify_files(watched, "", manifest, deep=deep)]

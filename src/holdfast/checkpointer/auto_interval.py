@@ -28,7 +28,7 @@ PRIOR_S = 4 * 3600.0
 FIRST_S = 60.0
 """After which a run saves first, to learn what that costs."""
 MOST_S = 1800.0
-_SOONEST_S = 1.0
+_SOONEST_S = 1.0  # also where a save costs nothing that can be measured: the storage is not there for us alone
 _LEAST_COSTS = 20.0  # saves take a twentieth of the time at most
 _BREATH = 1.2  # a save begins when the one before has long been written
 _KNOWN = 3
@@ -74,7 +74,7 @@ def best_interval_s(cost_s: float, between_failures_s: float, *, durable_s: floa
         between_failures_s: mean time between failures.
         durable_s: from the start of a save to its end; saves never wait for the storage.
     """
-    least = max(_LEAST_COSTS * cost_s, _BREATH * durable_s)
+    least = max(_SOONEST_S, _LEAST_COSTS * cost_s, _BREATH * durable_s)
     return max(least, min(MOST_S, math.sqrt(2 * cost_s * between_failures_s)))
 
 

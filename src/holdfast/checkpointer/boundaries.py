@@ -6,12 +6,15 @@ loop asks for its next batch, ends its epoch, or leaves, so that what the body d
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
+from holdfast.errors import StorageError
+from holdfast.run.trash import Trash
 from holdfast.state.save.snapshot import Snapshotter
 
 from .metrics import MetricLog
@@ -386,4 +389,7 @@ class StepBoundary:
         storage, step = self._session.storage, self._session.stats.last_durable_step
         free = storage.free_bytes()
         room = "" if free is None else f"; {format_bytes(free)} are free at {storage.uri}"
+        with contextlib.suppress(StorageError):
+            if trash := Trash(self._session.root).in_words():
+                room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room

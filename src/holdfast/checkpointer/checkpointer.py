@@ -20,9 +20,9 @@ from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
-from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
+from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -70,7 +70,8 @@ class Checkpointer:
         local_dir: a directory of this machine in front of a remote ``path``: every save is committed there, at the
             speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
             docs/storage.md.
-        max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
+        max_staging_bytes: bound of the memory a save may use, in bytes or as a text such as "512MiB"; None takes one
+            copy of the state.
         deadline: moment or time span after which this process will be gone; saves and stops before it. "slurm": the
             end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
@@ -127,7 +128,7 @@ class Checkpointer:
         when_busy: str = "wait",
         on_full: str = "skip",
         local_dir: str | os.PathLike[str] | Mirror | None = None,
-        max_staging_bytes: int | None = None,
+        max_staging_bytes: int | str | None = None,
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
@@ -422,8 +423,8 @@ class Checkpointer:
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first; needs no lease, so it works at any time."""
         if self.remote is None:
-            return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
-        sides = MirrorView.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+            return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+        sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
@@ -433,7 +434,7 @@ class Checkpointer:
         """Return the newest committed checkpoint, None if there is none yet."""
         found = []
         for side in self._sides:
-            record = Catalog(side).latest()
+            record = RunView(side).latest()
             if record is not None:
                 found.append((side, record))
                 if record.attempt == self.attempt:
@@ -460,7 +461,7 @@ class Checkpointer:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        found = [(side, record) for side in self._sides if (record := Catalog(side).best(name, order)) is not None]
+        found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
         if not found:
             return None
         first = retention.rank([record for _, record in found], name, order)[0].name

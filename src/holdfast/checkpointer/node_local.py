@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.format.commit import sweep
 from holdfast.format.parts import read_part
-from holdfast.run.catalog import Catalog
+from holdfast.run.view import RunView
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -95,7 +95,7 @@ def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
         ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})
         for name, save, manifest in staged
     ]
-    catalog = Catalog(local)
+    catalog = RunView(local)
     whole = [record for record in catalog.records() if record.order > newest]
     runs = [manifest.run_id for _, _, manifest in staged] + [catalog.index.run_id for _ in whole]
     for other in runs:

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast._ranks import current_ranks, job_end
 from holdfast._suggest import closest
-from holdfast._units import Interval, IntervalLike, parse_intervals
+from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
@@ -119,7 +119,7 @@ class CheckpointerOptions:
         when_busy: str,
         on_full: str,
         local_dir: str | os.PathLike[str] | Mirror | None,
-        max_staging_bytes: int | None,
+        max_staging_bytes: int | str | None,
         deadline: float | IntervalLike | datetime | None,
         exit_code_for_requeue: int,
         timeout_s: float,
@@ -170,7 +170,15 @@ class CheckpointerOptions:
         now = time.monotonic()
         Schedule(intervals, now=now)
         Schedule(snapshots, now=now)
-        Snapshotter(max_staging_bytes=max_staging_bytes).close()
+        staging = parse_bytes(max_staging_bytes) if isinstance(max_staging_bytes, str) else max_staging_bytes
+        if staging is not None and (isinstance(staging, bool) or not isinstance(staging, int)):
+            staging = None
+        if staging is None and max_staging_bytes is not None:
+            raise ConfigError(
+                f"max_staging_bytes={max_staging_bytes!r}: give a whole number of bytes, a text such as '512MiB', or "
+                "None for one copy of the state"
+            )
+        Snapshotter(max_staging_bytes=staging).close()
         if isinstance(resume, bool) or resume is None or (isinstance(resume, str) and (_meant(resume))):
             meant = _MEANT[resume] if resume is None or isinstance(resume, bool) else _meant(str(resume))
             raise ConfigError(
@@ -186,7 +194,7 @@ class CheckpointerOptions:
             resume=resume if isinstance(resume, Checkpoint) else str(resume),
             when_busy=when_busy,
             on_full=on_full,
-            max_staging_bytes=max_staging_bytes,
+            max_staging_bytes=staging,
             deadline=Deadline(_end_of_job() if deadline == "slurm" else deadline, now=now),
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,

@@ -382,8 +382,9 @@ class Progress:
 
     def _say_ahead(self, name: str, first: int, second: int) -> None:
         self._remind(
-            f"{first} batches of {name!r} were drawn before the first step and {second} before the next one: the loop "
-            "draws ahead, and a resume would leave out what was drawn and not trained. Pass "
+            f"{first} batches of {name!r} were drawn before a step and {second} before the next one. If the loop "
+            "leaves batches out (`continue` before ck.step()), all is well: they count as done with the next step. If "
+            "the loop draws ahead, a resume would leave out what was drawn and not trained: pass "
             f"ck.batches(loader, ahead={first - max(1, second)}) with ck.step() as the last line of the body, or draw "
             "each batch where it is trained"
         )

@@ -6,19 +6,21 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from holdfast.run.candidates import newest_good
-from holdfast.state.load.put_back import PutBack
-from holdfast.state.load.restore import Loaded, load_state
 from holdfast.storage.base import Storage
 
 from .console import load_bar
 from .options import Fit
 from .progress import RESERVED, Progress
 from .rendezvous import Alone, Meeting
+
+if TYPE_CHECKING:
+    from holdfast.state.load.put_back import PutBack
+    from holdfast.state.load.restore import Loaded
 
 __all__ = ["Fit", "ResumeResult", "first_good", "resume_run"]
 
@@ -34,14 +36,14 @@ class ResumeResult:
         loaded: what it brought back.
         skipped: (name, reason) of newer checkpoints that were set aside now.
         lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
-        put_back: what became of its plain values.
+        put_back: what became of its plain values; None before they are put back.
     """
 
     checkpoint: Checkpoint | None = None
     loaded: Loaded | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)
     lacks_progress: bool = False
-    put_back: PutBack = field(default_factory=PutBack)
+    put_back: PutBack | None = None
 
 
 def resume_run(
@@ -185,6 +187,8 @@ def first_bad(reasons: list[str | None]) -> str | None:
 
 
 def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, fit: Fit, *, lacks: Sequence[str] = ()) -> Loaded:
+    from holdfast.state.load.restore import load_state  # not above: a fresh start has nothing to load
+
     with load_bar(home, show=None if meeting.rank == 0 else False) as progress:
         return load_state(
             home,

@@ -16,10 +16,10 @@ from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
-from holdfast.run.catalog import Catalog
 from holdfast.run.process import memory_name
+from holdfast.run.trash import Trash
+from holdfast.run.view import RunView
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
-from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
@@ -218,6 +218,8 @@ def _resume(
     )
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
+        from holdfast.state.load.put_back import put_back  # not above: a fresh start has nothing to put back
+
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
     return outcome
 
@@ -323,9 +325,11 @@ def check_room(
         if free is not None and free < expected + _MARGIN:
             whose = f" on the machine of rank {first}" if machine else ""
             what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
+            trash = Trash(storage).in_words()
             raise StorageFullError(
                 f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
                 f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
+                f"{trash and f'; {trash}'}"
             )
         least = free if least is None or free is None else min(least, free)
     size = sum(own for _, own, _ in needs) + future + _MANIFEST_BYTES
@@ -453,8 +457,10 @@ def _start_block(
             f"(attempt {opened.attempt})"
         )
         block.restored = outcome.loaded.restored
-        block.put_back = outcome.put_back.restored
-        block.not_restored = [*outcome.loaded.not_restored, *outcome.put_back.lost]
+        block.not_restored = [*outcome.loaded.not_restored]
+        if outcome.put_back is not None:
+            block.put_back = outcome.put_back.restored
+            block.not_restored += outcome.put_back.lost
         notes.extend((*outcome.loaded.notes, *progress.notes()))
         manifest = outcome.loaded.manifest
         if manifest is not None and (why := manifest.extra.get("rescued")):
@@ -507,7 +513,7 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
             )
         return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
     # Whoever expected a resume has to see why there is none.
-    found = Catalog(storage)
+    found = RunView(storage)
     if found.incomplete:
         notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
     if strangers := sorted(found.others.keys() - found.guests.keys()):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Generator
 from pathlib import Path
 
 import click
 
 from holdfast._progress import progress_bar
+from holdfast._units import parse_bytes
 from holdfast.errors import ConfigError
 
 from .finding import Finding, ProbeDeadline
@@ -19,7 +19,6 @@ from .terminal import console, print_json, printable
 __all__ = ["doctor"]
 
 _LEVELS = {"ok": "green", "warn": "yellow", "bad": "red"}
-_SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @click.command()
@@ -37,7 +36,9 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     from .probe_machine import probe_machine
     from .probe_store import probe_store
 
-    size = _size(max_bytes)
+    size = parse_bytes(max_bytes)
+    if size is None:
+        raise ConfigError(f"--bytes {max_bytes}: give a size such as 128MiB or 1GB, or 0")
     storage = reach(path)
     deadline = ProbeDeadline(seconds)
     rows: list[tuple[str, Finding]] = []
@@ -66,13 +67,6 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
         out.print(summary, style="bold")
     if counts["bad"]:
         raise click.exceptions.Exit(1)
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _SIZES:
-        raise ConfigError(f"--bytes {text}: give a size such as 128MiB or 1GB, or 0")
-    return int(float(match[1]) * _SIZES[match[2]])
 
 
 def _print(uri: str, rows: list[tuple[str, Finding]]) -> None:

@@ -65,9 +65,9 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as_json: bool) -> None:
     """Delete checkpoints. Whole runs are not deleted.
 
-    On a disk they go to the trash of their run (.trash), which the next rm empties, or the first start of the run after
-    a week; until then they take room, and --undo brings them back. In an object store there is no trash. The run must
-    not be training: its own retention deletes then. Without --yes nothing is deleted.
+    On a disk they go to the trash of their run (.trash), which the next rm or prune empties, or the first start of the
+    run after a week; until then they take room, and --undo brings them back. In an object store there is no trash. The
+    run must not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
     if undo:
         if yes or force or now:
@@ -104,10 +104,11 @@ def _undo(checkpoints: Sequence[Checkpoint], *, as_json: bool) -> None:
             )
         with upkeep(storage) as catalog:
             trash.restore(name)
-            # A start since then may have drawn a fence that does not know it.
-            catalog.admit({name: read_manifest(storage, name).checkpoint_id}, os.urandom(4).hex())
+            with contextlib.suppress(CheckpointError):  # damaged, as it was
+                # A start since then may have drawn a fence that does not know it.
+                catalog.admit({name: read_manifest(storage, name).checkpoint_id}, os.urandom(4).hex())
             catalog.refresh()
-            if name not in catalog.index.rows:
+            if name not in {*catalog.index.rows, *catalog.bad(), *catalog.others}:
                 trash.take(name)
                 raise CheckpointError(
                     f"{checkpoint.uri} stays in the trash: a newer start of the run has left it behind for good"
@@ -136,9 +137,14 @@ def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any
         "name": checkpoint.name,
         "bytes": _bytes(checkpoint),
         "state": "kept",
-        "trash": not now and checkpoint.directory in catalog.index.rows and Trash(checkpoint.storage).exists,
+        "trash": not now and _has_trash(catalog, checkpoint.directory),
         "refused": None if force and not foreign else ", ".join(reasons) or None,
     }
+
+
+def _has_trash(catalog: Catalog, name: str) -> bool:
+    known = {*catalog.index.rows, *catalog.bad(), *catalog.others}
+    return catalog.index.damage != "missing" and name in known and Trash(catalog.storage).exists
 
 
 def _bytes(checkpoint: Checkpoint) -> int:
@@ -174,12 +180,14 @@ def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set
     "--keep", "rules", metavar="RULES", help=f"What stays; {KEEP_TEXT}. Default: the rules of the run itself."
 )
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
+@click.option("--now", is_flag=True, help="Delete for good, without a stay in the trash.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
+def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 
-    The newest, pinned ones, that resumed from and those that another process holds always stay. The run must not be
-    training: its own retention deletes then. Without --yes nothing is deleted.
+    On a disk they go to the trash of the run, as with `holdfast rm`. The newest, pinned ones, that resumed from and
+    those that another process holds always stay. The run must not be training: its own retention deletes then. Without
+    --yes nothing is deleted.
     """
     storage = reach(run)
     catalog = run_at(storage, run)
@@ -197,9 +205,10 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
         for verdict in verdicts
     ]
     if yes and any(row["state"] == "would go" for row in rows):
-        gone = _prune(run, keep)
+        gone, binned = _prune(run, keep, now=now)
+        went = "in the trash" if binned else "deleted"
         for row in rows:
-            row["state"] = "deleted" if row["name"] in gone else "kept" if row["state"] == "would go" else row["state"]
+            row["state"] = went if row["name"] in gone else "kept" if row["state"] == "would go" else row["state"]
     if as_json:
         print_json({"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes, "checkpoints": rows})
         return
@@ -208,17 +217,22 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
         line = printable(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}")
         out.file.write(painted(out, line, "red" if row["state"] != "kept" else "") + "\n")
     _sum([row for row in rows if row["state"] != "kept"], len(rows), done=yes)
+    _say_trash(sum(row["state"] == "in the trash" for row in rows))
 
 
-def _prune(run: str, keep: Keep) -> set[str]:
+def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
+    """Delete what the rules do not keep; return the names, and whether they are in the trash."""
     gone: set[str] = set()
     with upkeep(resolve(run)) as catalog:
+        trash = Trash(catalog.storage)
+        trash.empty()
+        catalog.trash = trash if trash.exists and not now else None
         kept_rules = catalog.index.keep
         while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh
         catalog.index.keep = kept_rules  # it shows what the run itself goes by
         catalog.index.save()
-    return gone
+        return gone, catalog.trash is not None
 
 
 def _rules(text: str | None, catalog: Catalog) -> Keep:
@@ -253,15 +267,21 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) 
     going = [row for row in rows if row["state"] != "refused"]
     _sum(going, len(rows), done=done)
     binned = sum(row["trash"] for row in going)
-    if binned and done:
-        click.echo(
-            "in the trash of the run they take room until the next `holdfast rm`, or a start after a week: "
-            "`holdfast rm --undo PATH` brings one back, --now deletes at once"
-        )
+    if done:
+        _say_trash(binned)
     elif binned:
         click.echo("they would go to the trash of the run, where --undo finds them (--now: delete at once)")
     if binned < len(going) and not done:
         click.echo(f"{len(going) - binned} of them would be gone for good")
+
+
+def _say_trash(number: int) -> None:
+    if number:
+        click.echo(
+            "in the trash of the run they take the same room until the next `holdfast rm` or `prune`, or a start after "
+            "a week: `holdfast rm --undo PATH` brings one back, --now deletes at once, and so does deleting the folder "
+            ".trash of the run"
+        )
 
 
 def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool) -> None:

@@ -14,6 +14,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics, metric_value
 from holdfast.run.retention import best_of
 from holdfast.run.status import runs_below
+from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
 from .runs import say_unknown, show_runs
@@ -24,7 +25,8 @@ from .terminal import PlainTable, age, console, number, print_json, printable
 __all__ = ["ls"]
 
 _METRICS_SHOWN = 3
-_TITLES = {"checkpoint", "step", "epoch", "attempt", "age", "size", "new", "state"}
+_COLUMNS = ("step", "epoch", "attempt", "age", "size", "new", "verified")
+_TITLES = {"checkpoint", *_COLUMNS, "state"}
 _COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete": "yellow"}
 
 
@@ -41,6 +43,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     Default: the current folder.
 
     "new" is what a checkpoint added to the disk: files that did not change are shared with the checkpoint before.
+    "verified" is how long ago `holdfast verify --deep` found every byte right, or verify alone the sizes.
     """
     storage, checkpoint = find(path)
     if checkpoint is not None:
@@ -80,6 +83,10 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     for name in catalog.foreign:
         # A directory of runs: say which of its children can be looked into.
         rows.append(_bare(storage, name, "run" if storage.exists(f"{name}/{RUN_FILE}") else "foreign"))
+    verified = read_verified(storage, catalog.found())
+    for row in rows:
+        if row["name"] in verified:
+            row["verified"] = verified[row["name"]].describe(storage, row["name"])
     counted = [row for row in rows if "size_bytes" in row]
     return {
         "path": storage.uri,
@@ -154,8 +161,9 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
         "epoch": any(row["epoch"] is not None for row in full),
         "attempt": len({row["attempt"] for row in full}) > 1,
         "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
+        "verified": any("verified" in row for row in full),
     }
-    titles = [title for title in ("step", "epoch", "attempt", "age", "size", "new") if optional.get(title, True)]
+    titles = [title for title in _COLUMNS if optional.get(title, True)]
     made = PlainTable([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
     now = time.time()
     for row in rows:
@@ -168,6 +176,7 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
                 "age": age(row["created"], now),
                 "size": format_bytes(row["size_bytes"]),
                 "new": format_bytes(row["new_bytes"]),
+                "verified": _verified(row.get("verified"), now),
             }
             cells = [texts[title] for title in titles] + [
                 number(metric_value(row["metrics"], name)) for name in metrics
@@ -179,6 +188,14 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
             last=_COLOURS.get(row["state"], "dim"),
         )
     return made
+
+
+def _verified(known: dict[str, Any] | None, now: float) -> str:
+    """Say in a few letters what `holdfast verify` found: the age of a look at every byte, or at sizes alone."""
+    if known is None:
+        return ""
+    found = age(known["time"], now) if known["deep"] else f"sizes {age(known['time'], now)}"
+    return "changed since" if not known["unchanged"] else found if known["ok"] else "damaged"
 
 
 def _metrics(rows: list[dict[str, Any]], first: str | None) -> list[str]:

@@ -22,7 +22,8 @@ __all__ = ["run"]
 @click.option(
     "--nproc", type=click.IntRange(min=1), metavar="N", help="Start N processes, with the environment of torchrun."
 )
-def run(command: tuple[str, ...], hang: str | None, nproc: int | None) -> None:
+@click.option("--no-warm", is_flag=True, help="Keep no spare interpreter, which imports ahead what a restart imports.")
+def run(command: tuple[str, ...], hang: str | None, nproc: int | None, no_warm: bool) -> None:
     """Run COMMAND, and again when it dies, until it is done: holdfast run -- python train.py.
 
     It is started again when it ends with any status but 0 and the requeue status (85), without a limit as long as the
@@ -43,5 +44,5 @@ def run(command: tuple[str, ...], hang: str | None, nproc: int | None) -> None:
             f"--nproc {nproc} starts the ranks itself, and this process is one of {os.environ['WORLD_SIZE']} that "
             "another launcher has started: leave --nproc out"
         )
-    status = Supervisor(command, hold(), num_ranks=nproc, hang_s=hang_s, is_one_of=ranks).run()
+    status = Supervisor(command, hold(), num_ranks=nproc, hang_s=hang_s, is_one_of=ranks, warm=not no_warm).run()
     raise click.exceptions.Exit(status)

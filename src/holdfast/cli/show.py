@@ -15,6 +15,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import files_of
 from holdfast.run.record import read_sidecar, timestamp, unpack
+from holdfast.run.verified import read_verified
 
 from .targets import PATH, Choice, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table
@@ -65,6 +66,8 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
     index = RunIndex.load(checkpoint.storage) if manifest.run_id or manifest.parent else None
     bad = None if index is None else index.quarantined.get(checkpoint.directory)
     late = read_sidecar(checkpoint.storage, checkpoint.directory)  # once: on a remote each look is a request
+    in_run = index is not None and index.damage != "missing"
+    verified = read_verified(checkpoint.storage).get(checkpoint.directory) if in_run else None
     document: dict[str, Any] = {
         **head,
         "state": "ok" if bad is None else "quarantined",
@@ -78,6 +81,7 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
         "created": manifest.created,
         "metrics": {**manifest.metrics, **late.metrics},
         "pinned": late.pinned,
+        **({} if verified is None else {"verified": verified.describe(checkpoint.storage, checkpoint.directory)}),
         "world_size": manifest.world_size,
         "writers": manifest.writers,
         "versions": manifest.versions,
@@ -172,6 +176,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         metrics = ", ".join(f"{name} {number(value)}" for name, value in document["metrics"].items())
         facts += [("metrics", metrics)] if metrics else []
         facts += [("pinned", "yes")] if document["pinned"] else []
+        facts += [("verified", document["verified"]["words"])] if "verified" in document else []
         versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items())
         facts.append(("written by", f"{versions}; world size {document['world_size']}"))
     count = len(document["files"])

@@ -14,10 +14,11 @@ from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, UnknownMetricError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
 from holdfast.run.record import Record, flat_metrics
+from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 

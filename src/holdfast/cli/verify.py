@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -14,11 +15,13 @@ from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.catalog import Catalog
 from holdfast.run.fence import damaged_fences
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
+from holdfast.run.remains import is_remains
 from holdfast.run.reports import LOGS, REPORTS, read_history
+from holdfast.run.verified import Verified, fingerprint, note_verified, read_verified
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options
@@ -68,8 +71,11 @@ def _checked(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
         total = (
             checkpoint.size_bytes if deep and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json") else 0
         )
+        noted: dict[str, Verified] = {}
         with progress_bar(f"verify {checkpoint.name}", total, after_s=_QUIET_S) as progress:
-            found = verify_checkpoint(checkpoint.storage, checkpoint.directory, deep=deep, progress=progress)
+            found = _verified(checkpoint.storage, checkpoint.directory, deep, progress, noted)
+        known = read_verified(checkpoint.storage)
+        note_verified(checkpoint.storage, noted, present=known)
     return _row(checkpoint.uri, checkpoint.name, found, ok=found.ok)
 
 
@@ -110,12 +116,13 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
     storage = catalog.storage
     records = {record.name: record.size for record in catalog.records()}
     names = [*records, *sorted((catalog.bad().keys() | catalog.others.keys()) - records.keys())]
+    noted: dict[str, Verified] = {}
     label = f"verify {storage.uri.rstrip('/').rpartition('/')[2]}"
     with progress_bar(
         label, sum(records.values()) if deep else len(names), after_s=_QUIET_S, counts=not deep
     ) as progress:
         for name in names:
-            found = verify_checkpoint(storage, name, deep=deep, progress=progress if deep else None)
+            found = _verified(storage, name, deep, progress if deep else None, noted)
             if not deep:
                 progress(1)
             if found.state == "missing":
@@ -125,8 +132,21 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
                 continue
             row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
+    note_verified(storage, noted, present=names)
     for name in catalog.incomplete:
         yield _unchecked(storage, name, "incomplete")
+
+
+def _verified(
+    storage: Storage, name: str, deep: bool, progress: Callable[[int], None] | None, noted: dict[str, Verified]
+) -> Verification:
+    """Check a checkpoint, and put what the run is to remember of it into ``noted``."""
+    before = fingerprint(storage, name)
+    found = verify_checkpoint(storage, name, deep=deep, progress=progress)
+    if found.state in ("ok", "corrupt") and before and fingerprint(storage, name) == before:
+        problem = found.problems[0] if found.problems else ""
+        noted[name] = Verified(time=time.time(), deep=deep, ok=found.ok, problem=problem, files=before)
+    return found
 
 
 def _below(storage: Storage, name: str, deep: bool) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.run.lease import Lease, is_of_lease, make_owner
+from holdfast.run.names import VERIFIED_FILE
 from holdfast.run.reports import LOGS, REPORTS
 from holdfast.storage.base import Storage
 
@@ -214,7 +215,7 @@ def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple
             paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
             paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
             for path in paths:
-                if path not in (RUN_FILE, CHANGES_FILE) and not is_of_lease(path):
+                if path not in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) and not is_of_lease(path):
                     target.put(path, source.read(path))
             break
     with contextlib.suppress(StorageNotFoundError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from holdfast._units import parse_bytes
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import ConfigError
 from holdfast.state.save.torch_file import TorchFileWriter
@@ -23,7 +23,6 @@ __all__ = ["FORMATS", "Exported", "export", "watched_export"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 _HF_SHARD = 5_000_000_000  # bytes; the default of transformers
-_SIZES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +186,7 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
 
 
 def _bytes(size: int | str) -> int:
-    if isinstance(size, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", size.strip())
-        if match and match[2].upper() in _SIZES:
-            size = int(float(match[1]) * _SIZES[match[2].upper()])
-    if not isinstance(size, int) or size <= 0:
+    found = parse_bytes(size) if isinstance(size, str) else size
+    if not isinstance(found, int) or found <= 0:
         raise ConfigError(f"max_shard_size={size!r}: give bytes, or a text such as '500MB' or '5GB'")
-    return size
+    return found

@@ -15,14 +15,17 @@ from holdfast.config import rules_of, stored_keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import ContentsReader
+from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
+from holdfast.run.goodput import goodput
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide
 from holdfast.run.status import run_state, runs_below
+from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -131,6 +134,7 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         ),
         "saving": {**sums, "curves": _saving_curves(made)},
         "newest": _newest(storage, records),
+        "goodput": goodput(history, made, now=time.time() if state.is_live else None),
         "warnings": [*_warnings(catalog), *warnings],
     }
 
@@ -237,6 +241,9 @@ def _checkpoints(
     best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
     why = {verdict.name: verdict.why for verdict in decide(stored_keep(keep), good)}
     details = _details(catalog.storage, good)
+    for name, verified in read_verified(catalog.storage, catalog.found()).items():
+        if name in details:
+            details[name]["verified"] = verified.describe(catalog.storage, name)["words"]
     rows = []
     for number, record in enumerate(good):
         marks = {"newest": not number, "best": record is best, "pinned": record.pinned}
@@ -274,6 +281,7 @@ def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_loc
         return {"checked": f"cannot be read: {error}"}
     sound = "manifest and sizes of all files are right; contents were not read" if is_local else "manifest alone"
     return {
+        "every_s": _every_s(manifest),
         "parent": names.get(manifest.parent, f"{manifest.parent} (no longer there)") if manifest.parent else None,
         "items": [
             {"name": i.name, "tensors": i.tensors, "numel": i.numel, "bytes": i.nbytes, "dtypes": list(i.dtypes)}
@@ -281,6 +289,12 @@ def _details_of(storage: Storage, name: str, names: Mapping[str, str], *, is_loc
         ],
         "checked": "; ".join(problems) or sound,
     }
+
+
+def _every_s(manifest: Manifest) -> float | None:
+    """Return the interval that ``every="auto"`` had chosen when the checkpoint was saved."""
+    chosen = manifest.extra.get("every_s")
+    return float(chosen) if isinstance(chosen, (int, float)) and 0 < chosen < math.inf else None
 
 
 def _deleted(

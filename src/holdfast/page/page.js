@@ -387,7 +387,7 @@
     const parent = more.parent && facts.checkpoints.find((one) => one.name === more.parent);
     const lines = [["size", bytes(row.size_bytes)], ["new on disk", row.new_bytes !== row.size_bytes ? bytes(row.new_bytes) : ""],
       ["saved", row.created ? moment(row.created) + " UTC" : ""], ["epoch", row.epoch === null ? "" : number(row.epoch)], ["attempt", number(row.attempt)],
-      ["deleted", row.deleted ? moment(row.deleted) + " UTC" : ""], [row.state === "ok" ? "kept because" : "why", row.why], ["checked", more.checked]];
+      ["deleted", row.deleted ? moment(row.deleted) + " UTC" : ""], [row.state === "ok" ? "kept because" : "why", row.why], ["checked", more.checked], ["verified", more.verified]];
     const list = make("dl", {class: "facts"}, ...lines.filter(([, text]) => text).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     if (more.parent) list.append(make("dt", {}, "parent"), make("dd", {}, parent ? make("button", {type: "button", class: "link", onclick: () => showCheckpoint(parent)}, more.parent) : more.parent));
     const metrics = Object.entries(row.metrics);
@@ -466,6 +466,24 @@
     document.querySelector("#checkpoints .bar").append(all(true), all(false));
   }
 
+  // ---- what the time went for, and how often is saved
+
+  function goodput(parts) {
+    if (!parts || !parts.wall_s) return [];
+    const names = [["again_s", "done again"], ["held_s", "held by saves"], ["slowed_s", "slowed by saves"], ["starting_s", "starting"], ["down_s", "down"]];
+    const lost = names.filter(([name]) => parts[name] >= 0.0005 * parts.wall_s).sort((a, b) => parts[b[0]] - parts[a[0]]);
+    const share = (value) => (100 * value / parts.wall_s).toFixed(1) + "%";
+    return [["Useful steps", share(parts.useful_s), `of ${span(parts.wall_s)}` + (lost.length ? "; " + lost.map(([name, text]) => `${share(parts[name])} ${text}`).join(", ") : "")]];
+  }
+
+  // Of every="auto": what it is now, and from what it has moved there.
+  function interval(good) {
+    const chosen = good.filter((row) => row.details && row.details.every_s).map((row) => [row.step, row.details.every_s]);
+    if (!chosen.length) return "";
+    const [now] = chosen, before = chosen.find(([, seconds]) => Math.abs(seconds - now[1]) > 0.05 * now[1]);
+    return `saved every ${span(now[1])} by every="auto"` + (before ? `, every ${span(before[1])} at step ${number(before[0])}` : "");
+  }
+
   // ---- the whole
 
   head();
@@ -482,9 +500,10 @@
       ["Best by " + (facts.ranking.metric || ""), best ? number(best.metrics[facts.ranking.metric]) : "", best ? "step " + number(best.step) : "", "good"],
       ["Starts", number(facts.attempts.length), told.lost_steps ? `${count(told.lost_steps, "step")} done again` + (told.failure_s ? ", " + span(told.failure_s) : "") : "nothing done again", told.lost_steps ? "bad" : ""],
       ["Lost to saving", told.lost_s.count ? span(told.lost_s.sum) : "", `over ${count(told.saves, "save")}; training held ${span(told.held_s.sum)}`],
+      ...goodput(facts.goodput),
       ["On disk", bytes(facts.new_bytes), `${count(good.length, "checkpoint")}, kept: ${facts.keep}`],
     ], [
-      source === null ? "" : "began from " + source,
+      source === null ? "" : "began from " + source, interval(good),
       told.deleted ? `${number(told.deleted)} deleted since` : "", told.lost_saves ? `${count(told.lost_saves, "save")} lost` : "",
       `${bytes(told.bytes_written)} written` + (told.bytes_reused ? `, ${bytes(told.bytes_reused)} shared instead` : ""),
       count(facts.reports, "reported row"), sum ? count(sum.world_size, "rank") : "",

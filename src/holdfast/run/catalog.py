@@ -17,9 +17,9 @@ from .external import EXTERNAL
 from .fence import ANY, Fence, clear_fences, write_fence
 from .keeper import Keeper
 from .record import Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
-from .remains import is_remains, sweep_names
+from .remains import sweep_names
 
-__all__ = ["Catalog", "is_remains"]
+__all__ = ["Catalog"]
 
 _log = get_logger("catalog")
 _TIDIED, _TIDIED_FAR = 64, 4  # checkpoints searched for remains of earlier processes; at a store each is a request

@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import struct
+import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ __all__ = ["VARIABLE", "LifeReport", "RunReport", "deaths_before", "read_reports
 VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
 DEATHS = "deaths.json"
+MODULES = "modules.json"
 _FIELDS = struct.Struct("<8q")
 _TEXT_AT, _BYTES = 256, 4096
 _ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED = range(6)
@@ -56,7 +59,11 @@ class LifeReport:
     def begin(cls, **about: Any) -> LifeReport | None:
         """Report a run that was entered just now; None if nobody supervises this process."""
         folder = os.environ.get(VARIABLE)
-        return cls(folder, about) if folder else None
+        if not folder:
+            return None
+        with contextlib.suppress(OSError):
+            _tell_imports(Path(folder))
+        return cls(folder, about)
 
     def trains(self, step: int, *, requeue: int, wait_s: float) -> None:
         """Report that steps are counted from here on, and the end of each comes through `stepped`.
@@ -102,6 +109,29 @@ class LifeReport:
         fields = (self._state, self._step, self._moment, self._longest, self._resumed, self._durable)
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, _FIELDS.pack(*fields, self._requeue, self._wait_ms), 0)
+
+
+def _tell_imports(folder: Path) -> None:
+    """Name, for a spare interpreter, what is imported of installed packages, and how the environment has changed."""
+    if (folder / MODULES).exists():
+        return
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places.add(str(Path(__file__).parents[1]))
+    installed = tuple(f"{place}{os.sep}" for place in places)
+
+    def is_installed(module: Any) -> bool:
+        path = getattr(module, "__file__", None)
+        return path is not None and path.startswith(installed)
+
+    names = [name for name, module in list(sys.modules.items()) if name != "__main__" and is_installed(module)]
+    entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    began = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    now = dict(os.environ)
+    changed = {name: now.get(name) for name in {*began, *now} if began.get(name) != now.get(name)}
+    known = {VARIABLE, "TORCHELASTIC_RESTART_COUNT"}
+    about = {"modules": names, "environment": {name: value for name, value in changed.items() if name not in known}}
+    (folder / f".{MODULES}").write_text(json.dumps(about), encoding="utf-8")
+    (folder / f".{MODULES}").rename(folder / MODULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

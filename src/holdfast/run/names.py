@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANGES_FILE", "LEASE_FILE", "LOGS", "REPORTS", "RUN_FILE", "RUN_NAMES", "is_checkpoint_name"]
+__all__ = [
+    "CHANGES_FILE",
+    "LEASE_FILE",
+    "LOGS",
+    "REPORTS",
+    "RUN_FILE",
+    "RUN_NAMES",
+    "VERIFIED_FILE",
+    "is_checkpoint_name",
+]
 
 RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 LEASE_FILE = "lease.json"
 REPORTS, LOGS = "reports", "logs"
+VERIFIED_FILE = ".verified.json"
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
 """Names right below the root of a run that belong to the run. Its other names begin with a dot."""
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_dead",
     "is_pid",
     "is_stopped",
+    "is_zombie",
     "machine",
     "memory_name",
     "network_name",
@@ -101,7 +102,7 @@ def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
     noted, now = owner.get(f"{key}_birth"), birth(pid)
     if noted and now and noted != now:
         return True
-    return _stat(pid)[:1] in (["Z"], ["X"])
+    return is_zombie(pid)
 
 
 def _stat(pid: int) -> list[str]:
@@ -117,6 +118,11 @@ def _stat(pid: int) -> list[str]:
 def is_stopped(pid: int) -> bool:
     """Tell whether the system has stopped a process (SIGSTOP, a debugger)."""
     return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def is_zombie(pid: int) -> bool:
+    """Tell whether a process has ended and is not reaped yet."""
+    return _stat(pid)[:1] in (["Z"], ["X"])
 
 
 def how_it_ended(pid: int) -> str:

@@ -1,8 +1,11 @@
-"""The trash of a run on a disk: what ``holdfast rm`` took away, until the next ``rm`` or for a week.
+"""The trash of a run on a disk: what ``holdfast rm`` and ``prune`` took away, until the next of them or for a week.
 
 A checkpoint goes there by one rename, and comes back by one, so that a kill at any moment leaves it in one of the two
 places, whole. In the trash its manifest has another name, so that nobody takes it for a checkpoint. What is emptied
 loses its manifest first, and is not brought back after that.
+
+The week is counted by the clock that runs since the machine was booted, which nobody can set; after another boot, or on
+another machine, by that and the wall clock, of which the lesser counts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import time
 from dataclasses import dataclass
 
+from holdfast._units import format_bytes
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.base import Storage
@@ -25,7 +29,8 @@ __all__ = ["TRASH", "WEEK_S", "Trash", "TrashEntry"]
 TRASH = ".trash"  # directories whose names begin with a dot are never looked into for checkpoints
 WEEK_S = 7 * 86400.0
 _KEPT_MANIFEST = "manifest.in-trash.json"
-_ENTRY = re.compile(r"(?P<ms>[0-9]{13})-(?P<name>.+)")
+_ENTRY = re.compile(r"(?P<ms>[0-9]{13})-(?:b(?P<boot>[0-9a-f]{8})\.(?P<up>[0-9]+)-)?(?P<name>.+)")
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +41,22 @@ class TrashEntry:
         name: that it had in the run.
         directory: path below the run.
         taken: when, in seconds since 1970.
+        boot: of the machine, "" where that is not known.
+        up_s: seconds since that boot.
     """
 
     name: str
     directory: str
     taken: float
+    boot: str = ""
+    up_s: int = 0
+
+    def age_s(self) -> float:
+        """Return for how many seconds it has been there at least."""
+        by_wall, now = time.time() - self.taken, _boot()
+        if not self.boot or now is None:
+            return by_wall
+        return float(now[1] - self.up_s) if now[0] == self.boot else min(by_wall, float(now[1]))
 
 
 class Trash:
@@ -64,7 +80,11 @@ class Trash:
             match = _ENTRY.fullmatch(info.path.rstrip("/").rpartition("/")[2])
             if match is not None:
                 directory = f"{TRASH}/{match[0]}"
-                found.append(TrashEntry(name=match["name"], directory=directory, taken=int(match["ms"]) / 1000))
+                entry = TrashEntry(
+                    name=match["name"], directory=directory, taken=int(match["ms"]) / 1000,
+                    boot=match["boot"] or "", up_s=int(match["up"] or 0),
+                )  # fmt: skip
+                found.append(entry)
         return sorted(found, key=lambda entry: entry.taken, reverse=True)
 
     def take(self, name: str) -> None:
@@ -73,7 +93,9 @@ class Trash:
         Raises:
             StorageError: it stays where it is.
         """
-        entry = f"{int(time.time() * 1000):013d}-{name}"
+        boot = _boot()
+        since = "" if boot is None else f"b{boot[0]}.{boot[1]}-"
+        entry = f"{int(time.time() * 1000):013d}-{since}{name}"
         with errors_of("move", f"{self._storage.uri}/{name}"):
             with self._open("") as root:
                 if root.lstat(TRASH) is None:
@@ -109,11 +131,23 @@ class Trash:
                 os.fsync(root.fd)
                 os.fsync(trash.fd)
 
-    def empty(self, *, before: float = math.inf) -> list[str]:
-        """Delete for good what was taken before a time, in seconds since 1970; return the names it had."""
+    def in_words(self) -> str:
+        """Say how much room it keeps, and how to get that back; "" if it is empty."""
+        entries = self.entries()
+        if not entries:
+            return ""
+        size = sum(info.size for info in self._storage.list(TRASH))
+        many = f"{len(entries)} checkpoint{'s' * (len(entries) != 1)}"
+        return (
+            f"the trash of the run, {self._storage.uri}/{TRASH}, keeps {many} that `holdfast rm` or `prune` took away, "
+            f"{format_bytes(size)}: delete that folder to have the room at once"
+        )
+
+    def empty(self, *, older_s: float = -math.inf) -> list[str]:
+        """Delete for good what has been there for longer; return the names it had."""
         gone = []
         for entry in self.entries():
-            if entry.taken < before:
+            if entry.age_s() > older_s:
                 for manifest in (MANIFEST_NAME, _KEPT_MANIFEST):
                     self._storage.delete(f"{entry.directory}/{manifest}")
                 self._storage.delete_tree(entry.directory)
@@ -130,3 +164,12 @@ class Trash:
         assert self._place is not None
         door, prefix = self._place
         return door.folder("/".join(part for part in (prefix, inside) if part))
+
+
+def _boot() -> tuple[str, int] | None:
+    """Return which boot of the machine this is, and for how many seconds it has been up; None if nobody can tell."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read(8), int(time.clock_gettime(time.CLOCK_BOOTTIME))
+    except (OSError, ValueError, AttributeError):
+        return None

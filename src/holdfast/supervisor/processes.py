@@ -16,8 +16,19 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
+from holdfast.run.process import is_zombie
 
-__all__ = ["LifeProcesses", "describe_status", "first_error", "shell_status"]
+from .warm import Spare
+
+__all__ = [
+    "LifeProcesses",
+    "describe_status",
+    "first_error",
+    "life_environment",
+    "life_stdin",
+    "prepare_child",
+    "shell_status",
+]
 
 _STARTUP = Path(__file__).with_name("startup")
 _STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # registered by the start file
@@ -34,6 +45,7 @@ class LifeProcesses:
         folder: where the processes report.
         num_ranks: processes to start with the environment of torchrun; None: one, with the environment as it is.
         more: variables for the environment.
+        spare: an interpreter that becomes the life, if it is still there.
 
     Attributes:
         statuses: of the processes that have ended, by rank, as `subprocess` gives them.
@@ -42,21 +54,29 @@ class LifeProcesses:
         ConfigError: the command cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, *, num_ranks: int | None, more: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        num_ranks: int | None,
+        more: Mapping[str, str],
+        spare: Spare | None = None,
+    ) -> None:
         self._folder = folder
         self.statuses: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
+        if spare is not None and (process := spare.begin({**more, VARIABLE: str(folder)})) is not None:
+            self._processes.append(process)
+            return
         port = "" if num_ranks is None else str(_free_port())
         for rank in range(num_ranks or 1):
             ranked = {} if num_ranks is None else _of_torchrun(rank, num_ranks, port)
-            paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = {
-                **os.environ, **ranked, **more, VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(paths),
-            }  # fmt: skip
+            environment = {**life_environment(), **ranked, **more, VARIABLE: str(folder)}
             try:
                 process = subprocess.Popen(
-                    command, env=environment, stdin=_stdin(),
-                    preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
+                    command, env=environment, stdin=life_stdin(),
+                    preexec_fn=prepare_child(),  # noqa: PLW1509 - this process has no threads
                 )  # fmt: skip
             except OSError as error:
                 self.end()
@@ -85,9 +105,9 @@ class LifeProcesses:
                 os.kill(pid, number)
 
     def are_alive(self, pids: Sequence[int]) -> list[int]:
-        """Return those that still run in one of our process groups: children of what we have started."""
+        """Return those that still run in one of our process groups: what we have started, and its children."""
         groups = {process.pid for process in self._processes}
-        return [pid for pid in pids if _group_of(pid) in groups]
+        return [pid for pid in pids if _group_of(pid) in groups and not is_zombie(pid)]
 
     def stacks(self) -> str:
         """Have every Python process of this life write the stacks of its threads, and return them."""
@@ -143,6 +163,12 @@ def shell_status(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def life_environment() -> dict[str, str]:
+    """Return the environment of a life: ours, with the folder of the start file."""
+    paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def _of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     both = [dict.fromkeys(keys, str(value)) for keys, value in zip(names, (rank, num_ranks), strict=True)]
@@ -158,12 +184,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _stdin() -> int | None:
+def life_stdin() -> int | None:
+    """Return the standard input of a life: ours, unless it is a terminal."""
     # A process group in the background that reads from a terminal is stopped for ever.
     return subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
 
 
-def _prepare_child() -> Callable[[], None]:
+def prepare_child() -> Callable[[], None]:
     """Return what a child does before its program begins.
 
     It gets a process group of its own, and asks for SIGTERM, a request to stop, should we be killed.

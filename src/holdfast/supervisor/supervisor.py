@@ -20,8 +20,17 @@ from holdfast.errors import HoldfastError
 from holdfast.run.life import DEATHS, RunReport, read_reports
 
 from .early import STOPS, HeldSignals
-from .processes import LifeProcesses, describe_status, first_error, shell_status
+from .processes import (
+    LifeProcesses,
+    describe_status,
+    first_error,
+    life_environment,
+    life_stdin,
+    prepare_child,
+    shell_status,
+)
 from .restarts import GUARD_STATUS, REQUEUE_STATUS, Again, Death, End, after
+from .warm import PythonCommand, Spare, is_told
 
 __all__ = ["Supervisor"]
 
@@ -43,6 +52,7 @@ class Supervisor:
         held: the signals.
         num_ranks: processes to start with the environment of torchrun; None: one, in the environment that there is.
         hang_s: time without a boundary of a step that is a hang; None: from the steps of the script; 0: off.
+        warm: keep a spare interpreter for the next life, where the command is one of Python and one process.
         is_one_of: ranks that another launcher has started, each below a supervisor of its own. With more than one, a
             death is passed on: only the launcher can start all ranks again.
     """
@@ -55,6 +65,7 @@ class Supervisor:
         num_ranks: int | None = None,
         hang_s: float | None = None,
         is_one_of: int = 1,
+        warm: bool = True,
     ) -> None:
         self._command, self._held, self._num_ranks, self._hang_s = list(command), held, num_ranks, hang_s
         self._alone = is_one_of == 1
@@ -64,6 +75,8 @@ class Supervisor:
         self._requeue = REQUEUE_STATUS
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
+        self._spare: Spare | None = None
+        self._python = PythonCommand.parse(command) if warm and num_ranks is None and self._alone else None
         self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
@@ -85,6 +98,8 @@ class Supervisor:
                     return status
         finally:
             signal.set_wakeup_fd(-1)
+            if self._spare is not None:
+                self._spare.close()
             self._reap()
             shutil.rmtree(self._home, ignore_errors=True)
 
@@ -102,7 +117,12 @@ class Supervisor:
         folder.mkdir()
         (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
         began = time.monotonic()
-        processes = LifeProcesses(self._command, folder, num_ranks=self._num_ranks, more=_environment(number))
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._look_at(spare)
+        processes = LifeProcesses(
+            self._command, folder, num_ranks=self._num_ranks, more=_environment(number), spare=spare
+        )
         self._reap()
         self._before = processes
         try:
@@ -148,16 +168,30 @@ class Supervisor:
                 sys.stderr.write(stacks)
                 sys.stderr.flush()
                 return f"{why}\n{stacks}"
+            self._get_ready(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
         if self._stopping is not None:
             # The command was a shell that died of the signal: the script itself has yet to save.
             rest = processes.are_alive([report.pid for report in read_reports(folder)])
             processes.send(self._stopping, rest)
             while processes.are_alive(rest):
-                if self._take_signals(processes, rest):
-                    continue
+                self._take_signals(processes, rest)
                 self._sleep(0.1)
         return None
+
+    def _get_ready(self, folder: Path) -> None:
+        """Start a spare interpreter once this life has entered its run."""
+        if self._python is None or self._spare is not None or (told := is_told(folder)) is None:
+            return
+        self._spare = Spare(
+            self._python, told, self._home, environment=life_environment(), prepare=prepare_child(), stdin=life_stdin()
+        )
+
+    def _look_at(self, spare: Spare) -> None:
+        """Do without spare interpreters from now on if this one has given up."""
+        if why := spare.refusal():
+            _say(f"no spare interpreter is kept: {why}; each life imports anew")
+            self._python = None
 
     def _hang(self, reports: Sequence[RunReport], now: float) -> str | None:
         """Say which rank makes no steps any more, None if all do."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._ranks import current_ranks
-from holdfast.checkpointer import load, save
+from holdfast.checkpointer.functions import load, save
 from holdfast.checkpointer.progress import RESERVED
 
 from .plan import Counter, LifePlan

@@ -136,7 +136,7 @@ class Conversation:
         if self._closing:
             raise SessionError("the writer is closed; start another one")
         if self._ended:
-            raise HoldfastError("the writer has ended unasked: nobody would answer; see the log for why")
+            raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
 
     # ---- sending
 

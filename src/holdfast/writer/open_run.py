@@ -161,7 +161,7 @@ class Run:
         if again is None:
             hidden = catalog.hidden if storage.local_root is None else None
             swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
-            Trash(storage).empty(before=time.time() - WEEK_S)
+            Trash(storage).empty(older_s=WEEK_S)
             if catalog.guests:
                 _LOG.warning(
                     "%s: left alone, as copies of its checkpoints or renamed ones: %s. They are never deleted, and no "

@@ -214,3 +214,59 @@ def test_what_cannot_be_is_refused(tmp_path):
         model_files(prompts)
     with pytest.raises(hf.ConfigError, match="no model of transformers or PEFT"):
         model_files(torch.nn.Linear(2, 2))
+
+
+def loop_trainer(model, folder, **options):
+    """A training of a language model by the loop trainer, of two batches."""
+    torch.manual_seed(0)
+    tokens = torch.randint(3, 99, (8, 12))
+    return hf.Trainer(
+        model=model, optimizers=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        loss_fn=lambda outputs, targets: torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+        ),
+        train_dataloader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens, tokens), batch_size=4),
+        max_duration="2ba", save_interval="1ba", save_folder=folder, save_filename="ba{batch}", progress_bar=False,
+        **options,
+    )  # fmt: skip
+
+
+def test_a_loop_trainer_writes_models(tmp_path):
+    """`from_pretrained` takes each directory, tied weights included, and training goes on from it."""
+    model = made("Qwen2ForCausalLM")
+    with loop_trainer(model, tmp_path, model_files=model_files(model)) as trainer:
+        trainer.fit()
+    found, info = type(model).from_pretrained(trainer.saved_checkpoints[-1], output_loading_info=True)
+    assert_same(found, model)
+    assert not {kind: names for kind, names in info.items() if names}
+    other = made("Qwen2ForCausalLM")
+    loop_trainer(other, None, load_path=trainer.saved_checkpoints[0])
+    assert_same(type(model).from_pretrained(trainer.saved_checkpoints[0]), other)
+
+
+def test_a_loop_trainer_writes_adapters(tmp_path):
+    """PEFT takes the adapter of a directory; the frozen base is beside it for a resume."""
+    model = peft.get_peft_model(made("LlamaForCausalLM"), ADAPTERS["lora"])
+    randomise(model)
+    with loop_trainer(model, tmp_path, model_files=model_files(model)) as trainer:
+        trainer.fit()
+    found = peft.PeftModel.from_pretrained(made("LlamaForCausalLM"), trainer.saved_checkpoints[-1])
+    tokens = torch.arange(3, 13)[None]
+    assert torch.equal(found.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_a_wrapped_model_of_a_loop_trainer(tmp_path):
+    """The item may be a module within the model that is trained."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm = made("LlamaForCausalLM")
+
+        def forward(self, tokens):
+            return self.lm(tokens)
+
+    model = Wrapped()
+    with loop_trainer(model, tmp_path, model_files=model_files(model.lm, item="model/lm")) as trainer:
+        trainer.fit()
+    assert_same(type(model.lm).from_pretrained(trainer.saved_checkpoints[-1]), model.lm)

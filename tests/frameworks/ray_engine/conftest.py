@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).resolve().parent
-_OTHERS = [str(_HERE.parents[1] / name) for name in ("trainers", "runtime")]
+_OTHERS = [str(_HERE.parents[1] / name) for name in ("trainers", "trainers/function")]
 sys.path[:0] = [str(_HERE), *_OTHERS]
 
 from cluster_kit import Nodes, start_head  # noqa: E402 - found by the line above

@@ -23,7 +23,7 @@ from holdfast.callbacks import Callback
 from holdfast.core import State
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop.saving.file_leases import FileLeases
+from holdfast.trainers.loop.saving.folder import FileLeases
 from holdfast.trainers.loop.saving.load import LoadOptions, load_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -201,7 +201,7 @@ class FullDisk:
         submit, submit_file = Snapshotter.submit, FileLeases.submit
 
         def submitted(*args: Any, **options: Any) -> Any:
-            return SimpleNamespace(future=_no_space()) if self.is_full() else submit(*args, **options)
+            return SimpleNamespace(future=_no_space(), handed_over=None) if self.is_full() else submit(*args, **options)
 
         def file_submitted(*args: Any, **options: Any) -> Any:
             return _no_space() if self.is_full() else submit_file(*args, **options)

@@ -16,10 +16,10 @@ from holdfast.checkpointer.signals import StopSignals
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.saving.load import LoadOptions, load_from
-from holdfast.trainers.loop.saving.restart import StartingPoint
+from holdfast.trainers.loop.saving.saver_group import StartingPoint
 from holdfast.trainers.loop.training import save_policy as pace_module
 from holdfast.trainers.loop.training.ranks import TIMEOUT_S, Ranks
-from holdfast.trainers.loop.training.shares import EvaluationShare
+from holdfast.trainers.loop.training.steps import EvaluationShare
 
 
 def test_the_clock_of_an_evaluation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

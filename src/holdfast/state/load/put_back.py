@@ -53,11 +53,15 @@ def _assign(
         before = live.get(key, _MISSING)
         if _is_mixed(before) and isinstance(value, Mapping):
             _assign(before, value, where, takes, done)
+            if live.get(key) is not before and (why := _put(live, key, before)) is not None:
+                done.lost.append((where, why))
             continue
         if not takes(where) or (before is value and holds_live([before])):
             continue  # left alone, or restored in place
         new = value if before is _MISSING else _renewed(before, value)
-        why = None if new is before else _put(live, key, new)
+        # What was filled in place may be a copy that a property gave (the state of NumPy's bit generators): then it is
+        # assigned as well.
+        why = None if new is before and live.get(key) is before else _put(live, key, new)
         if why is None:
             done.restored.append(where)
         else:

@@ -4,7 +4,8 @@ A tensor is read once, as words of eight bytes. Word ``i`` is added to column ``
 the high half of each sum is mixed into its low half, and the sums are added with a random odd weight for each column.
 The number of columns is odd and random, so that rows of a matrix lie at another column each: what exchanges, turns,
 moves or negates elements changes the sum, as everything does that does not happen to leave the sums of all columns as
-they are.
+they are. A changed sign in the high half of a word adds 2**63 to its column, so two of these in one column cancel: that
+takes two elements that lie a multiple of the random number of columns apart, and nothing else that changes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that i
 def is_checked(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has a checksum: it is large, and whole words in memory.
 
-    Elements of eight bytes have none: where the signs of two in one column change, their sum stays the same.
+    Elements of eight bytes have none: all of their signs are the highest bit of a word, so a change of signs alone
+    shows only in columns with an odd number of them. Of smaller elements, those in the low half of a word show too.
     """
     return (
         tensor.nbytes >= MIN_BYTES

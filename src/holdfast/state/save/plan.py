@@ -248,6 +248,7 @@ def plan(
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
     beside = model_files or ModelFiles()
+    structure, sig = sig, _with_items(sig, beside)
     named = _named(sig, beside, alike)
     share = None
     if num_ranks > 1:
@@ -290,7 +291,7 @@ def plan(
     tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
     sampled = () if share is None else share.sampled
     leader = 0 if alike is None else alike[0]
-    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader, indexes)
+    return Layout(structure, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader, indexes)
 
 
 def _files(
@@ -317,10 +318,30 @@ def _files(
             stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
             file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
             own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
-            names = [sig.names[position].removeprefix(f"{own}/" if own else "") for position in chunk]
+            names = [_inside(own, sig.names[position]) for position in chunk]
             _fill(file, chunk, names, sig, sizes, number=len(files), place=place)
             files.append(file)
     return files, place
+
+
+def _with_items(sig: Signature, model_files: ModelFiles) -> Signature:
+    """Return ``sig`` with each item of an index that is a path ("state/model") as a file group of its own.
+
+    A path ends at a "/" or, for a module within another one, at a ".".
+    """
+    inner = sorted(set(model_files.indexes.values()).difference(sig.files), key=len, reverse=True)
+    if not inner:
+        return sig
+    files = [
+        next((item for item in inner if name.startswith((f"{item}/", f"{item}."))), file)
+        for file, name in zip(sig.files, sig.names, strict=True)
+    ]
+    return replace(sig, files=files)
+
+
+def _inside(item: str, name: str) -> str:
+    """Return the name of a tensor within its item; "" for none."""
+    return name[len(item) + 1 :] if item and name.startswith((f"{item}/", f"{item}.")) else name
 
 
 def _named(sig: Signature, model_files: ModelFiles, alike: tuple[int, ...] | None) -> dict[int, tuple[str, str]]:
@@ -371,7 +392,7 @@ def _foreign_index(
     for files, place in layouts:
         for number, (file, _) in enumerate(place):
             if file >= 0 and sig.files[number] == item:
-                weights[sig.names[number].removeprefix(f"{item}/")] = files[file].path("{save_id}")
+                weights[_inside(item, sig.names[number])] = files[file].path("{save_id}")
                 total += sizes[number]
     return index_template(depth, dict(sorted(weights.items())), total)
 

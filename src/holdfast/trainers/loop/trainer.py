@@ -15,6 +15,7 @@ from holdfast._log import get_logger
 from holdfast._not_here import removed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import ConfigError, SessionError
+from holdfast.model_files import Content, ModelFiles
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
@@ -33,9 +34,8 @@ from .options import (
     seed_ranks,
 )
 from .saving.functions import save_checkpoint
-from .saving.restart import StartingPoint
 from .saving.saver import CheckpointSaver, default_saver
-from .saving.saver_group import SaverGroup
+from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
 from .times.intervals import Every, When, parse_when
@@ -100,6 +100,8 @@ class Trainer:
         save_ignore_keys: globs over "/"-joined paths that are not saved.
         save_num_checkpoints_to_keep: how many stay in ``save_folder``; -1: all; 0: none after their upload.
         save_metrics: save what metrics have gathered.
+        model_files: small files committed with each checkpoint in ``save_folder``, so that its directory is what
+            another library loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`.
         load_path: checkpoint to start from.
         load_object_store: where ``load_path`` lies, if that is no path and no URI.
         load_weights_only: take its weights alone.
@@ -169,6 +171,7 @@ class Trainer:
         load_progress_bar: bool = True,
         load_strict: bool | None = None,
         autoresume: bool = False,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
@@ -190,7 +193,7 @@ class Trainer:
             save_folder, filename=save_filename, latest_filename=save_latest_filename,
             remote_file_name=save_remote_file_name, overwrite=save_overwrite, save_interval=save_interval,
             weights_only=save_weights_only, ignore_keys=save_ignore_keys,
-            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
+            num_checkpoints_to_keep=save_num_checkpoints_to_keep, model_files=model_files,
         )  # fmt: skip
         given, destinations = several(callbacks, "callbacks"), several(loggers, "loggers")
         savers = [

@@ -36,7 +36,7 @@ class ControllerAnswers:
 
     Args:
         channel: from the controller; only this object receives on it from now on.
-        on_gone: called on the receiving thread when the controller has gone away unasked.
+        on_gone: called on the receiving thread when the controller has gone away by itself.
         other: takes messages of other kinds; returns whether it knows them.
 
     Attributes:

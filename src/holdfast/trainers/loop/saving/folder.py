@@ -1,4 +1,8 @@
-"""A folder that checkpoints go to: its storage, the writer that serves it, the leases in it."""
+"""A folder that checkpoints go to: its storage, its run, and the names of single files that only we give there.
+
+A folder of directories is a run, with one lease. Trainers of several runs may share a folder by the names of their
+files: so each name has a lease of its own, held by the writer of rank 0, which stores the files of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import xxhash
+
 from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.rank_group import RankGroup
-from holdfast.checkpointer.run_session import RunSession
+from holdfast.checkpointer.run_session import RunSession, answer
 from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
@@ -25,13 +31,15 @@ from holdfast.storage.local.beneath import OpenDirectory as OpenFolder
 from holdfast.storage.local.local_tree import make_durable
 from holdfast.storage.local.ops import POSIX, errors_of
 from holdfast.storage.resolve import resolve, split_uri
-from holdfast.writer.client import SharedWriter
+from holdfast.writer.client import SaveFuture, SharedWriter, WriterClient
+from holdfast.writer.messages import SaveJob
 
 from ..training.ranks import TIMEOUT_S, Ranks
-from .file_leases import FileLeases
+from .files import FileImage
 from .finder import FolderEntry, look
 
-__all__ = ["SaveFolder", "check_link", "link_latest", "linked_by"]
+__all__ = ["LEASE_S", "FileLeases", "SaveFolder", "check_link", "link_latest", "linked_by"]
+
 
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0
@@ -207,6 +215,17 @@ class SaveFolder:
             return
         self.confirm(entry.name)  # not in the index of the run: said all the same before it goes
         remove(self.storage, entry.name)
+
+    def clear(self, name: str, files: Iterable[str]) -> None:
+        """Remove a directory, good or damaged, so that files with these names can be written there.
+
+        Raises:
+            RunBusyError: another process has taken the folder over: nothing is removed.
+        """
+        self.delete(FolderEntry(name=name, container="directory"))
+        for file in files:  # of a damaged checkpoint nothing else tells that they belong to it
+            with contextlib.suppress(StorageNotFoundError):
+                self.storage.delete(f"{name}/{file}")
 
     def is_held(self, claim: str | None) -> bool:
         """Tell whether checkpoints here are ours to delete; not after `close`. For ``claim`` see `open`."""
@@ -385,3 +404,107 @@ def storage_prefix(storage: Storage) -> str:
     for _ in range(2 if scheme == "libcloud" else 1):  # the bucket; libcloud's has its provider before it
         _, _, path = path.partition("/")
     return f"{path.strip('/')}/" if path.strip("/") else ""
+
+
+LEASE_S = 60.0
+"""How long to wait for a lease whose owner may be dead, or may still finish its last file."""
+
+
+class FileLeases:
+    """The names in one folder that only this trainer gives to files.
+
+    Args:
+        storage: the folder.
+        ranks: the processes that train; all of them make the same calls, apart from `submit` and `confirm`, which are
+            for rank 0.
+        writer: of the trainer; default: one for these names alone.
+    """
+
+    def __init__(self, storage: Storage, ranks: Ranks, writer: SharedWriter | None = None) -> None:
+        self._storage, self._ranks = storage, ranks
+        self._writer = SharedWriter() if writer is None else writer
+        self._held: set[str] = set()
+        self._client: WriterClient | None = None  # of rank 0, while a name is held
+
+    def take(self, shape: str) -> None:
+        """Be the only one who writes files of this name; idempotent.
+
+        Args:
+            shape: the name, its counters left open.
+
+        Raises:
+            RunBusyError: another live process does.
+        """
+        if shape in self._held:
+            return
+        self._held.add(shape)
+        try:
+            self._ranks.lead("claim", lambda: self._take(shape), work_s=LEASE_S + TIMEOUT_S)
+        except BaseException:
+            self._give_back(shape)  # the name would be nobody's, and yet taken
+            raise
+
+    def _take(self, shape: str) -> None:
+        if self._client is None:
+            self._client = self._writer.client(self._storage)
+        taken = self._client.take_name(self._storage, _of(shape), start_id=secrets.token_hex(4), wait_s=LEASE_S)
+        answer(taken, self._storage, LEASE_S + TIMEOUT_S, bound="")
+
+    def _give_back(self, shape: str) -> None:
+        self._held.discard(shape)
+        if self._client is None:
+            return
+        if not self._held:
+            self.release(patient=True)
+        elif not self._client.closed:
+            answer(self._client.give_back_name(self._storage, _of(shape)), self._storage, TIMEOUT_S, bound="")
+
+    def submit(self, shape: str, name: str, image: FileImage) -> SaveFuture:
+        """Let the writer store a file: from now on it is completed even if this process is killed.
+
+        Args:
+            shape: a name that is held.
+            name: path of the file; one that is there is replaced.
+            image: the file; must not change before the future is done.
+
+        Raises:
+            HoldfastError: the names have been given back.
+        """
+        job = SaveJob(directory=name, save_id="", container=image.container(lease=_of(shape)))
+        return self._writer_of(shape).submit(self._storage, job, arena=image.arena)
+
+    def confirm(self, shape: str) -> None:
+        """Make sure, by one request, that nobody has taken a name from us up to now.
+
+        Raises:
+            RunBusyError: somebody has: files of this name are not ours to write or delete any more.
+            HoldfastError: the names have been given back.
+            StorageError: nobody can say just now.
+        """
+        answer(self._writer_of(shape).verify_name(self._storage, _of(shape)), self._storage, TIMEOUT_S, bound="")
+
+    def _writer_of(self, shape: str) -> WriterClient:
+        client = self._client
+        if shape not in self._held or client is None:
+            raise HoldfastError(f"{self._storage.uri} was closed: nothing can be saved there any more")
+        return client
+
+    def holds(self, shape: str) -> bool:
+        """Tell whether a name is held."""
+        return shape in self._held
+
+    def release(self, *, patient: bool) -> None:
+        """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale.
+
+        Args:
+            patient: wait for that; else the writer does it by itself.
+        """
+        self._held.clear()
+        client, self._client = self._client, None
+        if client is not None:  # in a forked child this ends nothing
+            client.close(TIMEOUT_S if patient else 0.0)
+
+
+def _of(shape: str) -> str:
+    """Return what stands for a name in those of its lease's files."""
+    return xxhash.xxh3_64_hexdigest(shape.encode())[:8]

@@ -23,9 +23,8 @@ from ..state import State
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
-from .files import FileImage
+from .files import FileImage, gathered
 from .finder import container_of
-from .gather import gathered
 from .load import LoadOptions, load_path
 from .naming import NameTemplate, run_variables
 from .schema import IgnoreKeys, as_torch_file, check_ignore_keys, expand, ignored

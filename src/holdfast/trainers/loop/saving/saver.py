@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from holdfast.checkpointer.transient import passing_error, state_of
 from holdfast.config import Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.names import RUN_NAMES
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.resolve import split_uri
@@ -29,12 +30,11 @@ from ..times.timestamp import Timestamp
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
-from .async_saver import AsyncSaver
 from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
 from .folder import SaveFolder, check_link
 from .naming import NameTemplate, SaverNames
-from .post_commit import PostCommit
 from .saver_context import SaverContext
+from .saves import AsyncSaver, PostCommit
 from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
 
@@ -63,6 +63,8 @@ class CheckpointSaver(Callback):
         weights_only: save nothing but the weights.
         ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
         keep: a `holdfast.Keep` instead of ``num_checkpoints_to_keep``; also cleans a remote folder.
+        model_files: small files committed with each directory, for other libraries: ``{name: bytes, text or a
+            function}``, or `holdfast.transformers.model_files`. See docs/model-directory.md.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -82,6 +84,7 @@ class CheckpointSaver(Callback):
         weights_only: bool = False,
         ignore_keys: Any = None,
         keep: Keep | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         _check_number(num_checkpoints_to_keep, keep)
         check_flags(overwrite=overwrite, weights_only=weights_only)
@@ -111,24 +114,27 @@ class CheckpointSaver(Callback):
         )
         self.overwrite, self.num_to_keep, self.keep = bool(overwrite), num_checkpoints_to_keep, keep
         self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
+        self.model_files = _model_files(model_files, self.filename, self.container)
         self._is_source = False
         self._context_given: SaverContext | None = None
         self._folder: SaveFolder | None = None
         self._names: SaverNames | None = None
-        self._after: PostCommit | None = None
+        self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
         self._last_batch = -1
         self._ready = False
         self._looked: set[str] = set()
         self._said_bare = False
+        self._in_place: set[str] = set()  # names that are taken by what is to be replaced, if files keep their names
 
     # -- what there is
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
-        return [] if self._after is None else [_join(self.place.spelling, entry.name) for entry in self._after.all]
+        entries = [] if self._post_commit is None else self._post_commit.all
+        return [_join(self.place.spelling, entry.name) for entry in entries]
 
     @property
     def is_full(self) -> bool:
@@ -171,7 +177,7 @@ class CheckpointSaver(Callback):
             ConfigError: a name leads out of the folder, the model is no single file, or nothing would stay of it.
         """
         self._context_given, self._folder, self._is_source = context, folder, is_source
-        self._after, self._last_batch, self._ready, self._parent = None, -1, False, None
+        self._post_commit, self._last_batch, self._ready, self._parent = None, -1, False, None
         for template in (self.filename, self.latest_filename):
             if template is not None:
                 _check_name(template, template.shape(context.variables), beside_run=self.container == "directory")
@@ -260,7 +266,8 @@ class CheckpointSaver(Callback):
 
     def find_saved(self, step: int) -> str | None:
         """Return the URI of the checkpoint of this moment, if there is one."""
-        found = [entry.name for entry in self._after.all if entry.step == step] if self._after is not None else []
+        entries = [] if self._post_commit is None else self._post_commit.all
+        found = [entry.name for entry in entries if entry.step == step]
         return f"{self.place.storage.uri.rstrip('/')}/{found[-1]}" if found else None
 
     def check_interval(self) -> None:
@@ -287,20 +294,32 @@ class CheckpointSaver(Callback):
             return
         folder, context, names = self.place, self._context, self.names
         self.take_place()
-        if self._after is None:
-            self._after = self._make_after(folder, context)
-        after, now = self._after, context.state.timestamp
+        if self._post_commit is None:
+            self._post_commit = self._make_post_commit(folder, context)
+        post_commit, now = self._post_commit, context.state.timestamp
         self._saves = AsyncSaver(
-            folder, self.container, claim=self.claim, parent=self._parent or context.parent, make_room=after.make_room
-        )
+            folder, self.container, claim=self.claim, parent=self._parent or context.parent,
+            make_room=post_commit.make_room, model_files=self.model_files,
+        )  # fmt: skip
         if (latest := names.destinations(now).latest) is not None:
             folder.ranks.lead("link", lambda: check_link(folder.storage, latest))
         if self.container == "directory":
             folder.ranks.lead("sweep", lambda: folder.sweep(names.pattern.fullmatch, nested=names.nested))
-        if context.resumed and after.find_earlier(now, weights_only=self.weights_only):
+        if self.model_files is not None:
+            self._in_place = set(folder.ranks.lead("in place", lambda: self._to_be_replaced(now)))
+        if context.resumed and post_commit.find_earlier(now, weights_only=self.weights_only):
             self._last_batch = now.count("batch")  # this moment is safe already
 
-    def _make_after(self, folder: SaveFolder, context: SaverContext) -> PostCommit:
+    def _to_be_replaced(self, now: Timestamp) -> list[str]:
+        """Return the names of what a save will replace: damaged, or of a later moment."""
+        folder, found = self.place, []
+        for name in filter(self.names.pattern.fullmatch, names_in(self.place.storage, nested=False)):
+            entry = look_at(folder.storage, name)
+            if entry is not None and (entry.problem or name in folder.quarantined or entry.step > now.count("batch")):
+                found.append(name)
+        return found
+
+    def _make_post_commit(self, folder: SaveFolder, context: SaverContext) -> PostCommit:
         keep = self.keep
         if self.num_to_keep > 0 and not folder.is_remote:  # a number never cleans a remote folder
             keep = Keep(last=self.num_to_keep)
@@ -336,16 +355,16 @@ class CheckpointSaver(Callback):
 
     def make_up(self, event: Event) -> None:
         """Save what was due at the moment training goes on from, if the life that ended there did not come to it."""
-        assert self._after is not None
+        assert self._post_commit is not None
         now = self._context.state.timestamp.count("batch")
-        if self.is_due(event) and not self._after.has(now):
+        if self.is_due(event) and not self._post_commit.has(now):
             self.save_now()
 
     def save_now(self) -> None:
         """Save, once for one batch."""
         assert self._saves is not None
-        assert self._after is not None
-        context, after, is_source = self._context, self._after, self._is_source
+        assert self._post_commit is not None
+        context, post_commit, is_source = self._context, self._post_commit, self._is_source
         state = context.state
         batch = state.timestamp.count("batch")
         if batch == self._last_batch:
@@ -358,11 +377,16 @@ class CheckpointSaver(Callback):
             created=time.time(), weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
         )  # fmt: skip
         context.flush_logs()
-        there = self.names.destinations(state.timestamp)
+        if self.model_files is not None and saved.name in self._in_place:
+            # Files whose names are fixed cannot be replaced while the checkpoint stays readable: it goes first.
+            files = [*self.model_files.files, *self.model_files.indexes, *self.model_files.named]
+            context.ranks.lead("replace", lambda: self.place.clear(saved.name, files))
+            self._in_place.discard(saved.name)
+        destinations = self.names.destinations(state.timestamp)
 
         def committed(manifest: bytes) -> None:
             context.begun |= is_source
-            after.add(saved, there, manifest)
+            post_commit.add(saved, destinations, manifest)
 
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
@@ -428,6 +452,8 @@ class CheckpointSaver(Callback):
 def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:
     """Return the saver that the ``save_*`` arguments of a `Trainer` ask for."""
     if folder is None:
+        if options["model_files"] is not None:
+            raise ConfigError("model_files goes with save_folder; a CheckpointSaver takes its own model_files")
         return None
     below = _below(check_path(folder, "save_folder"))
     latest = options["latest_filename"]
@@ -464,6 +490,36 @@ def _check_name(template: NameTemplate, shape: str, *, beside_run: bool) -> None
             f"{template.what}={template.text!r}: {', '.join(RUN_NAMES)}, {MANIFEST_NAME} and names that begin with "
             f"{TEMPORARY} are those of a run's own files; use another"
         )
+
+
+def _model_files(given: Any, filename: NameTemplate, container: str) -> ModelFiles | None:
+    """Check ``model_files`` of a saver; its items are those of the state ("model" is "state/model" in a checkpoint).
+
+    Raises:
+        ConfigError: it goes with no such checkpoints.
+    """
+    files = model_files_of(given)
+    if files is None:
+        return None
+    if container != "directory":
+        raise ConfigError(
+            f"model_files with save_filename={filename.text!r}: that is a single file, and they lie beside the tensors "
+            "of a directory: use a name without suffix"
+        )
+    if "/" in filename.text or not set(filename.variables) & {"batch", "sample", "token"}:
+        raise ConfigError(
+            f"model_files with save_filename={filename.text!r}: these files keep their names, so no checkpoint can be "
+            "written over another one: use a name with {batch} in it, directly in save_folder"
+        )
+
+    def inside(path: str) -> str:
+        return path if path.startswith("state/") else f"state/{path}"
+
+    return replace(
+        files,
+        indexes={name: inside(item) for name, item in files.indexes.items()},
+        named={name: {inside(path): own for path, own in tensors.items()} for name, tensors in files.named.items()},
+    )
 
 
 def _check_number(number: Any, keep: Any) -> None:

@@ -1,22 +1,27 @@
-"""`SaverContext`: what the savers of one trainer have in common, apart from the folders."""
+"""What the savers of one trainer have in common, apart from the folders: the training they save, and its history."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import xxhash
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.metrics import MetricLog
+from holdfast.checkpointer.run_session import RunSession
 
+from ..callbacks import LoggerDestination
 from ..state import State
 from .finder import FolderEntry
 from .naming import run_variables
 from .uploads import RemoteUploaderDownloader
 
-__all__ = ["SaverContext"]
+__all__ = ["HistoryLogger", "SaverContext"]
+
 
 _LOG = get_logger("trainers.loop")
 
@@ -106,3 +111,55 @@ class SaverContext:
         for logger in self._destinations:
             if callable(flush := getattr(logger, "flush", None)):
                 flush()
+
+
+class HistoryLogger(LoggerDestination):
+    """Passes the numbers that are logged to the history of the run that a later life goes on from.
+
+    Tensors are copied on their device and read when something is saved. What is no number is for other loggers.
+
+    Args:
+        state: of the trainer.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._log: MetricLog | None = None
+        self._sessions: tuple[RunSession, ...] = ()
+
+    def begin(self, session: RunSession | None, others: Iterable[RunSession] = ()) -> None:
+        """Write to a run from now on; None: to none.
+
+        Args:
+            session: of the run.
+            others: of all runs that training saves to: each knows how far it has come.
+        """
+        self._log = None if session is None or not session.leads else MetricLog(session)
+        self._sessions = tuple(others)
+        self.stepped()
+
+    def stepped(self) -> None:
+        """Tell the runs how many batches are trained."""
+        for session in self._sessions:
+            session.note_step(self._state.timestamp.count("batch"))
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep a row."""
+        self.stepped()  # the loop logs its losses right after each batch
+        if self._log is None:
+            return
+        stamp = self._state.timestamp
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        if numbers:
+            self._log.add(stamp.count("batch") if step is None else step, stamp.count("epoch"), numbers)
+
+    def flush(self) -> None:
+        """Send what is kept."""
+        if self._log is not None:
+            self._log.flush(self._state.timestamp.count("batch"))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float, str))

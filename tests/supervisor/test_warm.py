@@ -1,0 +1,99 @@
+"""The spare interpreter becomes the next life, exactly as a new one would have begun, or says why it does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from test_run import STEPS, finished
+
+from holdfast.supervisor.warm import PythonCommand
+
+WAITS = """
+def wait(ready):
+    until = time.monotonic() + 30
+    while not ready() and time.monotonic() < until: time.sleep(0.01)
+def has_spare():
+    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    return any(b"spare.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+"""
+
+
+def test_the_next_life_begins_with_its_imports_done(tmp_path: Path) -> None:
+    """In the first life the module is not there before its import, in the second it is; all else is as in the first."""
+    script = (
+        "import sys\nbefore = 'wsgiref.handlers' in sys.modules\nimport wsgiref.handlers\n"
+        + STEPS
+        + WAITS
+        + """
+def here_is(): return [sys.argv[1:], __name__, __file__, sys.path[0], os.getcwd(), vars().get("__spec__"),
+                       sys.modules["__main__"].advance is advance, sys.flags.dev_mode, os.getpgid(0) == os.getpid()]
+(here / f"seen-{lives.read_text()}").write_text(repr(here_is()))
+(here / f"before-{lives.read_text()}").write_text(str(before))
+advance()
+if step == 1:
+    wait(has_spare)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    status, _, err = finished(script, tmp_path)
+    assert status == 0, err
+    assert [(tmp_path / f"before-{life}").read_text() for life in (1, 2)] == ["False", "True"]
+    assert (tmp_path / "seen-1").read_text() == (tmp_path / "seen-2").read_text()
+
+
+def test_a_life_that_was_a_spare_ends_as_any_other(tmp_path: Path) -> None:
+    """Its exception is printed without our frames, and is the cause of its death."""
+    script = (
+        STEPS
+        + WAITS
+        + """
+advance()
+if step == 1:
+    wait(has_spare)
+    os.kill(os.getpid(), signal.SIGKILL)
+if step == 2: raise OSError("second life")
+"""
+    )
+    status, _, err = finished(script, tmp_path)
+    assert status == 0, err
+    assert "exit status 1 (OSError: second life" in err
+    assert "spare.py" not in err
+
+
+def test_a_script_that_changes_its_environment_starts_cold_and_that_is_said_once(tmp_path: Path) -> None:
+    """What it sets before its imports (threads, devices) might be read by them: the spare is dropped."""
+    script = (
+        "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n"
+        + STEPS
+        + WAITS
+        + """
+advance()
+if step < 3:
+    if step == 1: wait((Path(os.environ["HOLDFAST_LIFE"]).parent / "refusal").exists)
+    if step == 1: wait(lambda: not has_spare())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    status, _, err = finished(script, tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert status == 0, err
+    assert err.count("no spare interpreter is kept: the script changes its environment (OMP_NUM_THREADS)") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("python train.py --lr 1", ["train.py", "--lr", "1"]),
+        ("/usr/bin/python3.11 -u -X dev -m pkg.train", None),
+        ("python -u -Wignore -m pkg.train a", ["pkg.train", "a"]),
+        ("python -c pass", None),
+        ("python -I train.py", None),
+        ("torchrun train.py", None),
+    ],
+)
+def test_commands_of_python(command: str, argv: list[str] | None) -> None:
+    """Options that change what an interpreter imports, and other programs, go without a spare."""
+    found = PythonCommand.parse(command.split())
+    assert (None if found is None else found.argv) == argv
+    assert os.path.basename(command.split(maxsplit=1)[0]).startswith("python") or found is None
