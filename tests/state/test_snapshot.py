@@ -269,7 +269,7 @@ def test_observe_gives_unchanged_tensors_their_own_file(tmp_path, client):
     for number in range(3):
         state["model"]["moving"] += 1
         request = SaveRequest(
-            storage=storage, directory=f"s{number}", save_id=f"ab-{number}", manifest=fields(), reuse=True
+            storage=storage, directory=f"s{number}", save_id=f"abcdabcd-{number}", manifest=fields(), reuse=True
         )
         submitted = snapshotter.submit(state, client, request)
         snapshotter.observe(submitted.future.result(60).unchanged)
