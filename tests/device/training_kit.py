@@ -90,7 +90,7 @@ class Training:
             run_id=None, checkpoint_id=uuid.uuid4().hex, parent=None, attempt=1, step=1, epoch=None, metrics={}
         )
         return SaveRequest(
-            storage=LocalStorage(self.folder), directory=name, save_id=f"abcd-{name[5:]}", manifest=fields
+            storage=LocalStorage(self.folder), directory=name, save_id=f"abcdabcd-{name[5:]}", manifest=fields
         )
 
     def save(self, *, forget=True):
