@@ -278,6 +278,12 @@ HEALTHY: dict[str, str] = {
     "unseeded Python random that nothing depends on": script(("done = {", "name = random.random()\ndone = {")),
     "keeps many files": script(("os.replace(path + \".tmp\", path)",
                                 "os.replace(path + \".tmp\", path); torch.save(1, f'out/{random.random()}.pt')")),
+    "steps with a closure": script(
+        ("        loss = (forward(x) - y).pow(2).mean()\n        optimizer.zero_grad()\n        loss.backward()\n"
+         "        optimizer.step()\n",
+         "        def closure():\n            optimizer.zero_grad()\n"
+         "            loss = (forward(x) - y).pow(2).mean()\n"
+         "            loss.backward()\n            return loss\n\n        optimizer.step(closure)\n")),
     "two optimizers": script(
         ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)",
          "optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)\n"

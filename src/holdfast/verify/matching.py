@@ -227,6 +227,8 @@ def _of_step(
 
 def _data(reference: Record, life: Record, number: int, left: Step, right: Step, *, at_resume: bool) -> Finding | None:
     """Say how the data of a step differ; None if they do not, or if they could not be seen."""
+    if left.get("open") or right.get("open"):
+        return None
     name = "x" if left["x"] and right["x"] else "d"
     mine, other = _data_of(left, name), _data_of(right, name)
     if not mine or not other:
@@ -333,7 +335,10 @@ def _unequal_state(left: Step, right: Step) -> list[str]:
 
 
 def _unequal(left: Step, right: Step) -> list[str]:
-    return _unequal_state(left, right) + [name for name in ("x", "g") if left[name] != right[name]]
+    fields = _unequal_state(left, right) + [name for name in ("x", "g") if left[name] != right[name]]
+    if left.get("open") or right.get("open"):  # it was killed before its closure had run
+        return [name for name in fields if name not in ("b", "x", "g")]
+    return fields
 
 
 _WORDS = {"w": "weights", "s": "optimizer state", "b": "buffers", "e": "other modules", "lr": "learning rate",

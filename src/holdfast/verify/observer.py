@@ -294,6 +294,7 @@ class Observer:
         self._num_rows = 0
         self._trained: weakref.WeakKeyDictionary[Any, _Trained] = weakref.WeakKeyDictionary()
         self._stack: list[int] = []
+        self._open: dict[str, Any] | None = None
         self._inputs: list[_Digest] = []
         self._buffers: weakref.WeakKeyDictionary[Any, tuple[_Tensors, list[Any]]] = weakref.WeakKeyDictionary()
         self._buffers_before = 0
@@ -440,16 +441,20 @@ class Observer:
             del self._stack[self._stack.index(id(optimizer)) :]
         self._stack.append(id(optimizer))
         if len(self._stack) == 1:
-            self._guarded(lambda: self._row(optimizer))
+            closure = any(callable(one) for one in [*args[1:], kwargs.get("closure")])
+            self._guarded(lambda: self._row(optimizer, closure=closure))
             self._stop_here()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stack:
             del self._stack[self._stack.index(id(optimizer)) :]
+        if self._open is not None and not self._stack:
+            row, self._open = self._open, None
+            self._guarded(lambda: self._close(row, list(_weights(optimizer))))
 
     # ---- rows
 
-    def _row(self, optimizer: Any) -> None:
+    def _row(self, optimizer: Any, *, closure: bool) -> None:
         trained = self._trained.get(optimizer)
         if trained is None:
             trained = self._trained[optimizer] = _Trained(optimizer, len(self._trained))
@@ -460,11 +465,8 @@ class Observer:
         row: dict[str, Any] = {
             "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "b": self._buffers_before,
             "e": trained.others.sample(trained.other_tensors),
-            "g": self._gradients(weights), "r": self._generators(), "ep": self._num_ended,
-            "x": [digest.done() for digest in self._inputs],
-            "d": [[loader, digest.done()] for loader, digest in self._batches[-_NUM_INPUTS:]],
+            "r": self._generators(), "ep": self._num_ended,
         }  # fmt: skip
         if len(weights) <= _NUM_NAMED:
             row["each"] = trained.weights.each()
@@ -475,12 +477,25 @@ class Observer:
         row["scale"] = [
             float(one._scale) for one in scales if one is not None and one._scale is not None and one._scale.is_cpu
         ]
-        self._inputs, self._batches = [], []
         began = time.perf_counter()
         if began - self._whole_at > _SHARE * self._whole_s or self._num_rows < 2:
             row["whole"] = self._whole(trained)
             self._whole_at = time.perf_counter()
             self._whole_s = self._whole_at - began
+        if not closure:
+            self._close(row, weights)
+        elif self._num_rows == self._plan.get("kill_at"):
+            self._close({**row, "open": True}, weights)
+        else:
+            self._open = row  # forward and backward come within the step
+
+    def _close(self, row: dict[str, Any], weights: list[Any]) -> None:
+        """Write a row with what the step is made of: its data and gradients, which a closure makes within the step."""
+        row.update(
+            b=self._buffers_before, g=self._gradients(weights), x=[digest.done() for digest in self._inputs],
+            d=[[loader, digest.done()] for loader, digest in self._batches[-_NUM_INPUTS:]],
+        )  # fmt: skip
+        self._inputs, self._batches = [], []
         self._write(row)
         self._num_rows += 1
 
