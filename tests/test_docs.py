@@ -16,7 +16,7 @@ from docs_kit import PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_p
 from holdfast.cli.main import cli
 from holdfast.testing.crash import ForkServer
 
-_SLOW = {"function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
+_SLOW = {"not-models.md", "function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
 
 
 @pytest.fixture(scope="module")
