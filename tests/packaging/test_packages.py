@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -87,3 +88,13 @@ def test_both_work_in_an_environment_with_nothing_else(packages: Path) -> None:
             assert "step_00000024" in run(Path(bare) / "bin" / "holdfast", "verify", "--deep", "runs/first", cwd=folder)
         wrong = run(python, "-m", "pip", "check", "--disable-pip-version-check")
         assert "No broken requirements" in wrong
+
+
+def test_the_workflow_calls_targets_that_exist() -> None:
+    """What a host of the repository runs is what the Makefile has, nothing else."""
+    makefile = (ROOT / "Makefile").read_text()
+    workflow = (ROOT / ".github/workflows/checks.yml").read_text()
+    commands = re.findall(r"- run: (.+)$", workflow, re.MULTILINE)
+    assert commands == ["make lint test", "make docs"]
+    for target in {word for command in commands for word in command.split()[1:]}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

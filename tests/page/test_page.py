@@ -286,3 +286,16 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     assert [one["live"] for one in seen] == [True, True, False]
     assert [one["checkpoints"][0]["step"] for one in seen] == [1, 2, 2]
     assert seen[0]["reload_s"] == 5.0
+
+
+def test_the_interval_of_auto(tmp_path):
+    """What every="auto" had chosen is known of each checkpoint; of other runs nothing is said."""
+    for name, every in (("auto", "auto"), ("fixed", 1)):
+        with hf.Checkpointer(tmp_path / name, state={"w": torch.zeros(2)}, every=every) as ck:
+            ck.step()
+    chosen, fixed = (
+        [row["details"]["every_s"] for row in collect(resolve(tmp_path / name))["checkpoints"]]
+        for name in ("auto", "fixed")
+    )
+    assert chosen[0] > 0
+    assert fixed == [None]

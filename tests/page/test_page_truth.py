@@ -171,4 +171,7 @@ def test_three_lives(tmp_path, door, script):
     assert cards["Starts"][0] == "3"
     assert cards["Starts"][1].startswith("11 steps done again")
     assert cards["On disk"][1].startswith("3 checkpoints")
+    parts = facts["goodput"]
+    assert cards["Useful steps"][0] == f"{100 * parts['useful_s'] / parts['wall_s']:.1f}%"
+    assert "down" in cards["Useful steps"][1] or door == "function trainer"
     assert all(line[-3:] == [10, 20, 30] for chart in saves for line in chart if line)

@@ -124,3 +124,15 @@ def test_names_that_the_user_gives_are_no_copies(tmp_path, caplog):
     catalog.scan()
     assert names(catalog) == ["final", "checkpoint_last", "my best", "ep1-ba10-rank0"]
     assert catalog.others == {}
+
+
+def test_the_block_names_a_renamed_newest(tmp_path, capfd):
+    """Who renames the newest checkpoint goes on from the one before: the account of the start says why."""
+    home = tmp_path / "run"
+    train(home, 3)
+    (home / "step_00000003").rename(home / "my-favourite")
+    capfd.readouterr()
+    assert train(home, 1) == 2
+    said = capfd.readouterr().err
+    assert "left alone, as copied or renamed: my-favourite" in said
+    assert "resume=PATH" in said

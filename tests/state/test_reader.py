@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
+import time
 
 import pytest
 import torch
+from actors_kit import at_every_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_kit import assert_same, net
 
 import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.format.digest import Digests, chunk_digests
+from holdfast.state.load import reader as reader_module
 from holdfast.state.load.read_request import Pick, ReadRequest, can_pick, extent
 from holdfast.state.load.reader import BLOCK, BlockFeed, is_direct, read_tensors, split
 from holdfast.state.load.stored import open_stored
@@ -358,3 +362,78 @@ def test_where_the_memory_of_a_tensor_ends():
     assert extent(torch.zeros(4, 6)[:, :2]) == (3 * 6 + 2) * 4
     assert extent(torch.zeros(0, 6)) == 0
     assert extent(torch.zeros(())) == 4
+
+
+class TwoThreads(FileReader):
+    """Zeros, of which the second thread's are damaged; the first thread waits until the second has read some."""
+
+    num_blocks = 24
+    size, ahead_bytes = num_blocks * BLOCK, 0
+
+    def __init__(self, first):
+        self.first, self.second_has_read, self.num_reads = first, threading.Event(), 0
+
+    def read_into(self, offset, view):
+        self.num_reads += 1
+        view[:] = bytes(len(view))
+        if threading.get_ident() == self.first:
+            self.second_has_read.wait(30)
+            time.sleep(0.02)  # as a disk takes, so that the other thread comes to say what it has found
+        else:
+            view[5] ^= 1
+            self.second_has_read.set()
+
+    def will_read(self, offset, nbytes):
+        pass
+
+    def close(self):
+        pass
+
+
+class OneFile(MemoryStorage):
+    """Has one file for two threads."""
+
+    def open(self, path):
+        self.reader = TwoThreads(threading.get_ident())
+        return self.reader
+
+
+def test_damage_that_the_second_thread_finds_is_an_error():
+    """Whichever thread reads a block, nobody gets the bytes; the other one does not read the rest in vain."""
+    storage = OneFile(f"threads-{next(_numbers)}")
+    target = torch.empty(TwoThreads.size, dtype=torch.uint8)
+    request = ReadRequest("w", "f", 0, TwoThreads.size, torch.uint8, target)
+    digests = Digests({"f": chunk_digests(bytes(TwoThreads.size))})
+    with pytest.raises(hf.CorruptCheckpointError, match="'w'"):
+        read_tensors(storage, [request], digests)
+    assert storage.reader.num_reads < TwoThreads.num_blocks
+
+
+class Hints:
+    """Takes hints."""
+
+    ahead_bytes = 3
+
+    def will_read(self, offset, nbytes):
+        pass
+
+
+def test_each_block_is_handed_out_once():
+    """Though another thread asks between any two lines of the handing out."""
+    blocks = [(number, 1, -1) for number in range(8)]
+    taken = []
+
+    def between(feed):
+        thread = threading.Thread(target=lambda: taken.append(feed.take()))
+        thread.start()
+        thread.join(0.01)  # it may have to wait until we are done
+        taken.append(thread)
+
+    for feed, own in at_every_line((reader_module,), lambda: BlockFeed(blocks, Hints()), BlockFeed.take, between):
+        for thread in [one for one in taken if isinstance(one, threading.Thread)]:
+            thread.join(30)
+        found = [own, *(one for one in taken if isinstance(one, tuple))]
+        while (block := feed.take()) is not None:
+            found.append(block)
+        assert sorted(found) == blocks
+        taken.clear()

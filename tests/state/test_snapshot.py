@@ -69,8 +69,8 @@ def test_windows_give_the_same_files(tmp_path, client):
     state = odd_state()
     storage = LocalStorage(tmp_path)
     whole, windowed = Snapshotter(), Snapshotter(max_staging_bytes=2 << 20)
-    first = save(whole, client, storage, state, "whole", "aaaa-1")
-    second = save(windowed, client, storage, state, "windowed", "aaaa-1")
+    first = save(whole, client, storage, state, "whole", "aaaaaaaa-1")
+    second = save(windowed, client, storage, state, "windowed", "aaaaaaaa-1")
     assert windowed.arena.size == 2 << 20
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())
@@ -78,7 +78,7 @@ def test_windows_give_the_same_files(tmp_path, client):
         if name != "manifest.json":
             assert (first / name).read_bytes() == (second / name).read_bytes(), name
     assert_same(hf.load(second), state)
-    again = save(windowed, client, storage, state, "again", "aaaa-2")
+    again = save(windowed, client, storage, state, "again", "aaaaaaaa-2")
     assert_same(hf.load(again), hf.load(first))
     whole.close()
     windowed.close()

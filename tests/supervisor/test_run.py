@@ -24,7 +24,7 @@ kept = here / "kept"
 step = int(kept.read_text()) if kept.exists() else 0
 lives = here / "lives"
 lives.write_text(f"{int(lives.read_text()) + 1 if lives.exists() else 1}")
-life = LifeReport.begin(uri="run", attempt=1, rank=int(os.environ.get("RANK", 0)))
+life = LifeReport.begin(uri=str(here / "run"), attempt=1, rank=int(os.environ.get("RANK", 0)))
 life.trains(step, requeue=85, wait_s=1)
 def advance():
     global step

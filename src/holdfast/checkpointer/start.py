@@ -473,6 +473,8 @@ def _start_block(
     skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
     for name, reason in skipped.items():
         notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
+    if opened.copies:
+        notes.append(f"left alone, as copied or renamed: {opened.copies}; resume=PATH goes on from one")
     if opened.swept:
         gone = sorted({path.split("/")[0] for path in opened.swept})
         notes.append(f"removed what unfinished saves left: {listed(gone)}")

@@ -60,7 +60,9 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
 
 
 def _essence(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name != "written"}
+    return {
+        name: value for name, value in facts.items() if name not in ("written", "goodput")
+    }  # they move by themselves
 
 
 def _write(output: str, facts: dict[str, Any], reload_s: float | None) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
 from holdfast.errors import CorruptCheckpointError
+from holdfast.storage.base import FileReader
 
 __all__ = [
     "CHUNK",
@@ -27,6 +28,7 @@ __all__ = [
     "chunk_digests",
     "close_by_blanks",
     "close_object",
+    "digested",
     "file_digest",
     "num_chunks",
     "table_at",
@@ -75,6 +77,17 @@ def file_digest(table: bytes) -> str:
 def verify_chunk(view: memoryview | bytes, table: bytes, number: int) -> bool:
     """Tell whether ``view`` is chunk ``number`` of the file that ``table`` belongs to."""
     return chunk_digests(view) == table[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+
+
+def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memoryview, bytes]]:
+    """Read a file through one buffer, of whole chunks: yield where each view begins, the view, and its chunk digests.
+
+    A view is valid until the next one is asked for. `holdfast.copying.windows` reads ahead by other threads.
+    """
+    for start in range(0, reader.size, len(buffer)):
+        view = buffer[: min(len(buffer), reader.size - start)]
+        reader.read_into(start, view)
+        yield start, view, chunk_digests(view)
 
 
 class ChunkHasher:

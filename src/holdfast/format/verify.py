@@ -16,7 +16,7 @@ from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoun
 from holdfast.storage.base import FileReader, Storage
 
 from .boxes import Box, flaw
-from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest, table_bytes
+from .digest import CHUNK, DIGEST_BYTES, bytes_digest, digested, file_digest, table_bytes
 from .index import Index, Piece
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
@@ -152,12 +152,12 @@ def _verify(
     if not deep:
         return
     if entry.chunks is None:
-        hasher = ChunkHasher()
-        for _, view in _blocks(reader):
-            hasher.update(view)
+        table = bytearray()
+        for _, view, digests in digested(reader, _buffer(reader)):
+            table += digests
             if kept is not None:
                 kept += view
-        if file_digest(hasher.table) != entry.digest:
+        if file_digest(bytes(table)) != entry.digest:
             yield Problem(file=entry.path, message=f"{entry.path}: its bytes are not what was written (digest differs)")
         return
     table_path, offset = entry.chunks
@@ -173,8 +173,7 @@ def _verify(
             message = f"{entry.path}: its chunk digests cannot be read ({table_path} has only {tables.size} bytes)"
             yield Problem(file=entry.path, message=message)
             return
-        for start, view in _blocks(reader):
-            digests = chunk_digests(view)
+        for start, view, digests in digested(reader, _buffer(reader)):
             if kept is not None:
                 kept += view
             expected = bytearray(len(digests))
@@ -188,13 +187,8 @@ def _verify(
         yield Problem(file=entry.path, message=message)
 
 
-def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
-    """Read a file through one buffer; each view is valid until the next one is requested."""
-    buffer = memoryview(bytearray(min(_BLOCK, reader.size)))
-    for start in range(0, reader.size, _BLOCK):
-        view = buffer[: min(_BLOCK, reader.size - start)]
-        reader.read_into(start, view)
-        yield start, view
+def _buffer(reader: FileReader) -> memoryview:
+    return memoryview(bytearray(_BLOCK if reader.size > _BLOCK else max(1, reader.size)))
 
 
 def _damaged_chunks(

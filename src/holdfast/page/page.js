@@ -471,7 +471,7 @@
   function goodput(parts) {
     if (!parts || !parts.wall_s) return [];
     const names = [["again_s", "done again"], ["held_s", "held by saves"], ["slowed_s", "slowed by saves"], ["starting_s", "starting"], ["down_s", "down"]];
-    const lost = names.filter(([name]) => parts[name] >= 0.0005 * parts.wall_s).sort((a, b) => parts[b[0]] - parts[a[0]]);
+    const lost = names.filter(([name]) => parts[name] >= 0.0005 * parts.wall_s).sort((a, b) => parts[b[0]] - parts[a[0]]).slice(0, 3);
     const share = (value) => (100 * value / parts.wall_s).toFixed(1) + "%";
     return [["Useful steps", share(parts.useful_s), `of ${span(parts.wall_s)}` + (lost.length ? "; " + lost.map(([name, text]) => `${share(parts[name])} ${text}`).join(", ") : "")]];
   }

@@ -323,11 +323,15 @@ def _record(told: Sequence[Mapping[str, Any]]) -> None:
     if not told:
         return
     from holdfast.run.heartbeat import upkeep  # not above: only a run that is given up needs them
+    from holdfast.run.index import RUN_FILE
     from holdfast.storage.resolve import resolve
 
     for death in told:
         try:
-            with upkeep(resolve(death["uri"]), wait_s=60.0) as catalog:
+            storage = resolve(death["uri"])
+            if not storage.exists(RUN_FILE):  # somebody has deleted the run meanwhile
+                continue
+            with upkeep(storage, wait_s=60.0) as catalog:
                 catalog.index.journal.take([death["event"]])
         except HoldfastError as error:
             _say(f"the end of the last life could not be recorded in {death['uri']}: {error}")

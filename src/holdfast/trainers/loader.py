@@ -117,12 +117,15 @@ class PreparedLoader:
         batches, position = self._batches, self._from
         assert batches is not None
         self._over, self._from = True, None
-        if position is not None and not batches.done and batches.batches <= self._begun_after + 1:
-            # `next(iter(loader))`, for a look at a batch, must not use up the position of a resume.
+        if position is not None and self._was_a_look(batches):
             self._loaded = position
         else:
             self._previous = batches.state_dict()
             self._epoch += 1
+
+    def _was_a_look(self, batches: ResumableBatches) -> bool:
+        """Tell whether an iteration was `next(iter(loader))`, which must not use up the position of a resume."""
+        return not batches.done and batches.batches <= self._begun_after + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the position: inside of an epoch as long as its iteration is not over."""

@@ -429,6 +429,7 @@ class RunOpened:
         finished: what an earlier attempt recorded at its end, or None.
         waited_s: time spent waiting for the lease.
         swept: directories of unfinished saves that were removed.
+        copies: names of copied or renamed checkpoints, which are left alone, for a reader.
         notes: what `run_op("note", ...)` has kept in this run.
         taken: names under the root that are no usable checkpoints of the run, in order: quarantined, damaged, foreign.
         dead: names at which an owner that was taken over may still be at work; among those of ``taken``.
@@ -448,6 +449,7 @@ class RunOpened:
     taken: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     remote: dict[str, Any] | None = None
+    copies: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Describe this value for the wire."""

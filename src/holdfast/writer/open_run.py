@@ -182,6 +182,7 @@ class Run:
             finished=index.finished,
             waited_s=waited_s,
             swept=tuple(swept),
+            copies=copies_shown(catalog.guests) if catalog.guests else "",
             notes=index.notes,
             taken=tuple(dict.fromkeys([*catalog.taken(), *catalog.found()])),
             dead=tuple(sorted(catalog.fence.dead)) if catalog.fence is not None else (),

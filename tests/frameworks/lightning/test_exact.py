@@ -31,6 +31,7 @@ MID_EPOCH = {"keep": {"every_n_train_steps": 5, "save_top_k": 2}}
 CASES = {
     "mid-epoch": {**MID_EPOCH, "workers": 0},
     "mid-epoch with workers": {**MID_EPOCH, "workers": 2},
+    "one batch before the end of an epoch": {"keep": {"every_n_train_steps": 11}},
     "at a step that is evaluated": {"keep": {"every_n_train_steps": 6}, "trainer": {"val_check_interval": 6}},
     "after the evaluation of an epoch": {"keep": {"monitor": "val_loss", "mode": "min", "save_last": True}},
     "at the end of an epoch": {"keep": {"save_on_train_epoch_end": True}},

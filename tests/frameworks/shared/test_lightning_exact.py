@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.frameworks.lightning_exact import EpochLoader, lost_in_mid_epoch, only_version_differs, resumable
+from holdfast.frameworks.lightning_callback import EpochLoader, lost_in_mid_epoch, only_version_differs, resumable
 
 
 def made(length=None, seed=3):

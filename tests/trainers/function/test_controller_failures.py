@@ -203,6 +203,17 @@ def test_what_is_sealed_is_committed(sealed: bool) -> None:
     assert play.controller.commits.known.newest() is not None
 
 
+def test_what_is_stored_by_now_need_not_be_sealed() -> None:
+    """One part is durable, the other left to its writer: the checkpoint is made."""
+    play = Play(policy=ONCE).run()
+    for rank in range(2):
+        play.report(rank, 1, "state")
+    play.part(0, 1)
+    play.part(1, 1, on="sealed")
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.only(CommitParts).writers == (0, 1)
+
+
 def test_living_workers_may_still_seal() -> None:
     """The dead one had sealed its part; the others are about to."""
     play = Play(policy=ONCE).run()

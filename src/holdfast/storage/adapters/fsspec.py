@@ -10,24 +10,25 @@ otherwise.
 from __future__ import annotations
 
 import contextlib
+import io
 import posixpath
 import re
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast._optional import require
 from holdfast._outgoing import masked
 from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
-from ..base import FileReader, FileWriter, Storage
+from ..base import FileReader, FileWriter, Storage, check_range
 from ..local.local_storage import LocalStorage
 from ..plugins import importable, load
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
-from .fsspec_io import HandleReader, HandleWriter
+from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
+from .errors import client_errors
 from .options import Described, rebuild_options
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
@@ -427,3 +428,88 @@ def _uri_of(filesystem: Any, root: str) -> str:
 def _without_password(uri: str) -> str:
     without = re.sub(r"^([^:/]+://):@|^([^:/]+://)[^/@:]+:@", r"\1\2", uri)  # a token alone, in place of the user
     return masked(re.sub(r"^([^:/]+://[^/@:]*):(?!\d+/).*@", r"\1@", without))
+
+
+class HandleWriter(SentWriter):
+    """Writes through an open handle, one thread of the client at a time."""
+
+    def __init__(
+        self,
+        handle: Any,
+        guard: threading.RLock,
+        *,
+        where: str,
+        size: int,
+        drop: Callable[[], None],
+        check: Callable[[], FoundObject | None],
+    ) -> None:
+        super().__init__(where, size, drop=drop, check=check)
+        self._handle, self._guard = handle, guard
+        if hasattr(handle, "set_pipelined"):
+            handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
+
+    def _send(self, data: bytes) -> None:
+        with self._guard:
+            self._handle.write(data)
+
+    def _finish(self) -> None:
+        with self._guard:
+            self._handle.close()
+
+    def _give_up(self) -> None:
+        handle = self._handle
+        with self._guard:
+            if hasattr(handle, "discard"):
+                handle.discard()
+            if hasattr(handle, "autocommit") and not handle.closed:
+                handle.closed = True  # a buffered upload would be finished when it is collected
+            else:
+                handle.close()
+
+
+class HandleReader(FileReader):
+    """Reads ranges through one open handle, which keeps its version of the file."""
+
+    def __init__(self, handle: Any, guard: threading.RLock, *, where: str, size: int) -> None:
+        self._handle: Any = handle
+        self._guard, self._where, self.size = guard, where, size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        target = view.cast("B")
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
+        with client_errors("read", self._where), self._guard:
+            if self._handle is None:
+                raise StorageError(f"cannot read {self._where}: the reader is closed")
+            done = self._read(offset, target)
+        check_range(self._where, size=offset + done, offset=offset, nbytes=len(target))
+
+    def _read(self, offset: int, target: memoryview) -> int:
+        handle = self._handle
+        if isinstance(handle, io.BytesIO):
+            # fsspec's memory file: its position is shared by all who opened it, and its bytes are at hand.
+            with handle.getbuffer() as content:
+                part = content[offset : offset + len(target)]
+                target[: len(part)] = part
+                return len(part)
+        if hasattr(handle, "readv"):
+            data = b"".join(handle.readv([(offset, len(target))])) if len(target) else b""
+            target[: len(data)] = data
+            return len(data)
+        handle.seek(offset)
+        done = 0
+        while done < len(target):
+            data = handle.read(len(target) - done)
+            if not data:
+                break
+            target[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+    def close(self) -> None:
+        """Close the handle."""
+        with self._guard:
+            handle, self._handle = self._handle, None
+            if handle is not None and not isinstance(handle, io.BytesIO):
+                with contextlib.suppress(Exception):
+                    handle.close()

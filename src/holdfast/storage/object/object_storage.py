@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._optional import require
 from holdfast.errors import (
     ConfigError,
@@ -26,10 +28,9 @@ from holdfast.errors import (
 from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, StorageTraits, check_path, check_prefix
 from .again import again_if_broken
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
-from .client import BucketClient
+from .client import BucketClient, make_store
 from .conditions import MARK, as_condition, conditions_of, landed
-from .delete import Deleter
-from .errors import NO_BUCKET
+from .errors import NO_BUCKET, status_of
 from .io import ObjectWriter
 from .read import list_all, open_reader, read_version
 
@@ -308,3 +309,61 @@ def from_options(
 def _vault_key(uri: str, options: Mapping[str, object]) -> tuple[str, str, str]:
     scheme, _, rest = uri.partition("://")
     return scheme, rest.partition("/")[0], str(options.get("endpoint") or "")
+
+
+_LOG = get_logger("storage")
+_MANY = 1000  # in one request of S3
+_UNKNOWN = (400, 404, 405, 411, 501)  # answers to a request that a server does not have
+_lock = threading.Lock()
+_have_none: set[tuple[str, str]] = set()
+
+
+class Deleter:
+    """Tries the request that deletes many objects.
+
+    Whether S3 itself, Google and Azure have the request, the client knows. Other servers that speak S3 are asked: a
+    server that does not understand it is not asked again by this process, and its objects are deleted singly.
+
+    Args:
+        place: which bucket.
+        limits: time-outs and tries of the client.
+    """
+
+    def __init__(self, place: BucketConfig, limits: Mapping[str, float]) -> None:
+        self._place, self._limits = place, limits
+        endpoint = place.options.get("endpoint", "")
+        # Without an endpoint, and where the user has decided, the client for all other requests does this, too.
+        self._tries = place.store == "S3Store" and bool(endpoint) and "disable_bulk_delete" not in place.options
+        self._key = (f"{place.scheme}://{place.netloc}", endpoint)
+        self._store_or_none: list[Any] = []
+
+    @property
+    def at_once(self) -> int:
+        """How many objects a request deletes, as far as is known by now."""
+        if self._tries:
+            with _lock:
+                return 1 if self._key in _have_none else _MANY
+        decided = str(self._place.options.get("disable_bulk_delete", "false")).lower()
+        return _MANY if self._place.store == "S3Store" and decided in ("false", "0", "no", "off", "") else 1
+
+    def has_deleted(self, obs: Any, keys: list[str]) -> bool:
+        """Try to delete many objects by few requests; after False some may be gone: the caller deletes all again."""
+        if len(keys) < 2 or not self._tries:
+            return False
+        with _lock:
+            if self._key in _have_none:
+                return False
+            if not self._store_or_none:
+                self._store_or_none.append(make_store(self._place, self._limits, bulk=True))
+        try:
+            obs.delete(self._store_or_none[0], keys)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # the client panics over an answer that it does not understand
+            status = status_of(error)
+            _LOG.debug("%s: %d objects are deleted one by one: %s", self._key[0], len(keys), status or type(error))
+            if status in _UNKNOWN and "<Code>NoSuchBucket" not in str(error):
+                with _lock:
+                    _have_none.add(self._key)
+            return False
+        return True

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from holdfast.copying.windows import WINDOW, Windows
+from holdfast.copying.windows import Windows
 from holdfast.errors import StorageError
-from holdfast.format.digest import chunk_digests
+from holdfast.format.digest import chunk_digests, digested
 from holdfast.storage.base import FileBatch, FileReader, Storage
 from holdfast.storage.local.beneath import Inside
 from holdfast.storage.local.ops import errors_of
@@ -78,13 +78,8 @@ class Copier:
             return chunk_digests(view)
 
     def _digest(self, reader: FileReader) -> bytes:
-        table = bytearray()
         with self._windows.buffer() as buffer:
-            for start in range(0, reader.size, WINDOW):
-                view = buffer[: min(WINDOW, reader.size - start)]
-                reader.read_into(start, view)
-                table += chunk_digests(view)
-        return bytes(table)
+            return b"".join(digests for _, _, digests in digested(reader, buffer))
 
 
 class _OpenFile(FileReader):
