@@ -105,6 +105,26 @@ def test_a_save_at_the_step_of_the_next_kill(tmp_path, monkeypatch):
     assert found.report.lives == ((0, 8), (8, None))
 
 
+def test_a_script_that_ends_before_its_kill_gets_a_verdict(tmp_path, monkeypatch):
+    """Its second life ends by itself before the step of the kill: that is a difference of length, not a failure."""
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        model = torch.nn.Linear(2, 1)
+        with hf.Checkpointer("runs/short", {"model": model}) as ck:
+            end = 12 if ck.resumed_from is None else 4
+            while ck.global_step < end:
+                ck.step()
+
+    place = Moment(step=3)
+    kills = [Kill(save=place, stop=Moment(step=3)), Kill(save=Moment(step=8), stop=Moment(step=9))]
+    monkeypatch.setattr("holdfast.verify.resume.choose", lambda *_, **__: kills)
+    found = examine(train)
+    assert found.difference is not None
+    assert found.difference.kind == "length", found.what()
+    assert found.verdict in ("differs", "not repeatable")
+
+
 # ---- what is not exact is named, with its cause
 
 GENERATOR = torch.Generator().manual_seed(7)

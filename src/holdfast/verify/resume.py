@@ -365,18 +365,22 @@ class Twins:
         saved = [None, *(None if kill.save is None else kill.save.step for kill in kills)]
         rows = [life.rows for life in lives]
         difference, compared = self._compare(reference, rows, saved, Unsteady())
+        ended = None
         if (
-            difference is None
-            and early is not None
+            early is not None
+            and lives[-1].rows
             and not _begins_after(lives[-1].rows, early.stop)
             and _runs(lives[-1].rows) <= _runs(reference)
         ):
-            raise LifeFailedError(f"the script ended before step {early.stop.step}, at which it should be killed")
+            text = f"the script ended before step {early.stop.step}, at which it should be killed"
+            ended = Difference(kind="length", step=lives[-1].rows[-1]["step"], life=len(lives) - 1, text=text)
+        difference = difference or ended
         noise = None
         if difference is not None and difference.kind not in ("path", "not resumed"):
             self.say("they differ: the script runs once more without a break, to see what it never repeats")
             noise = unsteady(reference, self.life("c", 0, self.end, None).rows)
             difference, compared = self._compare(reference, rows, saved, noise)
+            difference = difference or ended
         report = ResumeReport(
             steps=total, items=len(reference[-1]["items"]), compared=compared, notes=tuple(_notes(noise, rows)),
             lives=tuple(
