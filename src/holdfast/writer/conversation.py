@@ -161,6 +161,13 @@ class Conversation:
             _LOG.warning("a message to the writer was lost (%s): it is started again", error)
             self._channel.close()
 
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait, without the lock, until the kernel has what was sent: then it outlives us; False if that takes longer.
+
+        True also if the writer that it was sent to is gone.
+        """
+        return self._channel.flush(timeout_s)
+
     def tell_storage(self, storage: Storage) -> int:
         """Return the number of a storage in this conversation; the writer gets its description the first time."""
         if self._shared is not None:
