@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -189,6 +190,26 @@ def test_rows_that_were_sent_are_not_recorded_twice(server: ForkServer, tmp_path
     settled(tmp_path)
     rows, _, _ = read_reports(resolve(str(tmp_path / "run")))
     assert [row["metrics"] for row in rows] == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}, {"score": 1.0}]
+
+
+@pytest.mark.parametrize("last", ["pass", "raise ZeroDivisionError"])
+def test_a_script_that_ends_without_close_keeps_its_last_step(tmp_path: Path, last: str) -> None:
+    """``ck.start()`` without ``ck.close()`` counts as killed, and a snapshot is rescued as after a kill."""
+    script = f"""
+import holdfast as hf, torch
+state = {{"w": torch.zeros(4)}}
+ck = hf.Checkpointer({str(tmp_path / "run")!r}, state, every=None, rescue=1).start()
+for _ in range(3):
+    state["w"] += 1
+    ck.step()
+{last}
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True)
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert found.manifest is not None
+    assert found.manifest.extra["rescued"] == "its program has ended"
 
 
 def test_an_exception_in_the_body_keeps_the_last_boundary(server: ForkServer, tmp_path: Path) -> None:
