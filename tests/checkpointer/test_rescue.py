@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +18,12 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import ConfigError
+from holdfast.run.reports import read_reports
 from holdfast.state.save import snapshot
+from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
 from holdfast.testing.crash import ForkServer
+from holdfast.writer.arena import Arena
 from holdfast.writer.free_memory import FreeMemory
 
 TOTAL = 110
@@ -133,6 +137,79 @@ def test_a_killed_trainer_loses_no_step_that_was_kept(server: ForkServer, tmp_pa
     assert "the trainer died" in found.manifest.extra["rescued"]
     assert found.load()["seen"] == list(range(7))
     assert list(found.metrics) == ["loss"]
+
+
+def stalled_life(run: str) -> int:
+    """Be killed two steps after the writer was stopped with its socket full; then the writer goes on."""
+    pid = os.fork()
+    if pid == 0:
+        state = {"w": torch.zeros(16)}
+        with hf.Checkpointer(run, state, every=None, rescue=1) as ck:
+            for step in range(1, 6):
+                state["w"] += 1
+                ck.step()
+                if step == 3:
+                    client = ck._course._session.client  # type: ignore[union-attr]
+                    assert client.release(Arena.create(4096))  # the writer has all that was said before
+                    assert client.process_id is not None
+                    os.kill(client.process_id, signal.SIGSTOP)
+                    Path(run, "stopped").write_text(str(client.process_id))
+                    client.run_op("journal", events=[{"what": "x" * (16 << 20)}])
+            os.kill(os.getpid(), signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.kill(int(Path(run, "stopped").read_text()), signal.SIGCONT)
+    return status
+
+
+def test_a_snapshot_is_not_written_over_before_the_writer_knows(server: ForkServer, tmp_path: Path) -> None:
+    """The writer hears nothing of steps 4 and 5 before the trainer is killed: step 3 is rescued, with its own bytes."""
+    outcome = server.run(f"{__file__}:stalled_life", str(tmp_path / "run"))
+    assert outcome.checked() == -signal.SIGKILL
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert found.load()["w"].unique().tolist() == [3.0]
+
+
+def rows_life(run: str) -> int:
+    """Be killed right after rows were sent, before the memory that the writer has too forgets them."""
+    pid = os.fork()
+    if pid == 0:
+        with hf.Checkpointer(run, {"w": torch.zeros(4)}, every=None) as ck:
+            ck._course._session.memory.clear_rows = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            for step in range(3):
+                ck.step(loss=float(step))
+            ck.report(score=1.0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_rows_that_were_sent_are_not_recorded_twice(server: ForkServer, tmp_path: Path) -> None:
+    """What a killed trainer had sent counts once, although it was still in the memory that it left."""
+    outcome = server.run(f"{__file__}:rows_life", str(tmp_path / "run"))
+    assert outcome.checked() == -signal.SIGKILL
+    settled(tmp_path)
+    rows, _, _ = read_reports(resolve(str(tmp_path / "run")))
+    assert [row["metrics"] for row in rows] == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}, {"score": 1.0}]
+
+
+@pytest.mark.parametrize("last", ["pass", "raise ZeroDivisionError"])
+def test_a_script_that_ends_without_close_keeps_its_last_step(tmp_path: Path, last: str) -> None:
+    """``ck.start()`` without ``ck.close()`` counts as killed, and a snapshot is rescued as after a kill."""
+    script = f"""
+import holdfast as hf, torch
+state = {{"w": torch.zeros(4)}}
+ck = hf.Checkpointer({str(tmp_path / "run")!r}, state, every=None, rescue=1).start()
+for _ in range(3):
+    state["w"] += 1
+    ck.step()
+{last}
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True)
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert found.manifest is not None
+    assert found.manifest.extra["rescued"] == "its program has ended"
 
 
 def test_an_exception_in_the_body_keeps_the_last_boundary(server: ForkServer, tmp_path: Path) -> None:

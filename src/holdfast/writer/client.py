@@ -154,11 +154,17 @@ class WriterClient:
             self._talk.tell_arena(arena)
             self._talk.send({**header, "arena": arena.number}, blobs)
 
-    def release(self, arena: Arena) -> None:
-        """Have the writer forget what it holds in an arena, which may change from now on."""
+    def release(self, arena: Arena, timeout_s: float | None = None) -> bool:
+        """Have the writer forget what it holds in an arena.
+
+        Returns:
+            Whether the arena may change from now on. If not, after ``timeout_s``, the message would still be lost with
+            this process, and the writer would commit what it holds there.
+        """
         with self._talk.lock:
             self._talk.check()
             self._talk.send({"do": "release", "arena": arena.number})
+        return self._talk.flush(timeout_s)
 
     def rescue(self, why: str) -> Future[str | None]:
         """Commit the newest save that is held, if it is newer than all that are committed.

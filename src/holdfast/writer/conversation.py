@@ -161,6 +161,13 @@ class Conversation:
             _LOG.warning("a message to the writer was lost (%s): it is started again", error)
             self._channel.close()
 
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait, without the lock, until the kernel has what was sent: then it outlives us; False if that takes longer.
+
+        True also if the writer that it was sent to is gone.
+        """
+        return self._channel.flush(timeout_s)
+
     def tell_storage(self, storage: Storage) -> int:
         """Return the number of a storage in this conversation; the writer gets its description the first time."""
         if self._shared is not None:
@@ -228,13 +235,21 @@ class Conversation:
         self.tell_arena(board)
         self.send({**header, "call": self.number()}, fds=fds)
 
-    def close(self, timeout_s: float | None, why: str = "closed") -> None:
-        """Let the writer finish and end; after ``timeout_s`` leave it alone to do so."""
+    def close(self, timeout_s: float | None, why: str = "closed", *, rescue: bool = False) -> None:
+        """Let the writer finish and end; after ``timeout_s`` leave it alone to do so.
+
+        Args:
+            timeout_s: how long to wait.
+            why: for the run and other ranks.
+            rescue: commit first what the writer holds for the case of a death, see `WriterClient.hold`.
+        """
         with self.lock:
             if self._owner != os.getpid() or self._ended:
                 return
             if not self._closing:
                 self._closing = True
+                if rescue:
+                    self.send({"do": "rescue", "why": why, "call": self.number()})
                 self.send({"do": "close", "why": why})
         self._reader.join(timeout_s)
         if self._reader.is_alive():
@@ -437,4 +452,5 @@ def _drop_arena(reference: weakref.ref[Conversation], number: int) -> None:
 def _close_all() -> None:
     deadline = time.monotonic() + _AT_EXIT_S
     for conversation in list(_LIVE):
-        conversation.close(max(0.0, deadline - time.monotonic()), "its program has ended")
+        # A run that nobody has closed counts as killed: a snapshot of it is as good as after a kill.
+        conversation.close(max(0.0, deadline - time.monotonic()), "its program has ended", rescue=True)

@@ -278,7 +278,7 @@ class Channel:
                     self._backlog.popleft()
                 self._lock.notify_all()
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float | None) -> bool:
         """Wait until everything sent so far is in the kernel; False when that took too long."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._backlog or self._closed, timeout_s)

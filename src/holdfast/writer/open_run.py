@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,6 +86,7 @@ class Run:
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
         self.memory: Callable[[], memoryview] | None = None  # of the trainer, see `step_memory`
+        self._last_rows: Sequence[Mapping[str, Any]] = ()  # of the last report
 
     @classmethod
     def open(
@@ -409,7 +410,8 @@ class Run:
 
     def report(self, call: int, rows: Any, answer: Answer) -> None:
         """Take rows; may be called by any thread."""
-        self._reports.add(call, check_rows(rows), answer)
+        self._last_rows = checked = check_rows(rows)
+        self._reports.add(call, checked, answer)
 
     def _write_rows(self, rows: list[dict[str, Any]]) -> None:
         with self._segments:
@@ -571,7 +573,9 @@ class Run:
         if self.memory is None:
             return None
         memory = self.memory()
-        if rows := rows_left(memory):
+        # A trainer that was killed right after it had sent rows has left them all the same.
+        sent = {(row["step"], row["time"]) for row in self._last_rows if "time" in row}
+        if rows := [row for row in rows_left(memory) if (row["step"], row["time"]) not in sent]:
             with contextlib.suppress(HoldfastError):  # closed: the trainer had ended in order
                 self._reports.add(0, rows, lambda _, error: _say_rows_lost(error))
         return {"last_step": steps_done(memory)}

@@ -52,6 +52,7 @@ _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _ARENAS = 2  # with `rescues`; of a small state there is a third
+_RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
@@ -150,6 +151,7 @@ class Snapshotter:
         self._spares: list[Arena] = []  # take turns with `arena`
         self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
         self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
+        self._has_missed = False  # a snapshot, and said so
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
         self._looked = False  # at memory, for the present layout
@@ -200,7 +202,7 @@ class Snapshotter:
         """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
 
         Returns:
-            False if nothing was kept, because memory is short: `shortage` says how short.
+            False if nothing was kept and never will be, because memory is short: `shortage` says how short.
 
         Raises:
             UnsupportedStateError: the state cannot be saved.
@@ -217,7 +219,12 @@ class Snapshotter:
             files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
             run=request.run, division=self._division(flat, layout, wait=True),
         )  # fmt: skip
-        arena = self._turn(layout, client)
+        arena = self._turn(layout, client, _RELEASE_S)
+        if arena is None:
+            if not self._has_missed:
+                self._has_missed = True
+                _LOG.warning("the writer is slow to take messages: a snapshot (rescue=) is left out, as are later ones")
+            return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
             client.hold(request.storage, job, [content() for content in contents], arena)
@@ -234,8 +241,11 @@ class Snapshotter:
         self._kept_in = arena
         return True
 
-    def _turn(self, layout: Layout, client: WriterClient) -> Arena:
-        """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot."""
+    def _turn(self, layout: Layout, client: WriterClient, wait_s: float | None) -> Arena | None:
+        """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
+
+        None if the writer cannot be told within ``wait_s`` that the snapshot there counts no more.
+        """
         arena = self._arena(layout)
         if not self.rescues:
             return arena
@@ -247,9 +257,17 @@ class Snapshotter:
         # Of a big state there is no third copy: while one is written, the newest snapshot makes room for the next.
         arena = free[0] if free else self._kept_in or arena
         self.arena, self._spares = arena, [one for one in [*pool, *free] if one is not arena]
-        client.release(arena)
         if self._kept_in is arena:
             self._kept_in = None
+        return arena if client.release(arena, wait_s) else None
+
+    def _turn_for_save(self, layout: Layout, client: WriterClient) -> Arena:
+        arena = self._turn(layout, client, self.timeout_s)
+        if arena is None:
+            raise HoldfastError(
+                f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
+                "machine is very slow; training cannot count on it"
+            )
         return arena
 
     def _more(self, layout: Layout) -> Arena:
@@ -332,7 +350,7 @@ class Snapshotter:
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
-            arena, blobs = self._turn(layout, client), [content() for content in contents]
+            arena, blobs = self._turn_for_save(layout, client), [content() for content in contents]
             self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
                 flat,
@@ -343,7 +361,7 @@ class Snapshotter:
                 lazy=lazy,
             )
         else:
-            arena = self._turn(layout, client)
+            arena = self._turn_for_save(layout, client)
             future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
