@@ -181,11 +181,13 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
             cells = [texts[title] for title in titles] + [
                 number(metric_value(row["metrics"], name)) for name in metrics
             ]
-        marks = ", ".join(row.get("marks", [])) if row["state"] == "ok" else ""
+        damaged = row["state"] == "ok" and _verified(row.get("verified"), now) == "damaged"
+        state = "corrupt" if damaged else row["state"]  # as `holdfast verify` found; the listing reads small files
+        marks = ", ".join([*row.get("marks", []), *([state] if damaged else [])]) if row["state"] == "ok" else ""
         made.add(
-            [row["name"], *cells, marks or row["state"]],
-            style="" if row["state"] == "ok" else "dim",
-            last=_COLOURS.get(row["state"], "dim"),
+            [row["name"], *cells, marks or state],
+            style="" if state == "ok" else "dim",
+            last=_COLOURS.get(state, "dim"),
         )
     return made
 
