@@ -262,7 +262,7 @@ def test_where_there_is_nothing_to_sweep_it_is_said(root, monkeypatch) -> None:
     assert "by themselves" in invoke("sweep", "az://container/x", code=2).output
     assert "--older soon" in invoke("sweep", root, "--older", "soon", code=2).output
     monkeypatch.setitem(sys.modules, "boto3", None)
-    assert "[s3-sweep]" in invoke("sweep", root, code=1).output
+    assert "[s3-sweep]'" in invoke("sweep", root, code=1).output
 
 
 def test_a_refusal_is_no_empty_answer(root, proxy) -> None:

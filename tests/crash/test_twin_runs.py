@@ -9,7 +9,7 @@ import pytest
 import torch
 import twin_training
 
-from holdfast.checkpointer import progress, resume
+from holdfast.checkpointer import progress
 from holdfast.state.load import restore
 from holdfast.state.tree import rng
 from holdfast.testing import ResumeDivergedError, verify_resume
@@ -67,7 +67,7 @@ def test_a_script(tmp_path):
 def skip(names):
     def apply(_):
         original = restore.load_state
-        resume.load_state = lambda *args, **options: original(*args, **{**options, "skip": names, "strict": False})
+        restore.load_state = lambda *args, **options: original(*args, **{**options, "skip": names, "strict": False})
 
     return apply
 

@@ -308,10 +308,10 @@ def start_fails(root: str, how: str) -> str:
 
 def resume_with_damage(root: str) -> dict[str, Any]:
     """Only rank 1 finds the newest checkpoint damaged."""
-    from holdfast.checkpointer import resume
+    from holdfast.state.load import restore
     from holdfast.state.load.shared_reads import no_part
 
-    plain = resume.load_state
+    plain = restore.load_state
 
     def load(home: Any, *args: Any, **more: Any) -> Any:
         if dist.get_rank() == 1 and home.uri.endswith("step_00000004"):
@@ -319,7 +319,7 @@ def resume_with_damage(root: str) -> dict[str, Any]:
             raise hf.CorruptCheckpointError("bytes differ")
         return plain(home, *args, **more)
 
-    resume.load_state = load
+    restore.load_state = load
     with hf.Checkpointer(root, {"m": torch.nn.Linear(2, 2)}, every=None, keep=None) as ck:
         begun = ck.global_step
         ck.step()

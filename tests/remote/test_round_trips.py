@@ -98,10 +98,10 @@ def life(storage, saves=0, **options):
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch):
     """Every process finds out anew what a store can do; here all writers are this one's children."""
-    from holdfast.storage.object import conditions, delete
+    from holdfast.storage.object import conditions, object_storage
 
     monkeypatch.setattr(conditions, "_known", {})
-    monkeypatch.setattr(delete, "_have_none", set())
+    monkeypatch.setattr(object_storage, "_have_none", set())
 
 
 def test_entering_a_run(proxy, storage):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_run import STEPS, finished
+from test_holdfast_run import STEPS, finished
 
 from holdfast.supervisor.warm import PythonCommand
 

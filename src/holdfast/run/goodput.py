@@ -57,10 +57,12 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
         parts["starting_s"] += trains - begin
         parts["again_s"] += end - kept
         parts["down_s"] += 0.0 if following is None else limit - end
-        for save in made:
-            if save.attempt == life.attempt and save.time <= kept:
-                parts["held_s"] += save.held_s or 0.0
-                parts["slowed_s"] += max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0))
+        saves = [save for save in made if save.attempt == life.attempt and save.time <= kept]
+        slowed = math.fsum(max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0)) for save in saves)
+        # A run of a few steps may have spent all of its time on saves; measured apart, they can come to a little more.
+        held = min(kept - trains, math.fsum(save.held_s or 0.0 for save in saves))
+        parts["held_s"] += held
+        parts["slowed_s"] += min(kept - trains - held, slowed)
     wall = end - begins[0]
     useful = max(0.0, wall - math.fsum(parts.values()))
     return {"wall_s": wall, "useful_s": useful, **parts, "ratio": useful / wall if wall > 0 else 0.0}

@@ -345,7 +345,7 @@ def probe(storage: Storage, directory: str, saver: SaveRunner) -> dict[str, Any]
         HoldfastError: what a save would meet.
     """
     start = time.perf_counter()
-    save_id = directory.rpartition("/")[2].lstrip(".")
+    save_id = directory.rpartition("/")[2].rpartition("-")[2] + "-0"  # as the ids of saves are made
     job = SaveJob(
         directory=directory,
         save_id=save_id,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import checkpointer
+import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.run.catalog import Catalog
 from holdfast.storage.local.local_storage import LocalStorage
@@ -93,7 +93,7 @@ def test_none_is_good(run: Path) -> None:
 
 def test_an_empty_run(tmp_path: Path) -> None:
     """There is nothing to go on from; strangers are left alone."""
-    checkpointer.save(tmp_path / "run" / "stranger", {"x": 1})
+    hf.save(tmp_path / "run" / "stranger", {"x": 1})
     found, noted = find(tmp_path / "run")
     assert found.start is None
     assert found.taken == {"stranger"}
