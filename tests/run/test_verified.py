@@ -57,6 +57,20 @@ def test_a_check_is_remembered(root):
     assert "manifest and sizes, right" in told[2]
 
 
+def test_damage_is_not_forgotten_by_a_look_at_sizes(root):
+    """A byte that is wrong is known until the files change: sizes that match do not make it well in ls and show."""
+    weights = next((root / "step_00000001").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    call("verify", root, "--deep")
+    call("verify", root)
+    one = verified(root)[1]
+    assert (one["deep"], one["ok"], one["unchanged"]) == (True, False, True)
+    assert call("ls", root).split("step_00000001")[1].split()[-1] == "damaged"
+    assert "step_00000001  damaged" in call("show", root, "--step", "1")
+
+
 def test_changed_files_are_not_verified(root):
     """A file written since, even with equal bytes, or one that is gone, and what was said of it holds no more."""
     call("verify", root, "--deep")

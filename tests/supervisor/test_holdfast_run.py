@@ -296,3 +296,40 @@ def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path:
     events = Catalog(LocalStorage(tmp_path / "run")).index.read_history().events
     died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
     assert died == [(1, 2, "killed by SIGKILL")]
+
+
+def test_a_script_interrupted_by_ctrl_c_ends_as_without_us(tmp_path: Path) -> None:
+    """SIGINT ends a script that handles nothing with status 130: noting the error does not hide it from CPython."""
+    script = "import sys, time\nfrom pathlib import Path\n(Path(sys.argv[1]) / 'up').touch()\ntime.sleep(60)\n"
+    process = supervise(script, tmp_path)
+    wait_for(tmp_path / "up")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+    assert process.returncode == 130
+
+
+def test_a_script_that_ignores_signals_is_waited_for_and_the_third_says_how_to_end_it(tmp_path: Path) -> None:
+    """It ends with its own status; the line that is printed names its process group."""
+    ready = "import os, signal, sys, time\nfrom pathlib import Path\nhere = Path(sys.argv[1])\n"
+    script = ready + (
+        "got = []\nsignal.signal(signal.SIGTERM, lambda *_: (got.append(1), (here / str(len(got))).touch()))\n"
+        "(here / 'up').write_text(str(os.getpid()))\n"
+        "while len(got) < 3: time.sleep(0.01)\ntime.sleep(0.2)\nsys.exit(0)\n"
+    )
+    process = supervise(script, tmp_path)
+    for name in ("up", "1", "2"):
+        wait_for(tmp_path / name)
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert err.count("kill -KILL -- -" + (tmp_path / "up").read_text()) == 1
+
+
+@pytest.mark.parametrize(("command", "advice"), [("train.py", "-- python train.py"), ("a && b", "bash -c 'a && b'")])
+def test_a_command_that_is_no_program_is_told_what_it_should_be(tmp_path: Path, command: str, advice: str) -> None:
+    """A script without its interpreter, and a line for a shell."""
+    line = [sys.executable, "-m", "holdfast", "run", command]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
+    assert found.returncode == 2
+    assert advice in found.stderr

@@ -14,8 +14,10 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
+from holdfast.verify.matching import Finding
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
+from holdfast.verify.words import advice
 
 
 def verified(tmp_path, text: str, **options) -> Report:
@@ -47,6 +49,16 @@ def test_a_right_resume_is_exact(tmp_path, name):
     report = verified(tmp_path, HEALTHY[name])
     assert report.exact, "\n".join(report.lines())
     assert any(life.killed_after is not None for life in report.lives)
+
+
+def test_without_a_loader_nothing_is_said_of_epochs():
+    """Data of the beginning again, by an order of the script's own: its generator is named, no DataLoader."""
+    facts = {"drawn": ["torch"], "place": 0, "epochs": [], "epoch_began": 0, "loaders": {}}
+    own = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": False}))
+    assert "generator of torch" in own.cause
+    assert "DataLoader" not in own.cause + own.without
+    loader = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": True}))
+    assert "in the middle of an epoch" in loader.cause
 
 
 # ---- real processes

@@ -271,7 +271,7 @@ class Checkpointer:
         """Say why the body was left: a rank that is gone before the error that this is to the others."""
         gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
         if gone is None:
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
         return str(gone)
 

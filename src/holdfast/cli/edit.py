@@ -82,7 +82,7 @@ def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as
         for checkpoint, row in zip(chosen, rows, strict=True):
             _remove(checkpoint, force=force, to_trash=row["trash"], emptied=emptied)
             row["state"] = "in the trash" if row["trash"] else "deleted"
-    _show_removed(rows, done=yes and not refused, as_json=as_json)
+    _show_removed(rows, done=yes and not refused, asked=yes, as_json=as_json)
     if refused:
         raise click.exceptions.Exit(1)
 
@@ -121,6 +121,9 @@ def _undo(checkpoints: Sequence[Checkpoint], *, as_json: bool) -> None:
         click.echo(printable(f"{checkpoint.uri}  is back"))
 
 
+_FOREIGN = "it is no checkpoint of Holdfast"  # the one reason that --force does not overrule
+
+
 def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
     catalog = Catalog(checkpoint.storage)
@@ -131,7 +134,7 @@ def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any
         reasons += ["pinned"] if checkpoint.is_pinned else []
     reasons += ["the newest of its run"] if newest is not None and newest.name == checkpoint.directory else []
     foreign = checkpoint.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
-    reasons += ["it is no checkpoint of Holdfast"] if foreign else []
+    reasons += [_FOREIGN] if foreign else []
     return {
         "checkpoint": checkpoint.uri,
         "name": checkpoint.name,
@@ -254,7 +257,7 @@ def _row(uri: str, record: Record) -> dict[str, Any]:
     }
 
 
-def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) -> None:
+def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as_json: bool) -> None:
     for row in rows:
         row["state"] = row["state"] if done else "refused" if row["refused"] else "would go"
     if as_json:
@@ -262,10 +265,11 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) 
         return
     out = console()
     for row in printable(list(rows)):
-        more = f": {row['refused']} (--force deletes it all the same)" if row["refused"] else ""
+        why = row["refused"]
+        more = f": {why}" + ("" if _FOREIGN in why else " (--force deletes it all the same)") if why else ""
         out.print(f"{row['checkpoint']}  {row['state']}{more}  {format_bytes(row['bytes'])}")
     going = [row for row in rows if row["state"] != "refused"]
-    _sum(going, len(rows), done=done)
+    _sum(going, len(rows), done=done, why_not="where one is refused" if asked else "without --yes")
     binned = sum(row["trash"] for row in going)
     if done:
         _say_trash(binned)
@@ -284,7 +288,7 @@ def _say_trash(number: int) -> None:
         )
 
 
-def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool) -> None:
+def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool, why_not: str = "without --yes") -> None:
     size = format_bytes(sum(row["bytes"] for row in rows))
     said = f"{len(rows)} of {counted(among, 'checkpoint')}, {size}, "
-    click.echo(said + ("deleted" if done else "would be deleted: nothing is, without --yes"))
+    click.echo(said + ("deleted" if done else f"would be deleted: nothing is, {why_not}"))

@@ -27,7 +27,7 @@ __all__ = ["ls"]
 _METRICS_SHOWN = 3
 _COLUMNS = ("step", "epoch", "attempt", "age", "size", "new", "verified")
 _TITLES = {"checkpoint", *_COLUMNS, "state"}
-_COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete": "yellow"}
+_COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "damaged": "red", "incomplete": "yellow"}
 
 
 @click.command()
@@ -181,11 +181,13 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
             cells = [texts[title] for title in titles] + [
                 number(metric_value(row["metrics"], name)) for name in metrics
             ]
-        marks = ", ".join(row.get("marks", [])) if row["state"] == "ok" else ""
+        damaged = row["state"] == "ok" and _verified(row.get("verified"), now) == "damaged"
+        state = "damaged" if damaged else row["state"]  # as `holdfast verify` found; the listing reads small files
+        marks = ", ".join([*row.get("marks", []), *([state] if damaged else [])]) if row["state"] == "ok" else ""
         made.add(
-            [row["name"], *cells, marks or row["state"]],
-            style="" if row["state"] == "ok" else "dim",
-            last=_COLOURS.get(row["state"], "dim"),
+            [row["name"], *cells, marks or state],
+            style="" if state == "ok" else "dim",
+            last=_COLOURS.get(state, "dim"),
         )
     return made
 

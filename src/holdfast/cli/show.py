@@ -126,9 +126,11 @@ def _print(document: dict[str, Any]) -> None:
     from rich.text import Text
 
     out = console()
-    good = document["state"] == "ok"
+    state, known = document["state"], document.get("verified")
+    if state == "ok" and known is not None and not known["ok"] and known["unchanged"]:
+        state = "damaged"  # what `holdfast verify` found; the small files that are read here are well
     title = Text(document["checkpoint"], style="bold")
-    out.print(title + Text(f"  {document['state']}", style="green" if good else "yellow"))
+    out.print(title + Text(f"  {state}", style="green" if state == "ok" else "yellow"))
     if "reason" in document:
         out.print(Text(document["reason"], style="red"))
     if "size_bytes" not in document:

@@ -97,7 +97,8 @@ def read_verified(storage: Storage, found: Collection[str] = ()) -> dict[str, Ve
 def note_verified(storage: Storage, found: Mapping[str, Verified], present: Collection[str]) -> None:
     """Record results in the run at ``storage``, if it is one and can be written to; entries of names that are gone go.
 
-    A look at sizes alone does not replace a look at every byte of the same files that was as good.
+    A look at sizes alone that finds nothing wrong does not replace a look at every byte of the same files, which saw
+    more, damage too.
 
     Args:
         storage: the run.
@@ -110,8 +111,8 @@ def note_verified(storage: Storage, found: Mapping[str, Verified], present: Coll
         known = {name: entry for name, entry in read_verified(storage).items() if name in present or name in found}
         for name, entry in found.items():
             before = known.get(name)
-            is_better = before is not None and before.deep and before.ok and entry.ok and not entry.deep
-            if before is None or not is_better or before.files != entry.files:
+            saw_more = before is not None and before.deep and entry.ok and not entry.deep
+            if before is None or not saw_more or before.files != entry.files:
                 known[name] = entry
         body = {
             "checkpoints": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -63,7 +64,7 @@ class LifeProcesses:
         more: Mapping[str, str],
         spare: Spare | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._command = folder, command
         self.statuses: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         if spare is not None and (process := spare.begin({**more, VARIABLE: str(folder)})) is not None:
@@ -81,7 +82,9 @@ class LifeProcesses:
             except OSError as error:
                 self.end()
                 self.reap()
-                raise ConfigError(f"{command[0]!r} cannot be started: {error.strerror or error}") from error
+                raise ConfigError(
+                    f"{command[0]!r} cannot be started: {error.strerror or error}{_advice(command)}"
+                ) from error
             self._processes.append(process)
 
     def poll(self, *, waits: bool = False) -> bool:
@@ -104,6 +107,11 @@ class LifeProcesses:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 
+    @property
+    def kill_line(self) -> str:
+        """The line for a shell that ends all processes of this life."""
+        return f"kill -KILL -- {' '.join(f'-{process.pid}' for process in self._processes)}"
+
     def are_alive(self, pids: Sequence[int]) -> list[int]:
         """Return those that still run in one of our process groups: what we have started, and its children."""
         groups = {process.pid for process in self._processes}
@@ -122,7 +130,9 @@ class LifeProcesses:
             with contextlib.suppress(OSError):
                 os.kill(pid, _STACKS)
             if text := _grown(path, before):
-                texts.append(f"process {pid} ({_command_of(pid)}):\n{text}")
+                is_first = any(process.pid == pid for process in self._processes)  # a spare shows its own command line
+                command = shlex.join(self._command) if is_first else _command_of(pid)
+                texts.append(f"process {pid} ({command}):\n{text}")
         return "\n".join(texts)
 
     def end(self) -> None:
@@ -167,6 +177,16 @@ def life_environment() -> dict[str, str]:
     """Return the environment of a life: ours, with the folder of the start file."""
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _advice(command: Sequence[str]) -> str:
+    """Say what was probably meant by a command that cannot be started."""
+    program = command[0]
+    if program.endswith(".py"):
+        return f"; a script is run as `holdfast run -- python {shlex.join(command)}`"
+    if len(program.split()) > 1:
+        return f"; a line for a shell is run as `holdfast run -- bash -c {shlex.quote(program)}`"
+    return ""
 
 
 def _of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ _OTHERS_S = 5.0  # for the other ranks to end after one has died
 _STOPS = frozenset(getattr(signal, name) for name in STOPS)
 _FOR_REQUEUE = frozenset({signal.SIGTERM, signal.SIGUSR1})
 _SHOWN_DEATHS = 50
+_MANY_STOPS = 3  # the first saves, the second stops at once: a third one is sent by someone who still waits
 
 
 class Supervisor:
@@ -72,6 +73,7 @@ class Supervisor:
         self._deaths: list[Death] = []
         self._told: list[dict[str, Any]] = []  # deaths, for the journals of their runs
         self._stopping: int | None = None  # the signal that asked for it
+        self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
@@ -224,6 +226,9 @@ class Supervisor:
         if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or any(report.stopped for report in reports)):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
             # status for what its ranks did: the job is to be queued again.
+            if not any(report.stopped for report in reports):  # else the script has said it
+                name = signal.Signals(self._stopping).name
+                _say(f"{name} has ended the script; the same command starts it again (exit status {self._requeue})")
             return self._requeue
         return shell_status(worst)
 
@@ -286,8 +291,11 @@ class Supervisor:
             number = self._held.waiting.pop(0)
             if number in _STOPS:
                 self._stopping = self._stopping or number
+                self._stops += 1
             if processes is not None:
                 processes.send(number, also)
+                if number in _STOPS and self._stops == _MANY_STOPS:
+                    _say(f"the script was sent each signal and has not ended; to end it now: {processes.kill_line}")
         return self._stopping is not None
 
     def _stopped_between(self) -> int:

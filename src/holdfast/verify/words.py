@@ -177,7 +177,7 @@ def _loss_scale(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, s
 
 def _data_again(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
     where = _place(facts)
-    if "epoch_began" in facts:
+    if "epoch_began" in facts and facts["loader_seen"]:  # without a DataLoader nothing tells where an epoch begins
         cause = (
             "the script goes on in the middle of an epoch, and the DataLoader begins an epoch: its position is not "
             "saved, and the first batches count twice"
@@ -191,7 +191,8 @@ def _data_again(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, s
         cause = "the position in the data is not saved, or an older one than the weights"
     if facts["place"] == 0 and facts.get("epoch_began"):
         cause += "; the order is that of the first epoch again (its seed does not know the epoch: `sampler.set_epoch`)"
-    return (f"step {finding.step} trains on other data: again on those of {where}", cause, *_of_position())
+    mending = _of_position() if facts["loader_seen"] else _own_data(finding, facts)[2:]
+    return (f"step {finding.step} trains on other data: again on those of {where}", cause, *mending)
 
 
 def _place(facts: Mapping[str, Any]) -> str:

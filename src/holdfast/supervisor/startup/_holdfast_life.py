@@ -19,8 +19,8 @@ def report_to(folder: str) -> None:
     noted: list[bool] = []
 
     def note(error) -> None:  # type: ignore[no-untyped-def]
-        if noted or os.getpid() != pid or error is None or isinstance(error, SystemExit):
-            return
+        if noted or os.getpid() != pid or error is None or isinstance(error, (SystemExit, KeyboardInterrupt)):
+            return  # after a KeyboardInterrupt imports make CPython forget to end by SIGINT, which says it, too
         noted.append(True)
         import json
         import time
