@@ -318,7 +318,7 @@ def test_an_error_in_the_body_waits_for_uploads(remote, local):
         step_to(ck, state, 3)
         raise ZeroDivisionError
     assert steps(remote) == [1, 2, 3]
-    assert RunIndex.load(remote).attempts[0].reason == "ZeroDivisionError: "
+    assert RunIndex.load(remote).attempts[0].reason == "ZeroDivisionError"
 
 
 def test_rot_is_not_uploaded(remote, local, proxy, capfd):
