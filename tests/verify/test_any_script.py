@@ -86,8 +86,10 @@ def test_the_command(tmp_path):
     assert ended.returncode == 1, ended.stderr
     document = json.loads(ended.stdout)
     assert (document["verdict"], document["findings"][0]["kind"]) == ("differs", "optimizer lost")
-    first, second = document["saves"][:2]  # as the clock of the file system has it: a step early where it ticks coarsely
-    assert first in (2, 3) and second in (5, 6)
+    # By the clock of the file system, which ticks coarsely: on a busy machine a save seems a step early.
+    first, second = document["saves"][:2]
+    assert first in (2, 3)
+    assert second in (5, 6)
     assert [life["began"] for life in document["lives"]] == [0, 3]
     page = (tmp_path / "report.html").read_text()
     assert page.count('<div class="strip">') == 3
