@@ -38,6 +38,7 @@ __all__ = [
     "ResumeDivergedError",
     "ResumeReport",
     "Twins",
+    "check_arguments",
     "choose_by_rows",
     "examine",
     "verify_resume",
@@ -282,14 +283,7 @@ def examine(
         NothingToVerifyError: the script entered no `Checkpointer`, or made too few steps.
         LifeFailedError: a life ended with an error.
     """
-    if not command:
-        raise ConfigError("no command: holdfast verify-resume -- python train.py")
-    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
-        raise ConfigError(
-            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
-            "steps is 2 or more, timeout_s is positive"
-        )
-
+    check_arguments(command, kills=kills, steps=steps, every=every, timeout_s=timeout_s)
     runner: Command | Forked
     if callable(command):
         body = command
@@ -300,6 +294,21 @@ def examine(
     with Home(keep_in) as home:
         twins = Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end, say=say)
         return twins.examine(choose_by_rows(kills, seed))
+
+
+def check_arguments(command: object, *, kills: int, steps: int | None, every: int, timeout_s: float) -> None:
+    """Check what `examine` and `holdfast.verify.scripts.verify_script` are given.
+
+    Raises:
+        ConfigError: there is no command, or a number is out of its range.
+    """
+    if not command:
+        raise ConfigError("no command: holdfast verify-resume -- python train.py")
+    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
+        raise ConfigError(
+            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
+            "steps is 2 or more, timeout_s is positive"
+        )
 
 
 def choose_by_rows(kills: int, seed: int) -> Callable[[Sequence[Row]], list[Kill]]:

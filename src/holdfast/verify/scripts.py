@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import ConfigError
-
 from .lives import Command, Forked, Life, LifeFailedError, run_life
 from .matching import Finding, Match, compare_fresh, match_life
 from .plan import LifePlan, Moment
 from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
-from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, choose_by_rows
+from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["KillAt", "assert_resumes", "choose_steps", "verify_script"]
@@ -123,13 +121,7 @@ def verify_script(
         NothingToVerifyError: no torch optimizer made two steps, and there was no `Checkpointer`.
         LifeFailedError: a life that began anew ended with an error, or one took too long.
     """
-    if not command:
-        raise ConfigError("no command: holdfast verify-resume -- python train.py")
-    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
-        raise ConfigError(
-            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
-            "steps is 2 or more, timeout_s is positive"
-        )
+    check_arguments(command, kills=kills, steps=steps, every=every, timeout_s=timeout_s)
     with Home(keep_in) as home:
         place = Path(cwd or ".")
         workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes)
@@ -150,8 +142,7 @@ def verify_script(
         if in_place and not chains.has_run:
             raise NothingToVerifyError(
                 "--in-place needs {run} in the arguments of a script without a Checkpointer, for the directory "
-                "it writes "
-                "to: else its lives would find each other's files"
+                "it writes to: else its lives would find each other's files"
             )
         return lives.verify(command, kills)
 
