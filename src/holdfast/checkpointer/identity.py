@@ -14,7 +14,15 @@ import torch
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
 
-__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_at_once", "plain_metrics", "take_metrics"]
+__all__ = [
+    "free_name",
+    "is_foreign_array",
+    "manifest_fields",
+    "new_start_id",
+    "plain_at_once",
+    "plain_metrics",
+    "take_metrics",
+]
 
 
 def new_start_id() -> str:
@@ -88,6 +96,11 @@ def _is_far(value: Any) -> bool:
         return any(map(_is_far, value.values()))
     if isinstance(value, list):
         return any(map(_is_far, value))
+    return is_foreign_array(value)
+
+
+def is_foreign_array(value: object) -> bool:
+    """Tell whether a value is an array of another library, which may wait for a device when it is read."""
     return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
 
 

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 from holdfast.state.accelerator import has_streams
 
-from .identity import plain_at_once, plain_metrics, take_metrics
+from .identity import is_foreign_array, plain_at_once, plain_metrics, take_metrics
 from .run_session import RunSession
 
 __all__ = ["MetricLog", "NoLog"]
@@ -66,7 +65,7 @@ class MetricLog:
                 self._send(None)
                 memory.add_row(step, epoch, now, plain)
         rows = self._rows
-        rows.append((step, epoch, now, metrics))
+        rows.append((step, epoch, now, metrics if plain is None else plain))  # what is read is not read again
         if self._current_step == step:
             self._current = {**self._current, **metrics}
         else:
@@ -206,7 +205,7 @@ def _is_ours_to_read(value: Any) -> bool:
         return any(map(_is_ours_to_read, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, torch.Tensor):
         return not value.is_cpu and next(_on_devices(value), None) is None
-    return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
+    return is_foreign_array(value)
 
 
 def _on_devices(value: Any) -> Iterator[torch.Tensor]:
