@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "birth",
+    "boot_id",
     "how_it_ended",
     "is_dead",
     "is_pid",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Identify this start of the kernel, which all containers of a machine share.
 
     Raises:
@@ -43,7 +44,7 @@ def _boot() -> str:
 def machine() -> dict[str, str]:
     """Name this machine, its boot and the pid namespace: a pid means something only where all of them agree."""
     try:
-        boot = _boot()
+        boot = boot_id()
         namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         boot = namespace = ""
@@ -53,7 +54,7 @@ def machine() -> dict[str, str]:
 def memory_name() -> str:
     """Name this machine so that two processes name it alike only if one can open descriptors of the other."""
     try:
-        return f"{_boot()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return socket.gethostname()
 
@@ -61,7 +62,7 @@ def memory_name() -> str:
 def network_name() -> str:
     """Name this machine so that two processes name it alike if, and only if, loopback connects them."""
     parts = [socket.gethostname()]
-    for part in (_boot, lambda: os.readlink("/proc/self/ns/net")):
+    for part in (boot_id, lambda: os.readlink("/proc/self/ns/net")):
         with contextlib.suppress(OSError):
             parts.append(part())
     return " ".join(parts)

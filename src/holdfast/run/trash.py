@@ -24,13 +24,14 @@ from holdfast.storage.local.beneath import OpenDirectory
 from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
 
+from .process import boot_id
+
 __all__ = ["TRASH", "WEEK_S", "Trash", "TrashEntry"]
 
 TRASH = ".trash"  # directories whose names begin with a dot are never looked into for checkpoints
 WEEK_S = 7 * 86400.0
 _KEPT_MANIFEST = "manifest.in-trash.json"
 _ENTRY = re.compile(r"(?P<ms>[0-9]{13})-(?:b(?P<boot>[0-9a-f]{8})\.(?P<up>[0-9]+)-)?(?P<name>.+)")
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,6 @@ class Trash:
 def _boot() -> tuple[str, int] | None:
     """Return which boot of the machine this is, and for how many seconds it has been up; None if nobody can tell."""
     try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read(8), int(time.clock_gettime(time.CLOCK_BOOTTIME))
+        return boot_id()[:8], int(time.clock_gettime(time.CLOCK_BOOTTIME))
     except (OSError, ValueError, AttributeError):
         return None
