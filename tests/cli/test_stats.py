@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import holdfast as hf
 from holdfast.cli.main import cli
-from holdfast.run.openmetrics import openmetrics
+from holdfast.cli.stats import openmetrics
 
 _SAMPLE = re.compile(r'[a-z_]+\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\} [0-9.eE+-]+')
 
