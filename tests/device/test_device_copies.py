@@ -11,8 +11,7 @@ from on_device import on_device
 from training_kit import Training, as_late_as_can_be, on_cpu, read
 
 from holdfast.errors import HoldfastError
-from holdfast.state.save.checksums import Checksums, is_checked
-from holdfast.state.save.device_copies import needed
+from holdfast.state.save.device_copies import Checksums, is_checked, needed
 from holdfast.testing.state import assert_state_equal
 from holdfast.writer.client import WriterClient
 

@@ -30,8 +30,7 @@ from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .note_sender import NoteSender
-from .pending_saves import PendingSaves, RunSave, failed
+from .pending_saves import NoteSender, PendingSaves, RunSave, failed
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting

@@ -7,7 +7,7 @@ next: buffers such as BatchNorm statistics change in forward.
 
 Nothing keeps other code from changing a parameter in between (averaged weights swapped in for an evaluation, a layer
 that is reset, a replayed graph), so no late copy is believed: the device takes a checksum of each tensor at the
-boundary (`checksums`), and the bytes that have arrived must have the same. Where they have not, the save is dropped
+boundary (`Checksums`), and the bytes that have arrived must have the same. Where they have not, the save is dropped
 before the writer may commit it, and the tensor is copied at the boundary from then on; after a second such save
 everything is.
 
@@ -18,6 +18,7 @@ no other backend a way to pin memory that it has not allocated.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -36,11 +38,14 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from ..accelerator import has_streams
 from ..tree.flatten import Flat
-from .checksums import Checksums, is_checked
 from .plan import Layout
 from .staging import arena_tensor, stage
 
-__all__ = ["DeviceCopies", "needed", "try_pinning"]
+__all__ = ["Checksums", "DeviceCopies", "is_checked", "needed", "try_pinning"]
+
+MIN_BYTES = 64 << 10  # below, a copy costs a device less than a checksum
+_COLUMNS = range(4097, 8192, 2)
+_TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that it takes on a device to some megabytes
 
 _LOG = get_logger("state")
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
@@ -381,3 +386,69 @@ def try_pinning(size: int) -> tuple[list[str], float]:
             torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
             del memory
     return names, seconds
+
+
+def is_checked(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has a checksum: it is large, and whole words in memory.
+
+    Elements of eight bytes have none: all of their signs are the highest bit of a word, so a change of signs alone
+    shows only in columns with an odd number of them. Of smaller elements, those in the low half of a word show too.
+    """
+    return (
+        tensor.nbytes >= MIN_BYTES
+        and not tensor.nbytes % 8
+        and (tensor.itemsize < 8 or tensor.dtype == torch.complex64)
+        and tensor.is_contiguous()
+        and not tensor.data_ptr() % 8
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+class Checksums:
+    """One way to take checksums; those of two objects differ."""
+
+    def __init__(self) -> None:
+        chance = random.SystemRandom()  # draws nothing from a generator that training uses
+        self.columns = chance.choice(_COLUMNS)
+        self._weights = torch.tensor([chance.getrandbits(63) | 1 for _ in range(self.columns)], device="cpu")
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def prepare(self, device: torch.device) -> None:
+        """Bring to a device what its checksums need; waits for it."""
+        if device not in self._on_device:
+            self._on_device[device] = self._weights.to(device)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the checksums of tensors of one device, which must be `is_checked`, as a tensor of that device.
+
+        It is the work of about two operations for each, queued on the current stream.
+        """
+        device = tensors[0].device
+        self.prepare(device)
+        parts = []
+        for start in range(0, len(tensors), _TOGETHER):
+            some = tensors[start : start + _TOGETHER]
+            sums = torch.empty((len(some), self.columns), dtype=torch.int64, device=device)
+            for row, tensor in zip(sums.unbind(), some, strict=True):
+                self._add_columns(tensor.detach().view(-1).view(torch.int64), row)
+            parts.append(self._mix(sums, self._on_device[device]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def of_memory(self, view: memoryview, offset: int, size: int) -> int:
+        """Return the checksum of bytes in host memory, on one thread."""
+        words = np.frombuffer(view, np.int64, size // 8, offset)
+        whole = len(words) // self.columns * self.columns
+        # NumPy, because torch would share the sum among its threads, which belong to training.
+        sums = np.add.reduce(words[:whole].reshape(-1, self.columns), axis=0)
+        sums[: len(words) - whole] += words[whole:]
+        return int(self._mix(torch.from_numpy(sums)[None], self._weights))
+
+    def _add_columns(self, words: torch.Tensor, row: torch.Tensor) -> None:
+        whole = len(words) // self.columns * self.columns
+        torch.sum(words[:whole].view(-1, self.columns), 0, out=row)
+        if whole < len(words):
+            row[: len(words) - whole].add_(words[whole:])
+
+    def _mix(self, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (sums ^ (sums >> 32)).mul_(weights).sum(1)

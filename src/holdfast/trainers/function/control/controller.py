@@ -46,11 +46,10 @@ from .actions import (
 from .commits import Commits
 from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
 from .finder import RunContents
-from .plan import RunSpec
+from .plan import Room, RunSpec
 from .policy import Cause, GiveUp
 from .report_ledger import ReportLedger
 from .reports import Reports
-from .room import Room
 from .starts import Start, choose_start
 from .worker_group import Clock, WorkerGroup, first_line, training_failed
 
