@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -122,9 +122,25 @@ class DeviceCopies:
         Raises:
             BaseException: what went wrong, once no copy is in flight any more: the arena may be unmapped.
         """
-        devices = {tensor.device for tensor in flat.tensors if has_streams(tensor.device)}
+        copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
+        # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
+        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
+        devices = _by_device(flat, sorted(set(copied).difference(on_cpu)))
         try:
-            return self._start(flat, layout, arena, client, hand_over, lazy=lazy)
+            events, late_copies = self._start(flat, layout, arena, devices, lazy=lazy)
+            stage(
+                [flat.tensors[number] for number in on_cpu], [layout.offsets[number] for number in on_cpu],
+                [layout.sizes[number] for number in on_cpu], arena,
+            )  # fmt: skip
+            if not lazy:
+                for event in events:
+                    event.synchronize()
+                return hand_over(None)
+            names = layout.signature.names  # the state itself is not kept: its tensors may be freed while it is copied
+            check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
+            result: Future[Any] = Future()
+            self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
+            return result
         except BaseException:
             self._fences.clear()
             for device in devices:
@@ -132,22 +148,13 @@ class DeviceCopies:
             raise
 
     def _start(
-        self,
-        flat: Flat,
-        layout: Layout,
-        arena: Arena,
-        client: WriterClient,
-        hand_over: Callable[[int | None], SaveFuture],
-        *,
-        lazy: bool,
-    ) -> Future[Any]:
+        self, flat: Flat, layout: Layout, arena: Arena, devices: Mapping[torch.device, list[int]], *, lazy: bool
+    ) -> tuple[list[Any], list[_LateCopies]]:
+        """Queue the copies from all devices; return the events at their ends, and what is copied late."""
         self._pin(arena)
-        copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
-        # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
-        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
         events: list[Any] = []
         late_copies: list[_LateCopies] = []
-        for device, numbers in _by_device(flat, sorted(set(copied).difference(on_cpu))).items():
+        for device, numbers in devices.items():
             late = self._late(flat, numbers) if lazy else []
             sums = self._take_sums(flat, device, late)
             if sums is None:
@@ -165,17 +172,7 @@ class DeviceCopies:
             event.record(current)
             events.append(event)
         self.late_bytes = sum(layout.sizes[number] for copies in late_copies for number in copies.numbers)
-        sub = _Subset(layout, on_cpu)
-        stage(sub, [flat.tensors[number] for number in on_cpu], arena.address, arena.view)  # type: ignore[arg-type]
-        if not lazy:
-            for event in events:
-                event.synchronize()
-            return hand_over(None)
-        names = layout.signature.names  # the state itself is not kept: its tensors may be freed while they are copied
-        check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
-        result: Future[Any] = Future()
-        self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
-        return result
+        return events, late_copies
 
     def _late(self, flat: Flat, numbers: Sequence[int]) -> list[int]:
         """Return which tensors of a device may be copied late."""
@@ -298,14 +295,6 @@ class DeviceCopies:
             _LOG.warning("the arena could not be pinned (cuda error %s): copies from the device are slower", status)
             return
         self._pinned.add(arena.address)
-
-
-class _Subset:
-    """The part of a layout that `stage` copies from the CPU."""
-
-    def __init__(self, layout: Layout, numbers: list[int]) -> None:
-        self.offsets = [layout.offsets[number] for number in numbers]
-        self.sizes = [layout.sizes[number] for number in numbers]
 
 
 def _copy(flat: Flat, layout: Layout, arena: Arena, number: int) -> None:

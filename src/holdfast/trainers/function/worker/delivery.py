@@ -12,12 +12,12 @@ from typing import Any
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
 from holdfast.model_files import ModelFiles
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Message
 from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
-from holdfast.writer.messages import IngestSource
+from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..location import describe_location, open_root
@@ -409,8 +409,8 @@ class Shares:
             submitted = self._snapshotter.submit(
                 state,
                 self._client,
-                SaveRequest(
-                    storage=self._target,
+                self._target,
+                SaveJob(
                     directory=go["directory"],
                     save_id=go["save_id"],
                     manifest=go["manifest"],

@@ -24,7 +24,6 @@ from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.format.tensor_file import lay_out
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.load.rank_values import restore_derived
-from holdfast.state.save.plan import Layout, Signature
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import TorchFileWriter, from_plain, to_plain
 from holdfast.state.tree import arrays, rng
@@ -109,11 +108,7 @@ class FileImage:
             self.close()
             self.arena = Arena.create(size)
         arena = self.arena
-        empty = Signature([], [], [], [], set(), {}, [], [], {})
-        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        layout = Layout(empty, [], list(offsets), sizes, arena.size, sum(sizes))
-        fresh = None if arena.prefaulted.is_set() else arena.fd
-        stage(layout, tensors, arena.address, arena.view, fresh_fd=fresh)
+        stage(tensors, offsets, [tensor.numel() * tensor.itemsize for tensor in tensors], arena)
         arena.prefault()
         return arena
 
