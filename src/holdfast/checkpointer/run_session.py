@@ -30,12 +30,11 @@ from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .pending_saves import NoteSender, PendingSaves, RunSave, failed
+from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
-from .transient import TRANSIENT_ERRORS, state_of
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 

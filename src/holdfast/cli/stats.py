@@ -12,9 +12,8 @@ import click
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.run.catalog import Catalog
-from holdfast.run.costs import saves
+from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.goodput import goodput
 from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
@@ -281,7 +280,7 @@ def _goodput_figures(parts: Mapping[str, float]) -> dict[str, Any]:
 
 
 def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]], *, is_classic: bool = False) -> str:
-    """Write the figures of runs as text that ends in ``# EOF``.
+    """Write the figures of runs as OpenMetrics text (version 1.0.0 of that format), which ends in ``# EOF``.
 
     Args:
         runs: labels and figures of each; the names of the figures are those of the families above without

@@ -14,10 +14,9 @@ from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.options import check_root
-from holdfast.checkpointer.pending_saves import RunSave
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, passing_error, state_of
 from holdfast.checkpointer.rendezvous import Meeting, meet
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.checkpointer.transient import TRANSIENT_ERRORS, passing_error, state_of
 from holdfast.config import Keep
 from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError

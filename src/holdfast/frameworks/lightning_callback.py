@@ -322,7 +322,11 @@ class RayDeepSpeedStrategy(_Strategy):
 
 
 class RayLightningEnvironment(Grafted):
-    """Tells Lightning who this worker is; processes are started by the function trainer."""
+    """Tells Lightning who this worker is; processes are started by the function trainer.
+
+    Lightning counts its processes by ``devices`` and ``num_nodes``. This takes ranks, device and world size from
+    `holdfast.get_context` instead, so that ``devices="auto"`` is right on every worker.
+    """
 
     BASES = (
         "lightning.pytorch.plugins.environments:LightningEnvironment",

@@ -18,8 +18,7 @@ from holdfast.format.contents import ContentsReader
 from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
-from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
-from holdfast.run.goodput import goodput
+from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput, saves, stats
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows

@@ -395,7 +395,16 @@ def is_checked(tensor: torch.Tensor) -> bool:
 
 
 class Checksums:
-    """One way to take checksums; those of two objects differ."""
+    """Checksums of tensors that a device takes before a copy and the CPU after it; those of two objects differ.
+
+    A tensor is read once, as words of eight bytes. Word ``i`` is added to column ``i % columns``, with wrapping
+    integers; the high half of each sum is mixed into its low half, and the sums are added with a random odd weight for
+    each column. The number of columns is odd and random, so that rows of a matrix lie at another column each: what
+    exchanges, turns, moves or negates elements changes the sum, as everything does that does not happen to leave the
+    sums of all columns as they are. A changed sign in the high half of a word adds 2**63 to its column, so two of these
+    in one column cancel: that takes two elements that lie a multiple of the random number of columns apart, and nothing
+    else that changes.
+    """
 
     def __init__(self) -> None:
         chance = random.SystemRandom()  # draws nothing from a generator that training uses

@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..memory import move, move_small
+from ..tree.arrays import move, move_small
 from .plan import FileLayout, Layout
 
 __all__ = ["AsideCopy", "copy_window", "stage"]

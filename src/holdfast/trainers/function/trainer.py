@@ -28,7 +28,6 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
-from .callbacks import RunContext
 from .control.drive import Driver, ExecutorOptions, Stops
 from .control.messages import say
 from .control.plan import RunSpec, WaitLimits
@@ -38,6 +37,7 @@ from .engine_choice import make_engine, runs_on_ray, threads
 from .engines.local.inline import InlineEngine
 from .location import describe_location, pack_secrets
 from .transit import pack_call, pack_result, pack_value, takes_config, unpack_result
+from .types import RunContext
 from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
 
 __all__ = ["TorchTrainer"]
@@ -190,8 +190,7 @@ class TorchTrainer:
 
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
-        from .here import drive_here, work_here  # load torch
-        from .launched import Launched, ranks_of_launcher
+        from .launched import Launched, drive_here, ranks_of_launcher, work_here  # load torch
         from .worker._session import in_session
         from .worker.group import launched_group
 

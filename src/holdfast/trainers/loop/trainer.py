@@ -20,8 +20,7 @@ from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
-from .callbacks import Callback, Logger, LoggerDestination
-from .engine import EventEngine
+from .callbacks import Callback, EventEngine, Logger, LoggerDestination
 from .events import Event
 from .options import (
     check_clip,

@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
+from holdfast.checkpointer.pending_saves import passing_error, state_of
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
-from holdfast.checkpointer.transient import passing_error, state_of
 from holdfast.config import Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME

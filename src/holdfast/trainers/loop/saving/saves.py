@@ -15,9 +15,8 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
-from holdfast.checkpointer.pending_saves import RunSave, failed
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, RunSave, failed, state_of
 from holdfast.checkpointer.run_session import NamedSave
-from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.model_files import ModelFiles

@@ -18,8 +18,7 @@ from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.data.split import knows_its_rank
 
-from ..callbacks import Logger
-from ..engine import EventEngine
+from ..callbacks import EventEngine, Logger
 from ..events import Event
 from ..state import State
 from ..times.timestamp import Timestamp
