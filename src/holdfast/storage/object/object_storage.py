@@ -36,11 +36,10 @@ from ..base import (
     check_prefix,
     check_view,
 )
-from .again import Errors, again_if_broken
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
 from .client import BucketClient, make_store
 from .conditions import MARK, as_condition, conditions_of, landed
-from .errors import NO_BUCKET, status_of
+from .errors import NO_BUCKET, Errors, again_if_broken, status_of
 from .read import list_all, open_reader, read_version
 
 __all__ = ["ObjectStorage", "from_options", "from_uri"]
