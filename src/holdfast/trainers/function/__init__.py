@@ -4,8 +4,7 @@ Start with `trainer` (what `TorchTrainer.fit` does) and `engine` (what a driver 
 `control/controller` is a state machine (with `actions`, `policy`, `report_ledger`, `known_checkpoints`: pure), `drive`
 and `execute` carry out what it decides. Engines: `engines/local` (zygote, supervisor, child, logs), `engines/cluster`
 (the same on each node of a Ray cluster). Worker: `worker/main`, `session` (what the function calls), `delivery`
-(reports with data: `handoff`, `staging`), `link`. All sides: `location`, `failure`, `transit`, `types`;
-`control/result` reads a run.
+(reports with data: `handoff`, `staging`), `link`. All sides: `transit`, `types`; `control/result` reads a run.
 
 May import interop and all below it. The zygote imports what it forks with before any thread exists: keep this module
 free of imports.

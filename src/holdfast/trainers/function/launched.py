@@ -31,7 +31,7 @@ from .control.actions import End
 from .control.drive import Driver
 from .control.messages import say
 from .engines.local.inline import InlineEngine
-from .failure import error_from_wire, error_to_wire
+from .transit import error_from_wire, error_to_wire
 from .worker.group import leave_launched_group
 from .worker.main import run_here
 

@@ -40,8 +40,7 @@ from .engines.cluster.engine import ClusterEngine
 from .engines.cluster.ray_nodes import RayNodes, Wanted
 from .engines.local.engine import LocalEngine
 from .engines.local.inline import InlineEngine
-from .location import describe_location, pack_secrets
-from .transit import pack_call, pack_result, pack_value, takes_config, unpack_result
+from .transit import describe_location, pack_call, pack_result, pack_secrets, pack_value, takes_config, unpack_result
 from .types import RunContext
 from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
 

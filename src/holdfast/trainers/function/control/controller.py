@@ -19,7 +19,7 @@ from holdfast.errors import (
 from holdfast.writer.messages import RunOpened
 
 from ..engine import Capacity, Draining, Dying, Exited, Placed, Received, Started, Unable
-from ..failure import error_from_wire
+from ..transit import error_from_wire
 from .actions import (
     Action,
     ActionResult,

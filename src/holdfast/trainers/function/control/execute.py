@@ -32,8 +32,7 @@ from holdfast.writer.ingest.merge import suffixed
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, is_incoming
 
 from ..engine import Engine, GroupSpec, TaskEnded
-from ..failure import error_to_wire
-from ..location import checkpoint_at
+from ..transit import checkpoint_at, error_to_wire
 from .actions import (
     Action,
     ActionResult,

@@ -20,7 +20,7 @@ from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..location import describe_location, open_root
+from ..transit import describe_location, open_root
 from ..types import CheckpointUploadMode
 from ..unfinished import left_directory
 from ..values import TIMESTAMP, pack_checkpoint, score_of
