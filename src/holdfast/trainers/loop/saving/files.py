@@ -34,7 +34,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
 from ..training.ranks import Ranks
-from .schema import plain_leaf
+from .schema import as_torch_file, plain_leaf
 
 __all__ = ["FileImage", "gathered", "of_rank", "read_note"]
 
@@ -60,6 +60,14 @@ class FileImage:
         """Describe the file that was taken last to the writer, which stores it under a lease of its name."""
         assert self._container is not None
         return replace(self._container, lease=lease)
+
+    def take(self, state: dict[str, Any], container: str, note: Mapping[str, Any]) -> None:
+        """Copy a state of `gathered` for its container, "torch" or "safetensors", which takes the weights alone."""
+        if container == "torch":
+            self.take_torch(as_torch_file(state), note)
+        else:
+            weights = state["state"]["model"]
+            self.take_weights({name: value for name, value in weights.items() if torch.is_tensor(value)}, note)
 
     def take_torch(self, value: Any, note: Mapping[str, Any]) -> None:
         """Copy a state for ``torch.load``; the caller may change its tensors when this returns.
