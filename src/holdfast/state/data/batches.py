@@ -61,7 +61,8 @@ class ResumableBatches:
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch. Workers of a loader with its own state draw as that loader decides.
+            numbers for the epoch, and so do generators that it holds. Workers of a loader with its own state draw as
+            that loader decides.
         rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
         split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
@@ -116,7 +117,8 @@ class ResumableBatches:
         self._is_same_world = position is None or position.get("world_size", world_size) == world_size
         current = position if position is not None and position["epoch"] == epoch else None
         self._seed = int(current["seed"]) if current is not None else seed
-        self._stream = Stream(mix(self._seed, epoch))
+        own = generators_within(loader) if self.kind == "count" and seed_samples else []
+        self._stream = Stream(mix(self._seed, epoch), own)
         if position is not None:
             self._check_kind(position)
             fits = self._elastic or self._is_same_world
