@@ -137,12 +137,16 @@ class StepBoundary:
         snapshots.saved(step=progress.step, samples=progress.samples, now=now)
         if self._session.last_step == progress.step:
             return
-        begun = time.perf_counter()
+        begun, life = time.perf_counter(), self._session.life
+        if life is not None and self._session.saves.busy:  # which it may have to wait for
+            life.waits(True)
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         kept = self._session.keep_state(
             self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
             metrics=self.log.of_step(progress.step)(),
         )  # fmt: skip
+        if life is not None:
+            life.waits(False)
         if not kept:
             self.snapshots = None
         self.held_s += time.perf_counter() - begun
