@@ -517,8 +517,10 @@ class RunSession:
         *,
         follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
     ) -> None:
-        def ended(_: Future[Any]) -> None:
+        def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
+            if self.life is not None and not done.cancelled() and done.exception() is None:
+                self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
         save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
@@ -614,8 +616,6 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
-        if self.life is not None:
-            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost

@@ -25,7 +25,8 @@ VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
 DEATHS = "deaths.json"
 MODULES = "modules.json"
-_FIELDS = struct.Struct("<8q")
+_FIELDS = struct.Struct("<7q")
+_DURABLE = struct.Struct("<q")  # behind the others: another thread writes it
 _TEXT_AT, _BYTES = 256, 4096
 _ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED = range(6)
 _ENDS = {"finished": _FINISHED, "stopped": _STOPPED}
@@ -42,7 +43,7 @@ class LifeReport:
     def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
         self._owner = os.getpid()
         self._state, self._step, self._longest, self._resumed, self._durable = _ENTERED, -1, 0, -1, -1
-        self._moment, self._requeue, self._wait_ms = time.monotonic_ns(), -1, 0
+        self._moment, self._limits = time.monotonic_ns(), (-1, 0)  # requeue status, milliseconds that a save may hold
         self._fd = -1
         text = json.dumps({**about, "pid": self._owner}).encode()
         if len(text) > _BYTES - _TEXT_AT:
@@ -53,6 +54,7 @@ class LifeReport:
             os.pwrite(fd, text.ljust(_BYTES - _TEXT_AT), _TEXT_AT)
             self._fd = fd
             self._write()
+            self.durable(-1)
             os.rename(f"{folder}/.{name}", f"{folder}/{name}")
 
     @classmethod
@@ -73,10 +75,10 @@ class LifeReport:
             requeue: exit status after a signal.
             wait_s: bound of the waits for a save.
         """
-        self._resumed = self._durable = step
-        self._requeue, self._wait_ms, self._state = requeue, int(wait_s * 1000), _TRAINS
+        self._resumed, self._limits, self._state = step, (requeue, int(wait_s * 1000)), _TRAINS
         self._step, self._moment = step, time.monotonic_ns()
         self._write()
+        self.durable(step)
 
     def stepped(self, step: int) -> None:
         """Report the boundary of a step."""
@@ -93,9 +95,12 @@ class LifeReport:
             self._write()
 
     def durable(self, step: int) -> None:
-        """Report that the checkpoint of a step is committed."""
+        """Report that the checkpoint of a step is committed; may be called on another thread."""
+        if self._fd < 0 or self._owner != os.getpid():
+            return
         self._durable = max(self._durable, step)
-        self._write()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, _DURABLE.pack(self._durable), _FIELDS.size)
 
     def end(self, reason: str = "closed") -> None:
         """Report that the run was left; the first reason counts."""
@@ -106,9 +111,9 @@ class LifeReport:
     def _write(self) -> None:
         if self._fd < 0 or self._owner != os.getpid():
             return
-        fields = (self._state, self._step, self._moment, self._longest, self._resumed, self._durable)
+        fields = (self._state, self._step, self._moment, self._longest, self._resumed)
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, _FIELDS.pack(*fields, self._requeue, self._wait_ms), 0)
+            os.pwrite(self._fd, _FIELDS.pack(*fields, *self._limits), 0)
 
 
 def _tell_imports(folder: Path) -> None:
@@ -178,7 +183,8 @@ def read_reports(folder: Path) -> list[RunReport]:
         try:
             data = path.read_bytes()
             about = json.loads(data[_TEXT_AT:])
-            state, step, moment, longest, resumed, durable, requeue, wait_ms = _FIELDS.unpack_from(data)
+            state, step, moment, longest, resumed, requeue, wait_ms = _FIELDS.unpack_from(data)
+            (durable,) = _DURABLE.unpack_from(data, _FIELDS.size)
             report = RunReport(
                 uri=str(about["uri"]), attempt=int(about["attempt"]), rank=int(about["rank"]), pid=int(about["pid"]),
                 trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, waits=state == _WAITS, step=step,

@@ -75,6 +75,7 @@ class Supervisor:
         self._stopping: int | None = None  # the signal that asked for it
         self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
+        self._continued = 0.0  # when we were last continued after a Ctrl-Z
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
@@ -205,7 +206,7 @@ class Supervisor:
             first = report.step <= report.resumed
             limit_s = self._hang_s or (_FIRST_S if first else max(_HANG_S, _HANG_STEPS * report.longest_s))
             limit_s = limit_s * 2**self._hangs + (report.wait_s if report.waits else 0.0)
-            silent_s = now - report.moment_s
+            silent_s = now - max(report.moment_s, self._continued)
             if silent_s > limit_s:
                 return (
                     f"rank {report.rank} of {report.uri} has ended no step for {format_duration(silent_s)} "
@@ -289,6 +290,9 @@ class Supervisor:
         """Pass on the signals that have come; True if one of them asks to stop, now or before."""
         while self._held.waiting:
             number = self._held.waiting.pop(0)
+            if number == signal.SIGTSTP:
+                self._stand_still(processes)
+                continue
             if number in _STOPS:
                 self._stopping = self._stopping or number
                 self._stops += 1
@@ -297,6 +301,15 @@ class Supervisor:
                 if number in _STOPS and self._stops == _MANY_STOPS:
                     _say(f"the script was sent each signal and has not ended; to end it now: {processes.kill_line}")
         return self._stopping is not None
+
+    def _stand_still(self, processes: LifeProcesses | None) -> None:
+        """Stop with all processes of this life, as a Ctrl-Z asks, until we are continued (fg, bg)."""
+        if processes is not None:
+            processes.send_groups(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if processes is not None:
+            processes.send_groups(signal.SIGCONT)
+        self._continued = time.monotonic()
 
     def _stopped_between(self) -> int:
         """Return the exit status after a signal while no life was there."""
