@@ -298,6 +298,22 @@ def test_memory_for_one_copy_only_leaves_it_out_and_says_so(
     assert "memory is short for rescue=" in capfd.readouterr().err
 
 
+def test_a_state_that_streams_leaves_it_out_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `max_staging_bytes` there is no whole copy of the state: said at the start, or once the state has grown."""
+    state = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
+    with hf.Checkpointer(tmp_path / "a", state, every=None, rescue=1, max_staging_bytes="2MiB") as ck:
+        ck.step()
+    assert "rescue= is left out: the state does not fit into max_staging_bytes" in capfd.readouterr().err
+    state = {"w": torch.zeros(4)}
+    with hf.Checkpointer(tmp_path / "b", state, every=None, rescue=1, max_staging_bytes="2MiB") as ck:
+        ck.step()
+        state["w"] = torch.zeros(1 << 20)
+        ck.step()
+    assert "rescue= is left out from here on" in caplog.text
+
+
 def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty snapshots and saves of 24 MiB, some while a save is being written, make two arenas."""
     made: list[int] = []
@@ -315,7 +331,7 @@ def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([size for size in made if size > 24 << 20]) == 2
 
 
-@pytest.mark.parametrize("rescue", ["auto", "5tok", 0, "soon"])
+@pytest.mark.parametrize("rescue", ["auto", "5tok", "1ep", 0, "soon"])
 def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
     """Before training, with what is right."""
     with pytest.raises(ConfigError):

@@ -42,6 +42,7 @@ __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
@@ -436,9 +437,10 @@ class RunSession:
         )
         if self.extra:
             fields["extra"] = dict(self.extra)
+        joint = self.team is not None
         request = SaveRequest(
-            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
-            reuse=True, run=True,
+            storage=self.storage, directory=self._free_name(step), save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}",
+            manifest=fields, reuse=True, run=self.leads, part=joint, joint=joint,
         )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, request)
         self._held(time.perf_counter() - begun)

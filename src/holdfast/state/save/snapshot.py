@@ -172,6 +172,11 @@ class Snapshotter:
         digests = DIGEST_BYTES * sum(map(num_chunks, files))
         return sum(files) + digests + sum(len(content()) for content in contents)
 
+    @property
+    def streams(self) -> bool:
+        """Whether the state, as it was last looked at, goes through an arena that is smaller."""
+        return self.layout is not None and self._windowed(self.layout)
+
     def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
         """Decide whether a copy of the state fits into memory; return what it costs if it does not.
 
@@ -220,7 +225,8 @@ class Snapshotter:
         job = SaveJob(
             directory=request.directory, save_id=request.save_id, writer=self.rank,
             files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
-            run=request.run, division=self._division(flat, layout, wait=True),
+            run=request.run, part=request.part, joint=request.joint,
+            division=self._division(flat, layout, wait=True),
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
         if arena is None:
