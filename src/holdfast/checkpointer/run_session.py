@@ -387,6 +387,7 @@ class RunSession:
                     metrics=self._sender.behind(metrics) if callable(metrics) else None,
                 )  # fmt: skip
                 submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                self._tell_memory(snapshotter)
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
@@ -443,8 +444,14 @@ class RunSession:
             manifest=fields, reuse=True, run=self.leads, part=joint, joint=joint,
         )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, request)
+        self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept
+
+    def _tell_memory(self, snapshotter: Snapshotter) -> None:
+        """Let `holdfast run` keep the memory of the newest saves for the next life."""
+        if self.life is not None:
+            self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,

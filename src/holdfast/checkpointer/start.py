@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
+from holdfast.run.life import kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
@@ -119,7 +121,9 @@ def start_run(
 
     def need() -> list[Any]:
         # Before any rank takes memory: each looks at what all of them share.
-        short.append(snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu")))
+        freed = kept_bytes(session.root.uri) // current_ranks().local_world_size
+        to_come = _future_optimizer_bytes(live.values(), on="cpu") - freed
+        short.append(snapshotter.look_at_memory(live, reserve=to_come))
         own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 

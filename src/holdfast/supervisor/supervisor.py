@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.run.life import DEATHS, RunReport, read_reports
 
 from .early import STOPS, HeldSignals
+from .kept import KeptArenas
 from .processes import (
     LifeProcesses,
     describe_status,
@@ -79,6 +80,7 @@ class Supervisor:
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
+        self._kept = KeptArenas()
         self._python = PythonCommand.parse(command) if warm and num_ranks is None and self._alone else None
         self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
         self._wake, wake = os.pipe()
@@ -104,6 +106,7 @@ class Supervisor:
             if self._spare is not None:
                 self._spare.close()
             self._reap()
+            self._kept.close()
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _reap(self) -> None:
@@ -119,6 +122,7 @@ class Supervisor:
         folder = self._home / f"life-{number}"
         folder.mkdir()
         (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
+        self._kept.begin(folder)
         began = time.monotonic()
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -172,6 +176,7 @@ class Supervisor:
                 sys.stderr.flush()
                 return f"{why}\n{stacks}"
             self._get_ready(folder)
+            self._kept.look(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
         if self._stopping is not None:
             # The command was a shell that died of the signal: the script itself has yet to save.

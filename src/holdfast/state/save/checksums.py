@@ -16,9 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["Checksums", "is_checked"]
+from holdfast.format.digest import chunk_digests
+
+__all__ = ["Checksums", "fingerprints", "is_checked"]
 
 MIN_BYTES = 64 << 10  # below, a copy costs a device less than a checksum
+_ELEMENTS = 16  # elements of a tensor in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = range(4097, 8192, 2)
 _TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that it takes on a device to some megabytes
 
@@ -87,3 +91,28 @@ class Checksums:
 
     def _mix(self, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return (sums ^ (sums >> 32)).mul_(weights).sum(1)
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
+
+    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    digests = [""] * len(tensors)
+    for device, numbers in by_device.items():
+        steps = torch.arange(_ELEMENTS, device=device)
+        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
+        for number, row in zip(numbers, rows.numpy(), strict=True):
+            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return digests
+
+
+def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
+    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)

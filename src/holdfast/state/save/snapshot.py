@@ -15,15 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
@@ -36,18 +34,17 @@ from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
 from . import device_copies
+from .checksums import fingerprints
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
 
-__all__ = ["SaveRequest", "Snapshotter", "Submitted", "fingerprints"]
+__all__ = ["SaveRequest", "Snapshotter", "Submitted"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
@@ -176,6 +173,19 @@ class Snapshotter:
     def streams(self) -> bool:
         """Whether the state, as it was last looked at, goes through an arena that is smaller."""
         return self.layout is not None and self._windowed(self.layout)
+
+    @property
+    def arenas(self) -> list[tuple[int, int]]:
+        """Descriptor and bytes of each arena that holds whole states in the present layout."""
+        if self.streams:
+            return []
+        own = [arena for arena in (self.arena, *self._spares) if arena is not None]
+        return sorted((arena.fd, arena.size) for arena in own if arena.fd is not None)
+
+    def arena_files(self) -> list[tuple[str, str, int]]:
+        """Return for each file its name before and after the id of a save, and its first byte in an arena."""
+        files = [] if self.layout is None else self.layout.files
+        return [(file.stem, file.suffix, file.arena_offset) for file in files]
 
     def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
         """Decide whether a copy of the state fits into memory; return what it costs if it does not.
@@ -771,28 +781,3 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
 def _sample_name(flat: Flat, number: int) -> str:
     region = flat.regions.get(number)
     return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"
-
-
-def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
-
-    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
-    """
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    digests = [""] * len(tensors)
-    for device, numbers in by_device.items():
-        steps = torch.arange(_ELEMENTS, device=device)
-        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
-        for number, row in zip(numbers, rows.numpy(), strict=True):
-            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
-    return digests
-
-
-def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
-    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)
