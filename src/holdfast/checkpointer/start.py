@@ -551,8 +551,9 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
                 "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
                 "Pin them, or use another directory, to keep them"
             )
-        why = "resume='never'" if options.resume == "never" else "the guard: all of them hold a bad step"
-        return f"fresh start ({why}): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
+        if options.resume != "never":
+            return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} hold a bad step"
+        return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
     # Whoever expected a resume has to see why there is none.
     found = RunView(storage)
     if found.incomplete:
