@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from guard_training import BATCHES, live
+from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.checkpointer.guard import Judge
@@ -24,16 +23,6 @@ from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
 from holdfast.run.catalog import Catalog
 from holdfast.run.rollbacks import BatchSpan, Rollback, choose, read_rollbacks
 from holdfast.storage.resolve import resolve
-from holdfast.testing.crash import ForkServer
-
-BATCHES, EPOCHS = 24, 2
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch", "holdfast.checkpointer")) as one:
-        yield one
-
 
 # -- the judge
 
@@ -121,74 +110,6 @@ def test_a_guard_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 # -- lives
-
-
-def live(
-    run: Path, *, poison: dict[tuple[int, int], str] | None = None, leave_out: frozenset[tuple[int, int]] = frozenset(),
-    flip_at: int = 0, kill_at: int = 0, kill_how: int = signal.SIGKILL,
-    accumulate: int = 1, **options: Any,
-) -> bytes:  # fmt: skip
-    """Live one life to its end; return the bytes of the model, the optimizer and what was seen.
-
-    Args:
-        run: the run.
-        poison: what is done to the batches of (epoch, index): "nan" or "spike".
-        leave_out: batches that this loop does not train: a twin that never had them.
-        flip_at: after this step a bit of a weight flips, if no file says that it has.
-        kill_at: after this step the process is killed, if no file says that it was.
-        kill_how: by this signal.
-        accumulate: batches a step.
-        **options: of the `Checkpointer`.
-    """
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = TensorDataset(torch.arange(BATCHES * 8), torch.randn(BATCHES * 8, 4))
-    loader = DataLoader(data, batch_size=8, shuffle=True)
-    seen: list[int] = []
-    options.setdefault("every", 5)
-    options.setdefault("keep", hf.Keep(last=1))
-    options.setdefault("guard", hf.Guard(max_rollbacks=20))
-    with hf.Checkpointer(run, {"model": model, "optimizer": optimizer, "seen": seen}, **options) as ck:
-        for epoch in ck.epochs(EPOCHS):
-            for index, (which, x) in ck.enumerate(loader):
-                if (epoch, index) in leave_out:
-                    continue
-                what = (poison or {}).get((epoch, index))
-                if what is not None:
-                    x.mul_(math.nan if what == "nan" else 1e4)
-                loss = 1 + model(x).pow(2).mean()
-                (loss / accumulate).backward()
-                seen += which.tolist()
-                if (index + 1) % accumulate:
-                    continue
-                optimizer.step()
-                optimizer.zero_grad()
-                ck.step(loss=loss.detach())
-                if ck.global_step == flip_at and once(run, f"flipped-{flip_at}"):
-                    with torch.no_grad():
-                        bits = model[2].bias.view(torch.int32)
-                        bits ^= 1 << 30  # the highest bit of the exponent
-                if ck.global_step == kill_at and once(run, f"killed-{kill_at}"):
-                    os.kill(os.getpid(), kill_how)
-    return whole(model, optimizer, seen)
-
-
-def once(run: Path, name: str) -> bool:
-    """Tell, the first time, that it is the first time."""
-    marker = run.with_name(f"{run.name}-{name}")
-    if marker.exists():
-        return False
-    marker.touch()
-    return True
-
-
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seen: list[int]) -> bytes:
-    """Return all of a state as bytes."""
-    tensors = [*model.state_dict().values()]
-    for entry in optimizer.state_dict()["state"].values():
-        tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-    return b"".join(tensor.numpy().tobytes() for tensor in tensors) + json.dumps(seen).encode()
 
 
 def to_its_end(run: Path, **options: Any) -> tuple[bytes, int]:

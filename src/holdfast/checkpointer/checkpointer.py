@@ -554,7 +554,7 @@ class Checkpointer:
         guard, progress = self.options.guard, self._progress
         if guard is None or progress.judge is None:
             return None
-        watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step)
+        watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step, before=started.before)
         manifest = None if started.checkpoint is None else started.checkpoint.manifest
         if manifest is not None and started.is_own:
             watch.begin(manifest.metrics, progress.place)

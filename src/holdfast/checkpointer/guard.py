@@ -169,18 +169,26 @@ class GuardWatch:
         session: the run.
         rollbacks: what the run remembers of bad steps.
         step: that the life begins with.
+        before: step and name of the sound checkpoint before that.
 
     Attributes:
         alarm: the bad step that this life ends for; None while all is sound.
     """
 
     def __init__(
-        self, guard: Guard, judge: Judge, session: RunSession, rollbacks: Sequence[Rollback], *, step: int
+        self,
+        guard: Guard,
+        judge: Judge,
+        session: RunSession,
+        rollbacks: Sequence[Rollback],
+        *,
+        step: int,
+        before: tuple[int, str] | None = None,
     ) -> None:
         self.guard, self._judge, self._session, self._rollbacks = guard, judge, session, list(rollbacks)
         self._began = step
         self._pending: deque[tuple[int, Callable[[], bool], Callable[[], float], Place]] = deque()
-        self._saved = deque([_Saved(step, None)])
+        self._saved = deque([*([] if before is None else [_Saved(*before)]), _Saved(step, None)])
         self._has_come, self._silent = False, 0
         self.alarm: Alarm | None = None
         self._decided: Rollback | None = None
@@ -280,7 +288,7 @@ class GuardWatch:
         assert alarm is not None
         if self._decided is not None:
             return self._decided
-        before = self._saved[0]
+        before = next(saved for saved in self._saved if saved.step >= self._began)
         known = [rollback for rollback in self._rollbacks if rollback.key == (alarm.place or (alarm.step,))]
         others = {rollback.key for rollback in self._rollbacks} - {rollback.key for rollback in known}
         what = f"step {alarm.step}: {alarm.why}"

@@ -73,6 +73,7 @@ class StartedRun:
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
         is_own: the checkpoint is one of this run.
         rollbacks: what the run remembers of bad steps.
+        before: step and name of the sound checkpoint of this run before the one that was resumed.
     """
 
     checkpoint: Checkpoint | None
@@ -80,6 +81,7 @@ class StartedRun:
     finished_epochs: int | None
     is_own: bool
     rollbacks: Sequence[Rollback] = ()
+    before: tuple[int, str] | None = None
 
 
 _DEEP = 6  # levels of a state in which parameters are looked for
@@ -154,7 +156,20 @@ def start_run(
             )
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine, rollbacks=rollbacks)
+    resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
+    earlier = _before(resumed_name, names, {**session.quarantined, **unsound}, session)
+    return StartedRun(
+        outcome.checkpoint, has_generators, finished, is_own=mine, rollbacks=rollbacks, before=earlier,
+    )  # fmt: skip
+
+
+def _before(
+    resumed: str | None, names: Sequence[str], bad: Mapping[str, str], session: RunSession
+) -> tuple[int, str] | None:
+    """Return the checkpoint that would have been resumed if ``resumed`` were not there."""
+    later = names[names.index(resumed) + 1 :] if resumed in names else ()
+    name = next((name for name in later if name not in bad), None)
+    return next(((row[2], name) for row in session.opened.records if row[0] == name), None) if name else None
 
 
 def _candidates(
