@@ -319,6 +319,33 @@ def test_what_is_left_out_is_in_the_checkpoint_too(tmp_path: Path) -> None:
     assert (end == live(tmp_path / "twin", leave_out=frozenset(bad)), count) == (True, 0)
 
 
+def test_retention_goes_on_where_the_metric_does_not_come(tmp_path: Path) -> None:
+    """A guard of a metric that nobody reports must not keep every checkpoint for it."""
+    with hf.Checkpointer(tmp_path, {}, every=1, keep=hf.Keep(last=1), guard=hf.Guard(metric="los")) as ck:
+        for _ in range(25):
+            ck.step(loss=1.0)
+    assert len(ck.checkpoints()) <= 10
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_named_is_taken_and_its_damage_ends_the_run_in_bounded_time(tmp_path: Path) -> None:
+    """``resume=PATH`` of a state that gives nan for ever: two rollbacks for a step, at most, and then an error."""
+
+    def loop(**options: Any) -> None:
+        weight = torch.zeros(1)
+        with hf.Checkpointer(tmp_path, {"w": weight}, every=5, keep=None, **options) as ck:
+            for _ in ck.batches(range(10)):
+                weight += math.nan
+                ck.step(loss=weight.sum())
+
+    loop()
+    for _ in range(2 * 3):
+        with pytest.raises(SystemExit):
+            loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
+    with pytest.raises(TrainingError):
+        loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
+
+
 def test_choose_takes_a_checkpoint_without_a_sound_step_after_it_last() -> None:
     """A later life's checkpoints are not judged by what an earlier one has found."""
     bad = Rollback(attempt=2, step=10, why="loss is inf", after=8)

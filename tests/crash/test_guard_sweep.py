@@ -16,7 +16,16 @@ CASES, BOUND_S = 16, 50.0  # for each test: about two poisonings a case
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch", "holdfast.checkpointer", KIT)) as one:
+    with ForkServer(
+        preload=(
+            "torch",
+            "torch.utils.data",
+            "holdfast.checkpointer",
+            "holdfast.state.load.restore",
+            "holdfast.state.load.put_back",
+            KIT,
+        )
+    ) as one:
         yield one
 
 

@@ -556,7 +556,7 @@ class Checkpointer:
             return None
         watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step, before=started.before)
         manifest = None if started.checkpoint is None else started.checkpoint.manifest
-        if manifest is not None and started.is_own:
+        if manifest is not None and started.is_own and isinstance(self.options.resume, str):
             watch.begin(manifest.metrics, progress.place)
         return watch
 

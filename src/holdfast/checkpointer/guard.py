@@ -33,6 +33,7 @@ __all__ = ["Alarm", "GuardWatch", "Judge"]
 _LOG = get_logger("guard")
 _LEAST = 20  # values from which on spikes are told
 _LEAST_SCALE = 0.01  # of the median: a window without any noise would make each change a spike
+_MOST_SAVED = 8  # checkpoints that wait for a sound value of a later step
 _SILENT_STEPS = 1000  # after which it is said that the metric does not come
 
 Place = tuple[BatchSpan, ...]
@@ -66,6 +67,7 @@ class Judge:
 
     Attributes:
         judged: newest step with a judged value, -1 before the first.
+        sound: newest step with a sound value, -1 before the first.
 
     Example:
         >>> judge = Judge(Guard(spike=8.0))
@@ -80,7 +82,7 @@ class Judge:
         self._values: deque[float] = deque()
         self._sorted: list[float] = []
         self._streak: tuple[Alarm, int] | None = None  # bad values in a row: the first, and how many
-        self.judged = -1
+        self.judged = self.sound = -1
 
     @property
     def is_calm(self) -> bool:
@@ -92,7 +94,7 @@ class Judge:
         self.judged = step
         why = self._why(value)
         if why is None:
-            self._streak = None
+            self._streak, self.sound = None, step
             self._add(value)
             return None
         if self._guard.action == "warn" and math.isfinite(value):
@@ -130,7 +132,8 @@ class Judge:
         streak = self._streak and [self._streak[0].step, self._streak[0].why, self._streak[1]]
         place = self._streak and [list(span) for span in self._streak[0].place]
         metric = self._guard.metric
-        return {"metric": metric, "values": list(self._values), "judged": self.judged, "streak": streak, "place": place}
+        steps = {"judged": self.judged, "sound": self.sound}
+        return {"metric": metric, "values": list(self._values), "streak": streak, "place": place, **steps}
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what an earlier life has seen, if that was of the same metric."""
@@ -138,7 +141,7 @@ class Judge:
             return
         self._values = deque([float(value) for value in state["values"]][-self._guard.window :])
         self._sorted = sorted(self._values)
-        self.judged = int(state["judged"])
+        self.judged, self.sound = int(state["judged"]), int(state["sound"])
         if state["streak"] is not None:
             step, why, count = state["streak"]
             place = tuple(BatchSpan.from_json(span) for span in state["place"])
@@ -274,6 +277,8 @@ class GuardWatch:
         names = [saved.name for saved in self._saved if saved.name is not None]
         self._session.client.run_op("protect", names=names)
         self._saved.append(_Saved(step, name))
+        if len(self._saved) > _MOST_SAVED:  # values come rarely, or never: not all checkpoints are kept for that
+            del self._saved[1]
 
     # -- decisions
 
@@ -300,19 +305,22 @@ class GuardWatch:
                 f"{guard.max_rollbacks}): `holdfast log {session.root.uri}` lists them. Look at the learning rate and "
                 "the data; a greater max_rollbacks goes on"
             )
+        if any(rollback.left_out for rollback in known):
+            raise self._ended(f"{what}, although its batches were left out: the damage is not done by them")
         if known and not alarm.place:
             raise self._ended(
                 f"{what}, again after a rollback, and its batches cannot be left out, for the loop does not take them "
                 "from ck.batches()"
             )
         left_out: Place = ()
-        after = alarm.step - 2  # a step of which the weights have given no sound value yet is not trusted
+        after = self._judge.sound - 1  # weights that have given no sound value yet are not trusted
         if known:
             left_out = tuple(before.since) if guard.skip == "since" else alarm.place
             after = before.step if guard.skip == "since" else alarm.step - 1
         found = Rollback(
             attempt=session.opened.attempt, step=alarm.step, why=on_one_line(alarm.why), place=alarm.place,
             left_out=left_out, after=after, began=self._began, time=time.time(),
+            num_ranks=session.meeting.world_size,
         )  # fmt: skip
         session.ask("note", key=ROLLBACKS, value=[one.to_json() for one in (*self._rollbacks, found)])
         session.journal("guard", step=alarm.step, why=found.in_words())

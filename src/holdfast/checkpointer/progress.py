@@ -153,7 +153,7 @@ class Progress:
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
             "steps_an_epoch": self._steps_an_epoch,
-            "left_out": [list(span) for span in sorted(self._left_out)],
+            "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
             "guard": None if self.judge is None else [self.judge.state_dict(), [list(span) for span in self.place]],
         }
 
@@ -165,7 +165,9 @@ class Progress:
         self._seed = state["seed"]
         self._added_before = list(state.get("added", ()))
         self.ledger.load_state_dict(state.get("ledger"))
-        self.leave_out(map(BatchSpan.from_json, state.get("left_out", ())))
+        num_ranks, left_out = state.get("left_out", (0, ()))
+        if num_ranks == self._world_size:  # each rank counts its own batches
+            self.leave_out(map(BatchSpan.from_json, left_out))
         if self.judge is not None and (known := state.get("guard")) is not None:
             self.judge.load_state_dict(known[0])
             self.place = tuple(map(BatchSpan.from_json, known[1]))

@@ -114,7 +114,7 @@ def start_run(
     rollbacks = [] if options.resume == "never" else read_rollbacks(session.opened.notes)
     names, unsound = _candidates(session, options, rollbacks)
     outcome = _resume(session, live, home, replace(options.fit, apart=apart), options, names, unsound)
-    progress.leave_out(left_out_by(rollbacks))
+    progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     resumed = None
@@ -149,7 +149,7 @@ def start_run(
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
-        block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step))
+        block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         if options.rescue and meeting.world_size > 1:
             block.notes.append(
                 f"rescue= is left out: it works for one process, and {meeting.world_size} ranks save together"
@@ -188,15 +188,20 @@ def _candidates(
     return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
 
 
-def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int) -> list[str]:
+def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int, num_ranks: int) -> list[str]:
     """Say what the guard has found in earlier lives."""
     notes = [f"not taken, its files are left alone: {name}: {why}" for name, why in list(unsound.items())[:3]]
     if len(unsound) > len(notes):
         notes.append(f"not taken for such reasons: {len(unsound) - len(notes)} more")
     if rollbacks and step < rollbacks[-1].step and not rollbacks[-1].left_out:
         notes.append(f"rolled back from step {rollbacks[-1].step}: {rollbacks[-1].in_words()}")
-    if left_out := left_out_by(rollbacks):
+    if left_out := left_out_by(rollbacks, num_ranks=num_ranks):
         notes.append(f"left out, as the guard has found: {in_words(left_out)}")
+    for others in {rollback.num_ranks for rollback in rollbacks if rollback.left_out} - {num_ranks}:
+        notes.append(
+            f"NOT left out, as {num_ranks} rank(s) count batches otherwise than {others}: "
+            f"{in_words(left_out_by(rollbacks, num_ranks=others))}"
+        )
     return notes
 
 

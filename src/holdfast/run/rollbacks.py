@@ -55,6 +55,7 @@ class Rollback:
         after: greatest step of a checkpoint of that life or an earlier one to go on from.
         began: step that this life had begun with; 0 for one that began afresh.
         time: seconds since 1970.
+        num_ranks: of that life, each of which counts its own batches.
     """
 
     attempt: int
@@ -65,10 +66,13 @@ class Rollback:
     after: int
     began: int = 0
     time: float = 0.0
+    num_ranks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON."""
-        values = {name: getattr(self, name) for name in ("attempt", "step", "why", "after", "began", "time")}
+        values = {
+            name: getattr(self, name) for name in ("attempt", "step", "why", "after", "began", "time", "num_ranks")
+        }
         spans = {"place": self.place, "left_out": self.left_out}
         return {**values, **{name: [list(span) for span in found] for name, found in spans.items()}}
 
@@ -84,6 +88,7 @@ class Rollback:
             after=int(data["after"]),
             began=int(data["began"]),
             time=float(data["time"]),
+            num_ranks=int(data["num_ranks"]),
         )
 
     def in_words(self) -> str:
@@ -111,9 +116,9 @@ def read_rollbacks(notes: Mapping[str, Any]) -> list[Rollback]:
     return found
 
 
-def left_out_by(rollbacks: Iterable[Rollback]) -> list[BatchSpan]:
-    """Return the batches that are not trained any more."""
-    return [span for rollback in rollbacks for span in rollback.left_out]
+def left_out_by(rollbacks: Iterable[Rollback], *, num_ranks: int) -> list[BatchSpan]:
+    """Return the batches that are not trained any more, as so many ranks count them."""
+    return [span for rollback in rollbacks if rollback.num_ranks == num_ranks for span in rollback.left_out]
 
 
 def choose(rows: Iterable[Sequence[Any]], rollbacks: Sequence[Rollback]) -> tuple[dict[str, str], list[str]]:
