@@ -22,10 +22,10 @@ from .console import show_rollback
 from .guard import GuardWatch
 from .metrics import MetricLog
 from .options import CheckpointerOptions
+from .pending_saves import passing_error, state_of
 from .progress import Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
-from .transient import passing_error, state_of
 from .verification import Watcher
 
 __all__ = ["StepBoundary"]
