@@ -10,7 +10,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
-from holdfast.run.names import RUN_NAMES, is_checkpoint_name
+from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.storage.base import check_path
 
 from ..types import CheckpointUploadMode
@@ -125,7 +125,7 @@ def _check_name(name: str) -> str:
     if not fine:
         raise ConfigError(
             f"checkpoint_dir_name={name!r}: give the name of one directory below the run, without '/', not starting "
-            f"with '.', and none of {', '.join(RUN_NAMES)}"
+            f"with '.', and none of {', '.join((*RUN_NAMES, LATEST))}"
         )
     return name
 
