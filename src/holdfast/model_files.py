@@ -70,6 +70,11 @@ class ModelFiles:
                     "without arguments that returns one of them"
                 )
 
+    def wants(self, name: str) -> bool:
+        """Tell whether other libraries look for a tensor of the state, so that it has to lie whole in one file."""
+        items = tuple(f"{item}{end}" for item in self.indexes.values() for end in "/.")
+        return name.startswith(items) or any(name in names for names in self.named.values())
+
     def resolve(self) -> ModelFiles:
         """Return this with the bytes of every file.
 

@@ -145,7 +145,7 @@ class Snapshotter:
         self.stable: frozenset[str] = frozenset()
         self.copies: device_copies.DeviceCopies | None = None
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
-        self._observed = False
+        self._observed = self._has_said_whole = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
         self.rescues = rescues
         self._spares: list[Arena] = []  # take turns with `arena`
@@ -212,7 +212,7 @@ class Snapshotter:
         layout = self._layout(flat)
         self._fit_memory(state, layout)
         if self._windowed(layout) or not self.rescues:
-            return False
+            return False  # several ranks keep none, so there is nothing to put together
         plans, contents = self._blobs(flat, layout, request.save_id)
         job = SaveJob(
             directory=request.directory, save_id=request.save_id, writer=self.rank,
@@ -313,6 +313,7 @@ class Snapshotter:
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
         self._fit_memory(state, layout)
+        self._put_together(flat, layout)
         on_device = device_copies.needed(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
@@ -544,7 +545,11 @@ class Snapshotter:
         """
         if layout.division is None:
             return None
-        chosen = [position for position in layout.sampled if wait or flat.tensors[position].is_cpu]
+        chosen = [
+            position
+            for position in layout.sampled
+            if position not in flat.whole and (wait or flat.tensors[position].is_cpu)
+        ]
         digests = fingerprints([flat.tensors[position] for position in chosen])
         samples = {_sample_name(flat, position): digest for position, digest in zip(chosen, digests, strict=True)}
         return replace(layout.division, samples=samples).to_json()
@@ -552,7 +557,22 @@ class Snapshotter:
     # -- layout and arena
 
     def _flatten(self, state: Mapping[Any, Any], unsupported: str | None = None) -> Flat:
-        return flatten(state, unsupported=unsupported or self.unsupported, rank=self.rank, shared=self.world_size > 1)
+        shared = self.world_size > 1
+        whole = self.model_files.wants if shared and self.model_files is not None else None
+        return flatten(
+            state, unsupported=unsupported or self.unsupported, rank=self.rank, shared=shared, whole=whole
+        )  # fmt: skip
+
+    def _put_together(self, flat: Flat, layout: Layout) -> None:
+        """Put the tensors together that are cut over ranks and saved whole: a collective, in one order on all ranks.
+
+        Only the rank that writes a tensor keeps it.
+        """
+        for number in sorted(flat.whole, key=flat.names.__getitem__):
+            with torch.no_grad():
+                full = flat.whole[number].full_tensor().detach()  # type: ignore[attr-defined]
+            if layout.offsets[number] >= 0:
+                flat.tensors[number] = full.contiguous()
 
     def _layout(self, flat: Flat) -> Layout:
         alike = self.alike
@@ -571,6 +591,14 @@ class Snapshotter:
                 alike=alike,
                 model_files=model_files,
             )
+            if flat.whole and self.rank == 0 and not self._has_said_whole:
+                self._has_said_whole = True
+                size = sum(self.layout.sizes[number] for number in flat.whole)
+                _LOG.warning(
+                    "model_files: %d tensors (%s) are cut over ranks. Each save puts them together, by collectives of "
+                    "the process group for which training waits, and one rank writes each of them whole",
+                    len(flat.whole), format_bytes(size),
+                )  # fmt: skip
         return self.layout
 
     def _drop_layout(self) -> None:
