@@ -89,4 +89,4 @@ def test_model_files_have_cut_tensors_written_whole(ranks, tmp_path):
     assert {name: tensor.tolist() for name, tensor in named.items()} == {"w": found[0]["named"]}
     assert hf.load(tmp_path / "named")["b"]["weight"].tolist() == found[0]["named"]
     assert [len(one["said"]) for one in found] == [2, 0]
-    assert found[0]["said"][0].startswith("holdfast: model_files: 4 tensors (728 B) are cut over ranks.")
+    assert found[0]["said"][0].startswith("holdfast: model_files: 4 tensors (692 B) are cut over ranks.")
