@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shutil
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from .power import cut_power, make_durable, sees_power_cuts
 from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
-from .survival import Kill, Survival, Trial, judge
+from .survival import Kill, Survival, Trial, judge, last_change
 from .warm import WarmInterpreter, WarmLife
 from .workplace import Aim, Change, ChangeWatch, Workplace
 
@@ -115,7 +114,7 @@ def attack_script(
                 "(cachestat, Linux 6.5, on a file system of a disk)"
             )
         return judge(
-            attack.trials, command=command, reference=attack.reference[0], changes=attack.changes,
+            attack.trials, command=command, reference=attack.reference[0], changes=attack.changes, last=attack.last,
             notes=attack.notes,
         )  # fmt: skip
 
@@ -142,7 +141,7 @@ class _Attack:
         self.reference: dict[int, Record] = {}
         self.changes: list[Change] = []
         self._kinds: Counter[str] = Counter()
-        self._num_saves = 1
+        self._num_saves, self.last = 1, ""
         self._usual: set[str] = set()  # what a resume prints where nothing is wrong
         self.trials: list[Trial] = []
         self.notes: list[str] = []
@@ -154,35 +153,28 @@ class _Attack:
             life = self._life(chain, watch, whole=True)
             watch.read()
         self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
-        self.changes = watch.seen
         begun = [step["now"] for step in self.reference[0].steps]
-        during = [change for change in watch.seen if begun[0] <= change.at <= begun[-1]]
-        self._kinds = Counter(change.what for change in during)
-        large = max((change.size for change in during), default=0)
-        carriers = {change.name for change in during if 2 * change.size >= large}
-        finished = [change for change in during if change.finished and change.name in carriers]
-        if not finished or not large:
+        self.changes = [change for change in watch.seen if change.at >= begun[0]]
+        self._kinds = Counter(change.what for change in self.changes)
+        if not any(change.finished and change.size for change in self.changes if change.at < begun[-1]):
             raise LifeFailedError(
                 f"no file was written below the working directory or {{run}} between the {len(begun)} steps of the "
                 "script: it has to save at least once before its last step"
             )
-        self._num_saves = len({bisect_right(begun, change.at) for change in finished})
+        self.last, self._num_saves = last_change(self.changes)
         self._say(
-            f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(during)} changes of "
-            f"{len(self._kinds)} kinds in about {self._num_saves} saves"
+            f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
+            f"{len(self._kinds)} kinds in {self._num_saves} saves"
         )
         self._end(chain)
 
     def check_resume(self) -> None:
-        """Kill the script between two saves: what is wrong then is not the saving.
+        """Kill the script before its last step, at rest: what is wrong then is not the saving.
 
         Raises:
             LifeFailedError: it does not go on from a state of its own.
         """
-        begun = [step["now"] for step in self.reference[0].steps]
-        saved = sorted({bisect_right(begun, one.at) for one in self.changes if one.finished})
-        at = next((step for step in saved if step > 0), 1)
-        at = min(at + max(1, (len(begun) // self._num_saves) // 2), len(begun) - 1)
+        at = len(self.reference[0].steps) - 1
         chain = self._chain()
         with ChangeWatch(self._home / chain.name) as watch:
             life = self._life(chain, watch, kill_at=at)
@@ -202,7 +194,7 @@ class _Attack:
                 else f"made no step (exit status {life.status}): {_last_line(life)}"
             )
             raise LifeFailedError(
-                f"killed after step {at}, between two saves, and started again, the script {what}. Its saving cannot "
+                f"killed before its last step, {at}, and started again, the script {what}. Its saving cannot "
                 "be judged before that is right: holdfast verify-resume says what it is. If it resumes only when it is "
                 "told to, give --resume COMMAND"
             )
@@ -221,11 +213,19 @@ class _Attack:
             with ChangeWatch(self._home / chain.name, replace(aim, at_most=most, cut=cut)) as watch:
                 life = self._life(chain, watch)
             if self._look(chain, life) and life.killed and watch.seen:
+                first = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0)).steps[:1]
+                ended = sum(one.what == self.last and one.at > step["now"] for step in first for one in watch.seen)
                 lost = tuple(os.path.relpath(path, self._home / chain.name) for path in watch.unwritten)
                 cut_power(watch.unwritten, self._chance)
                 landed = "between changes" if aim.delay_s else watch.seen[-1].what
                 chain.kills.append(
-                    Kill(at=chain.killed_at, began=chain.began, landed=landed, lost=lost if cut else None)
+                    Kill(
+                        at=chain.killed_at,
+                        began=chain.began,
+                        ended=ended,
+                        landed=landed,
+                        lost=lost if cut else None,
+                    )
                 )
             else:
                 self._end(chain)

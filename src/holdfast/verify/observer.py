@@ -463,7 +463,8 @@ class Observer:
         sample = trained.weights.sample(weights)
         ((_, raw),) = trained.weights.parts([len(weights)])
         row: dict[str, Any] = {
-            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "now": time.time(), "w": sample, "wv": raw,
+            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "now": time.time(),
+            "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "e": trained.others.sample(trained.other_tensors),
             "r": self._generators(), "ep": self._num_ended,

@@ -1,9 +1,10 @@
 """What is left after kills: the judgement and its report; pure functions.
 
-Which checkpoint is the newest is known from the lives themselves: the steps that any life went on from, and, where no
-file changed after the next step had begun (the script saves while its training waits), the steps after which files of
-about the size of the largest were written. A save counts as complete when the script has made more steps since than
-twice the most that a save took in the uninterrupted life.
+A save has ended when its last change came (`last_change`): of the kinds of change that come once with each save, the
+one that came first last. How many of them a life saw before its kill says which of its saves were complete, so nothing
+depends on how long a save takes. Which step a save holds is known from the lives themselves: the steps that any life
+went on from, and, where no file of about the size of the largest changed after the next step had begun (the script
+waits for its saves), the steps at which saves ended in the uninterrupted life.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from .records import Record
 from .workplace import Change
 
-__all__ = ["OUTCOMES", "Kill", "Survival", "Trial", "judge"]
+__all__ = ["OUTCOMES", "Kill", "Survival", "Trial", "judge", "last_change"]
 
 OUTCOMES = {
     "newest": "went on from the newest checkpoint",
@@ -39,12 +40,14 @@ class Kill:
     Attributes:
         at: how many steps had been begun, as the uninterrupted life counts.
         began: the step that the life had gone on from.
+        ended: how many saves had ended in the life.
         landed: the change after which it came.
         lost: files that lost bytes by the power cut; None: there was none.
     """
 
     at: int
     began: int
+    ended: int
     landed: str
     lost: tuple[str, ...] | None = None
 
@@ -80,7 +83,7 @@ class Survival:
         command: program and arguments.
         steps: of the uninterrupted life.
         saved: the steps that can be gone on from, as far as they are known.
-        lag: how many steps a save took at most, 0 where the training waits for it.
+        lag: how many steps a save took at most, 0 where the script waits for it.
         trials: in order.
         notes: what else there is to know.
     """
@@ -142,12 +145,28 @@ class Survival:
             yield f"note: {note}"
 
 
+def last_change(changes: Sequence[Change]) -> tuple[str, int]:
+    """Return the kind of change that ends a save, and the number of saves.
+
+    Args:
+        changes: of the uninterrupted life, between its first step and its end.
+    """
+    counts = Counter(change.what for change in changes)
+    often = Counter(count for count in counts.values() if count > 1) or Counter([1])
+    # The number that most kinds share; of several the smallest: a file is written more than once.
+    number = min(often, key=lambda count: (-often[count], count))
+    first = {change.what: place for place, change in reversed(list(enumerate(changes)))}
+    kinds = [what for what, count in counts.items() if count == number]
+    return max(kinds, key=lambda what: first[what]), number
+
+
 def judge(
     trials: Sequence[Trial],
     *,
     command: Sequence[str],
     reference: Record,
     changes: Sequence[Change],
+    last: str,
     notes: Sequence[str] = (),
 ) -> Survival:
     """Say of each trial what it went on from, and what it could have gone on from.
@@ -157,24 +176,25 @@ def judge(
         command: program and arguments.
         reference: the uninterrupted life.
         changes: of its output.
+        last: the change that ends a save.
         notes: for the report.
     """
     begun = [step["now"] for step in reference.steps]
     largest = max((change.size for change in changes), default=0)
-    carriers = [change for change in changes if 2 * change.size >= largest > 0]
-    places = {bisect_right(begun, change.at) for change in carriers} - {0}
-    finished = {bisect_right(begun, change.at) for change in carriers if change.finished} - {0}
+    large = {bisect_right(begun, change.at) for change in changes if 2 * change.size >= largest > 0} - {0}
+    ends = {bisect_right(begun, change.at) for change in changes if change.what == last} - {0}
     resumed = {trial.began for trial in trials if trial.began}
-    # Changes in the step after which a file was complete, and in no other: the training waits for its saves.
-    waits = places == finished and not any(place + 1 in finished for place in finished) and resumed <= finished
-    saved = sorted(resumed | finished if waits else resumed)
-    ends = [min((place for place in finished if place >= step), default=step) - step for step in saved]
-    lag = max(ends, default=0)
+    waits = large | resumed <= ends and not any(end + 1 in ends for end in ends)
+    saved = sorted(resumed | ends if waits else resumed)
+    took = [min((end for end in ends if end >= step), default=step) - step for step in saved]
+    lag = 0 if waits else max(took, default=0)
     judged = []
     for trial in trials:
         kill = trial.kill
-        newest = max((step for step in saved if step <= kill.at and kill.at - step > 2 * lag), default=0)
-        newest = max(newest, kill.began)
+        made = [step for step in saved if kill.began < step <= kill.at][: kill.ended]
+        if not waits:  # a save that no life went on from is not known, so their numbers prove less
+            made = [step for step in made if kill.at - step > 2 * lag]
+        newest = max(made, default=kill.began)
         judged.append(replace(trial, newest=newest, outcome=_outcome(trial, newest)))
     return Survival(
         command=tuple(command), steps=len(reference.steps), saved=tuple(saved), lag=lag, trials=tuple(judged),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import gc
 import importlib
 import importlib.util
 import json
@@ -51,6 +52,9 @@ def prepare(script: str) -> None:
                 getattr(module, attribute)  # packages that import on use
         except Exception:  # noqa: BLE001 - an edge: the script will see it
             continue
+    # What is there now is nobody's model: the observer need not look through it, and no collection touches its pages.
+    gc.collect()
+    gc.freeze()
 
 
 def become(life: dict[str, Any]) -> None:
