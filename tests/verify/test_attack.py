@@ -33,11 +33,11 @@ def saves(*places: float, size: int = 1000) -> list[Change]:
 
 def judged(trials: Sequence[tuple[int, int, int | None]], changes: list[Change], said: str = "") -> list[str]:
     """Outcomes of trials: (steps begun at the kill, saves ended before it, step gone on from; -1: refused)."""
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
     found = judge(
         [Trial(kill=Kill(at=at, began=0, ended=ended, landed=""), life=2, began=None if began == -1 else began,
                refused="status 1" if began == -1 else "", said=said) for at, ended, began in trials],
-        command=["python", "train.py"], reference=Record(rank=0, steps=[{"now": float(n)} for n in range(40)]),
-        changes=changes, last=last_change(changes)[0],
+        command=["python", "train.py"], reference=reference, changes=changes, last=last_change(changes, reference)[0],
     )  # fmt: skip
     return [trial.outcome for trial in found.trials]
 
@@ -62,23 +62,20 @@ def test_a_save_in_the_background_has_time():
 
 
 def test_the_end_of_a_save_is_found_among_its_changes():
-    """A log at each step, parts of a file, a directory made once: the last of the kinds that come once a save."""
+    """A log at each step, two files by way of one name, old ones deleted: the last kind that comes once a save."""
 
     def one(what: str, at: float, size: int = 0) -> Change:
-        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=what.startswith("closed"))
+        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=what[0] in "cr")
 
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
     logs = [one("closed log", n + 0.5, 9) for n in range(39)]
-    kinds = (
-        "made step-#",
-        "made step-#/a",
-        "written step-#/a",
-        "written step-#/a",
-        "closed step-#/a",
-        "renamed step-#/b",
-    )
+    kinds = ("made tmp", "written tmp", "closed tmp", "renamed a-#", "made tmp", "closed tmp", "renamed b-#")
     parts = [one(what, n + 0.6, 500) for n in (9, 19, 29) for what in kinds]
-    changes = sorted([one("made out", 9.55), *parts, *logs], key=lambda change: change.at)
-    assert last_change(changes) == ("renamed step-#/b", 3)
+    old = [
+        one(what, n + 0.7) for n in (19, 29) for what in ("deleted a-#", "deleted b-#", "deleted dir-#", "made trash")
+    ]
+    changes = sorted([one("made out", 9.55), *parts, *logs, *old], key=lambda change: change.at)
+    assert last_change(changes, reference) == ("renamed b-#", 3)
     assert judged([(21, 1, 20), (25, 2, 10)], changes) == ["newest", "older, silently"]
 
 

@@ -161,7 +161,7 @@ class _Attack:
                 f"no file was written below the working directory or {{run}} between the {len(begun)} steps of the "
                 "script: it has to save at least once before its last step"
             )
-        self.last, self._num_saves = last_change(self.changes)
+        self.last, self._num_saves = last_change(self.changes, self.reference[0])
         self._say(
             f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
             f"{len(self._kinds)} kinds in {self._num_saves} saves"

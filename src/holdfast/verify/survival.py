@@ -1,7 +1,7 @@
 """What is left after kills: the judgement and its report; pure functions.
 
 A save has ended when its last change came (`last_change`): of the kinds of change that come once with each save, the
-one that came first last. How many of them a life saw before its kill says which of its saves were complete, so nothing
+one that comes last. How many of them a life saw before its kill says which of its saves were complete, so nothing
 depends on how long a save takes. Which step a save holds is known from the lives themselves: the steps that any life
 went on from, and, where no file of about the size of the largest changed after the next step had begun (the script
 waits for its saves), the steps at which saves ended in the uninterrupted life.
@@ -145,19 +145,31 @@ class Survival:
             yield f"note: {note}"
 
 
-def last_change(changes: Sequence[Change]) -> tuple[str, int]:
+def last_change(changes: Sequence[Change], reference: Record) -> tuple[str, int]:
     """Return the kind of change that ends a save, and the number of saves.
 
     Args:
         changes: of the uninterrupted life, between its first step and its end.
+        reference: the uninterrupted life.
     """
-    counts = Counter(change.what for change in changes)
-    often = Counter(count for count in counts.values() if count > 1) or Counter([1])
-    # The number that most kinds share; of several the smallest: a file is written more than once.
-    number = min(often, key=lambda count: (-often[count], count))
+    begun = [step["now"] for step in reference.steps]
+    places = {bisect_right(begun, change.at) for change in _large(changes) if change.finished}
+    # What is deleted is of another save; a file is written as often as its writer likes.
+    counts = Counter(change.what for change in changes if change.what.startswith(("made ", "closed ", "renamed ")))
+    often = Counter(counts.values())
+    number = min(often, key=lambda count: (abs(count - len(places)), -often[count]))
     first = {change.what: place for place, change in reversed(list(enumerate(changes)))}
     kinds = [what for what, count in counts.items() if count == number]
     return max(kinds, key=lambda what: first[what]), number
+
+
+def _large(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes of files about as large as the largest: those hold the state."""
+    largest = max((change.size for change in changes), default=0)
+    sizes: dict[str, int] = {}
+    for change in changes:
+        sizes[change.name] = max(change.size, sizes.get(change.name, 0))
+    return [change for change in changes if change.size and 2 * sizes[change.name] >= largest]
 
 
 def judge(
@@ -180,8 +192,7 @@ def judge(
         notes: for the report.
     """
     begun = [step["now"] for step in reference.steps]
-    largest = max((change.size for change in changes), default=0)
-    large = {bisect_right(begun, change.at) for change in changes if 2 * change.size >= largest > 0} - {0}
+    large = {bisect_right(begun, change.at) for change in _large(changes)} - {0}
     ends = {bisect_right(begun, change.at) for change in changes if change.what == last} - {0}
     resumed = {trial.began for trial in trials if trial.began}
     waits = large | resumed <= ends and not any(end + 1 in ends for end in ends)

@@ -40,7 +40,7 @@ _MODIFY, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x8, 0x40
 _IS_DIRECTORY = 0x40000000
 _TICK_S = 0.004
 _KINDS = {
-    _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "renamed away",
+    _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "moved away",
     _DELETE: "deleted",
 }  # fmt: skip
 _VARIABLE = re.compile(r"[0-9a-f]{6,}|\d+")  # of a name: steps, ids, ranks
