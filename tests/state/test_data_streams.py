@@ -25,6 +25,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import StateMismatchError
+from holdfast.state.data import seeding
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.data.loaders import StatedPosition
 from holdfast.state.tree import rng
@@ -194,6 +195,28 @@ def test_a_replay_that_ends_too_early_is_an_error():
     _, position = run(iter(range(20)), stop=9)
     with pytest.raises(StateMismatchError, match="ended after 5 batches"):
         run(iter(range(5)), position)
+
+
+def test_a_stream_goes_on_where_its_last_entry_stopped():
+    """Two entries draw what one would have drawn, of each generator, and the outer ones do not move."""
+    own = np.random.default_rng(5)
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), own.random()]
+
+    with seeding.Stream(3, [own]):
+        whole = [drawn(), drawn()]
+    outer = seeding.Stream(4, [own])
+    with outer:
+        before = drawn()
+    stream = seeding.Stream(3, [own])
+    with outer:
+        outer.reseed()
+        with stream:
+            first = drawn()
+        assert drawn() == before
+        with stream:
+            assert [first, drawn()] == whole
 
 
 class Restarts(StatefulDataLoader):

@@ -22,21 +22,19 @@ from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
 from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .note_sender import NoteSender
-from .pending_saves import PendingSaves, RunSave, failed
+from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
-from .transient import TRANSIENT_ERRORS, state_of
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
@@ -380,12 +378,14 @@ class RunSession:
                     )
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
-                request = SaveRequest(
-                    storage=self.storage, directory=name, save_id=save_id, manifest=fields,
-                    overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
-                    metrics=self._sender.behind(metrics) if callable(metrics) else None,
+                job = SaveJob(
+                    directory=name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+                    run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
-                submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                late = self._sender.behind(metrics) if callable(metrics) else None
+                submitted = snapshotter.submit(
+                    state(), self.client, self.storage, job, metrics=late, lazy=follow is None
+                )
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
@@ -436,11 +436,10 @@ class RunSession:
         )
         if self.extra:
             fields["extra"] = dict(self.extra)
-        request = SaveRequest(
-            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
-            reuse=True, run=True,
-        )  # fmt: skip
-        kept = snapshotter.keep(state(), self.client, request)
+        job = SaveJob(
+            directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields, reuse=True, run=True
+        )
+        kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._held(time.perf_counter() - begun)
         return kept
 

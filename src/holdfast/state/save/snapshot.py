@@ -39,7 +39,7 @@ from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
 
-__all__ = ["SaveRequest", "Snapshotter", "Submitted", "fingerprints"]
+__all__ = ["Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
@@ -56,35 +56,6 @@ _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """Where a state goes, under which name, and what a commit of it means.
-
-    Attributes:
-        storage: root that ``directory`` is relative to.
-        directory: the checkpoint's directory.
-        save_id: unique id of this save; with several ranks the same on all of them.
-        manifest: fields of the manifest.
-        overwrite: replace a committed checkpoint of this name.
-        reuse: unchanged files may be linked from the previous checkpoint.
-        run: the save belongs to the writer's open run.
-        part: write this rank's part only; the writer that has the parts of all ranks commits them.
-        joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
-        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
-    """
-
-    storage: Storage
-    directory: str
-    save_id: str
-    manifest: dict[str, Any]
-    overwrite: bool = False
-    reuse: bool = False
-    run: bool = False
-    part: bool = False
-    joint: bool = False
-    metrics: Callable[[], Mapping[str, Any]] | None = None
-
-
 @dataclass(slots=True)
 class Submitted:
     """A save under way.
@@ -92,14 +63,12 @@ class Submitted:
     Attributes:
         future: resolves when the checkpoint is committed.
         held_s: how long the caller was held by flattening and copying.
-        tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
         handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
-    tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
     handed_over: Future[None] | None = None
 
@@ -198,8 +167,14 @@ class Snapshotter:
                 client.attach(own)
 
     @paused_gc()
-    def keep(self, state: Mapping[Any, Any], client: WriterClient, request: SaveRequest) -> bool:
+    def keep(self, state: Mapping[Any, Any], client: WriterClient, storage: Storage, job: SaveJob) -> bool:
         """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
+
+        Args:
+            state: what to save.
+            client: the writer.
+            storage: root that ``job.directory`` is relative to.
+            job: as for `submit`.
 
         Returns:
             False if nothing was kept and never will be, because memory is short: `shortage` says how short.
@@ -213,11 +188,10 @@ class Snapshotter:
         self._fit_memory(state, layout)
         if self._windowed(layout) or not self.rescues:
             return False
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory, save_id=request.save_id, writer=self.rank,
-            files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
-            run=request.run, division=self._division(flat, layout, wait=True),
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
+            division=self._division(flat, layout, wait=True),
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
         if arena is None:
@@ -227,15 +201,14 @@ class Snapshotter:
             return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
-            client.hold(request.storage, job, [content() for content in contents], arena)
+            client.hold(storage, job, [content() for content in contents], arena)
             return SaveFuture(0)  # nobody waits for it
 
         if device_copies.needed(flat.tensors):
             self.copies = self.copies or device_copies.DeviceCopies()
             self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
         else:
-            fresh = None if arena.prefaulted.is_set() else arena.fd
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
         arena.prefault()
         self._kept_in = arena
@@ -280,8 +253,10 @@ class Snapshotter:
         self,
         state: Mapping[Any, Any],
         client: WriterClient,
-        request: SaveRequest,
+        storage: Storage,
+        job: SaveJob,
         *,
+        metrics: Callable[[], Mapping[str, Any]] | None = None,
         unsupported: str | None = None,
         lazy: bool = False,
         aside: bool = False,
@@ -294,7 +269,9 @@ class Snapshotter:
         Args:
             state: what to save.
             client: the writer.
-            request: where the save goes, and what its commit means.
+            storage: root that ``job.directory`` is relative to.
+            job: under which name the state is saved, and what a commit of it means; files and blobs are filled in.
+            metrics: gives those of the manifest; called when the job is handed over, it may wait for a device.
             unsupported: "raise" or "drop"; None: the value given to this object.
             lazy: tensors of an accelerator that an optimizer owns may still be copied when this returns
                 (`device_copies`).
@@ -303,9 +280,9 @@ class Snapshotter:
                 this returns.
 
         Raises:
-            ConfigError: several ranks save together, and ``request.part`` is not set.
+            ConfigError: several ranks save together, and ``job.part`` is not set.
         """
-        if self.world_size > 1 and not request.part:
+        if self.world_size > 1 and not job.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
         self._end_streaming()
@@ -317,28 +294,21 @@ class Snapshotter:
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory,
-            save_id=request.save_id,
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job,
             writer=self.rank,
-            files=layout.file_plans(request.save_id),
+            files=layout.file_plans(job.save_id),
             blobs=plans,
-            manifest=request.manifest,
-            overwrite=request.overwrite,
-            reuse=request.reuse,
             windowed=windowed,
-            run=request.run,
-            part=request.part,
-            joint=request.joint,
             division=self._division(flat, layout, wait=not lazy or layout is not before),
-            want_unchanged=request.reuse and not windowed and not self._observed,
+            want_unchanged=job.reuse and not windowed and not self._observed,
         )
 
         def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
-            if request.metrics is not None:
-                job.manifest["metrics"] = dict(request.metrics())
-            return client.submit(request.storage, job, blobs, arena, filled=filled)
+            if metrics is not None:
+                job.manifest["metrics"] = dict(metrics())
+            return client.submit(storage, job, blobs, arena, filled=filled)
 
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
@@ -366,10 +336,8 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
-        return Submitted(
-            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
-            handed_over=None if self.copies is None else self.copies.sealing,
-        )  # fmt: skip
+        sealing = None if self.copies is None else self.copies.sealing
+        return Submitted(future, time.perf_counter() - started, flat.dropped, handed_over=sealing)
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -415,7 +383,6 @@ class Snapshotter:
         The writer does not start at once, because writer and copying share the cores and the memory bus (measured with
         1.4 GiB on two cores: the copy takes 1.4 times as long when the writer starts at once).
         """
-        fresh = None if arena.prefaulted.is_set() else arena.fd
         begun: list[SaveFuture] = []
 
         def follow(filled: int) -> None:
@@ -426,7 +393,7 @@ class Snapshotter:
 
         big = layout.tensor_bytes >= _FOLLOW
         try:
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh, filled=follow if big else None)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=follow if big else None)
         except BaseException:
             if begun:
                 client.abandon(begun[0].job_no)
