@@ -24,7 +24,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
 
-_STEPS = 12
+_STEPS = 20
 
 
 @pytest.fixture(scope="module")
