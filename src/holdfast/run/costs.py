@@ -101,8 +101,9 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     """Describe each start of the run, and the cost of its end, as JSON.
 
     Returns:
-        Rows with "lost_steps" (steps that a later attempt had to do again), "lost_s" (seconds of training after the
-        checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None if not known.
+        Rows with "died" (what ended it, as `holdfast run` saw it), "lost_steps" (steps that a later attempt had to do
+        again), "lost_s" (seconds of training after the checkpoint that the next attempt went on from) and "down_s"
+        (seconds until that began); None if not known.
     """
     last: dict[int, float] = {}
     last_seen: dict[int, float] = {}
@@ -115,7 +116,9 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     for save in made:
         last[save.attempt] = max(last.get(save.attempt, -math.inf), save.step - 1)
         last_seen[save.attempt] = max(last_seen.get(save.attempt, 0.0), save.time)
-    rows = [_attempt(history.attempts[number], last.get(number)) for number in sorted(history.attempts)]
+    died = {event.attempt: event for event in history.events if event.what == "died"}
+    attempts = history.attempts
+    rows = [_attempt(attempts[number], last.get(number), died.get(number)) for number in sorted(attempts)]
     by_number = {row["attempt"]: row for row in rows}
     when = {(save.attempt, save.name): save.time for save in made}
     for row in rows:
@@ -125,14 +128,15 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     return rows
 
 
-def _attempt(attempt: Attempt, last: float | None) -> dict[str, Any]:
+def _attempt(attempt: Attempt, last: float | None, died: JournalEvent | None) -> dict[str, Any]:
     source, details = attempt.resumed_from, attempt.details or {}
     done, stop = details.get("last_step"), details.get("stop")
     return {
         "attempt": attempt.attempt,
         "started": timestamp(attempt.started) or None,
-        "ended": timestamp(attempt.ended or "") or None,
+        "ended": timestamp(attempt.ended or "") or (died.time if died else None),
         "reason": attempt.reason,
+        "died": died.why if died else None,
         "stop": stop if isinstance(stop, str) else None,
         "host": attempt.host,
         "pid": attempt.pid,
