@@ -40,6 +40,7 @@ __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
@@ -174,13 +175,16 @@ class RunSession:
 
     # -- the run
 
-    def open(self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None) -> RunOpened:
+    def open(
+        self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None, links: bool = True
+    ) -> RunOpened:
         """Take the lease of the run on rank 0, and check that all ranks see its storage.
 
         Args:
             keep: rules of retention; None keeps everything.
             root: root of the run, if saves go elsewhere first.
             mirror: rules of a mirrored run, whose other side is ``remote``.
+            links: whether a run on a disk has a link to its newest checkpoint.
 
         Raises:
             RunBusyError: another live process holds the run.
@@ -193,7 +197,7 @@ class RunSession:
         def open_here() -> dict[str, Any] | None:
             if not self.leads:
                 return None
-            future = self._request(keep, lease_s, mirror)
+            future = self._request(keep, lease_s, mirror, links=links)
             far = storage if mirror is None or self.remote is None else self.remote
             opened: RunOpened = self.answer(future, far, lease_s + self.timeout_s)
             names = sorted(_taken(storage, opened))
@@ -219,11 +223,13 @@ class RunSession:
         future.add_done_callback(take)
         return future
 
-    def _request(self, keep: Keep | None, lease_s: float, mirror: Mirror | None = None) -> Future[RunOpened]:
+    def _request(
+        self, keep: Keep | None, lease_s: float, mirror: Mirror | None = None, *, links: bool = True
+    ) -> Future[RunOpened]:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
-            memory=self.memory.arena,
+            memory=self.memory.arena, links=links,
         )  # fmt: skip
 
     def note_step(self, step: int) -> None:
@@ -386,6 +392,7 @@ class RunSession:
                 submitted = snapshotter.submit(
                     state(), self.client, self.storage, job, metrics=late, lazy=follow is None
                 )
+                self._tell_memory(snapshotter)
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
@@ -436,12 +443,20 @@ class RunSession:
         )
         if self.extra:
             fields["extra"] = dict(self.extra)
+        joint = self.team is not None
         job = SaveJob(
-            directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields, reuse=True, run=True
-        )
+            directory=self._free_name(step), save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
+            reuse=True, run=self.leads, part=joint, joint=joint,
+        )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, self.storage, job)
+        self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept
+
+    def _tell_memory(self, snapshotter: Snapshotter) -> None:
+        """Let `holdfast run` keep the memory of the newest saves for the next life."""
+        if self.life is not None:
+            self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,
@@ -516,8 +531,10 @@ class RunSession:
         *,
         follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
     ) -> None:
-        def ended(_: Future[Any]) -> None:
+        def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
+            if self.life is not None and not done.cancelled() and done.exception() is None:
+                self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
         save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
@@ -613,8 +630,6 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
-        if self.life is not None:
-            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from holdfast._not_here import answering
+from holdfast._plugins import tracker
 from holdfast.errors import ConfigError
 
 __all__ = [
@@ -46,6 +47,7 @@ OF_TRAINER = {
     "dist_timeout": "call torch.distributed.init_process_group(timeout=...) before the Trainer is made",
     "fsdp_auto_wrap": _SHARD,
     "fsdp_config": _SHARD,
+    "guard": "it watches a loop of your own: holdfast.Checkpointer(path, state, guard=holdfast.Guard(...))",
     "load_chunk_size": "what is read at once is chosen for each storage, leave it out",
     "load_exclude_algorithms": "algorithms of a checkpoint are never made by themselves, leave it out",
     "load_fsdp_monolith_rank0_only": "each rank reads what it needs, leave it out",
@@ -185,6 +187,8 @@ def several(value: Any, what: str) -> list[Any]:
     if value is None:
         return []
     found = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if what == "callbacks":
+        found = [tracker(each, what=what) for each in found]
     methods, kind = _KINDS[what]
     for number, given in enumerate(found):
         if isinstance(given, type):
