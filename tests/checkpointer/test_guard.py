@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from guard_training import BATCHES, live
 from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.checkpointer.guard import Judge
+from holdfast.cli.main import main
 from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
+from holdfast.page.facts import collect
 from holdfast.run.catalog import Catalog
 from holdfast.run.rollbacks import BatchSpan, Rollback, choose, read_rollbacks
 from holdfast.storage.resolve import resolve
@@ -146,6 +149,13 @@ def test_a_poisoned_batch_is_tried_once_more_and_then_left_out(
     manifest = hf.Checkpoint(tmp_path / "run" / newest.name).manifest
     assert manifest is not None
     assert manifest.extra["left_out"] == [["train", 1, bad[1], bad[1] + 1]]
+    found = [
+        event.why for event in Catalog(resolve(tmp_path / "run")).index.read_history().events if event.what == "guard"
+    ]
+    assert ["left out from now on" in why for why in found] == [False, True]
+    assert sum("the guard, step" in line for line in collect(resolve(tmp_path / "run"))["warnings"]) == 2
+    logged = json.loads(CliRunner().invoke(main, ["log", str(tmp_path / "run"), "--json"]).stdout)
+    assert [event["why"] for event in logged["guard"]] == found
 
 
 @pytest.mark.slow
