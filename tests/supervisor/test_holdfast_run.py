@@ -215,6 +215,46 @@ if int(lives.read_text()) == 1:
     assert "waits_in_a_thread" in err
 
 
+def test_ctrl_z_stops_the_script_too_and_is_no_hang(tmp_path: Path) -> None:
+    """Both stand still until the supervisor is continued, as by `fg`, and the time in between does not count."""
+    script = STEPS + "advance(); advance()\n(here / 'pid').write_text(str(os.getpid()))\n(here / 'up').touch()\n"
+    script += "while not (here / 'go').exists():\n    time.sleep(0.1); advance()\nprint('done')"
+    process = supervise(script, tmp_path, "--hang", "1s")
+    wait_for(tmp_path / "up")
+    pids = [process.pid, int((tmp_path / "pid").read_text())]
+    process.send_signal(signal.SIGTSTP)
+    wait_for_state(pids, "T")
+    time.sleep(1.2)
+    (tmp_path / "go").touch()
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def wait_for_state(pids: list[int], state: str) -> None:
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != state for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_life_that_hangs_tells_what_was_committed_meanwhile(tmp_path: Path) -> None:
+    """The loop hangs in the step after a save, and takes nothing in: the supervisor knows of the checkpoint."""
+    script = """
+import sys, time
+from pathlib import Path
+import holdfast, torch
+here = Path(sys.argv[1])
+if (here / "run" / "run.json").exists(): sys.exit(0)
+with holdfast.Checkpointer(here / "run", {"w": torch.zeros(4)}, every=3) as ck:
+    for _ in range(3): ck.step()
+    time.sleep(60)
+"""
+    status, _, err = finished(script, tmp_path, "--hang", "1s", "--no-warm")
+    assert status == 0, err
+    assert "the newest durable step it knew is 3;" in err
+
+
 def test_hangs_are_looked_for_only_where_steps_are_counted(tmp_path: Path) -> None:
     """A script that has entered no run may be silent for longer than --hang."""
     status, out, _ = finished("import time; time.sleep(2.5); print('fine')", tmp_path, "--hang", "1s")

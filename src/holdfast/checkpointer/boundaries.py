@@ -22,10 +22,10 @@ from .console import show_rollback
 from .guard import GuardWatch
 from .metrics import MetricLog
 from .options import CheckpointerOptions
+from .pending_saves import passing_error, state_of
 from .progress import Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
-from .transient import passing_error, state_of
 from .verification import Watcher
 
 __all__ = ["StepBoundary"]
@@ -54,6 +54,7 @@ class StepBoundary:
         log: metrics of the run.
         watcher: called at every boundary while a resume is verified.
         snapshots: when the state is kept in memory, for the case that this process dies.
+        rescues_later: the writer is to be left alone: the writers of all ranks rescue what they hold.
         guard: watches a metric; None without one, and on ranks whose metrics do not count.
         left_for: what the guard has found, once the body is left for it; else "".
         saves_at: steps that are saved because the next one was bad in an earlier life: little is lost if it is again.
@@ -82,6 +83,8 @@ class StepBoundary:
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
         self.snapshots: Schedule | None = None
+        self.rescues_later = False
+        self._stopped = False  # for a signal or the deadline, with everything saved
         self.guard: GuardWatch | None = None
         self.saves_at: frozenset[int] = frozenset()
         self.left_for = ""
@@ -145,20 +148,29 @@ class StepBoundary:
 
     def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
         """Keep the state of this step in memory, if that is due and the step is not saved."""
-        progress = self._progress
-        if not snapshots.due(step=progress.step, samples=progress.samples, now=now):
+        progress, is_one = self._progress, self._session.team is None
+        # Several ranks keep the same steps: they count neither time nor samples alike.
+        if not snapshots.due(
+            step=progress.step, samples=progress.samples if is_one else 0, now=now if is_one else float("-inf")
+        ):
             return
         snapshots.saved(step=progress.step, samples=progress.samples, now=now)
         if self._session.last_step == progress.step:
             return
-        begun = time.perf_counter()
+        begun, life = time.perf_counter(), self._session.life
+        if life is not None and self._session.saves.busy:  # which it may have to wait for
+            life.waits(True)
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         kept = self._session.keep_state(
             self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
             metrics=self.log.of_step(progress.step)(),
         )  # fmt: skip
+        if life is not None:
+            life.waits(False)
         if not kept:
             self.snapshots = None
+            if self._snapshotter.shortage is None:  # else it has said so
+                _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
         self.held_s += time.perf_counter() - begun
 
     def watch(self) -> None:
@@ -336,6 +348,7 @@ class StepBoundary:
             guard.decide()  # all ranks save this step, and the next start goes back behind it
         self.save(force=True)
         self.wait()
+        self._stopped = True
         raise SystemExit(self._options.exit_code)
 
     # -- the guard
@@ -429,8 +442,9 @@ class StepBoundary:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
-            if self.snapshots is not None and not self.pace.stopping and not self.left_for:
+            if self.snapshots is not None and not self._stopped and not self.left_for:
                 name = session.answer(session.client.rescue(reason))
+                self.rescues_later = session.team is not None
                 if name is not None:
                     _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
 

@@ -95,7 +95,7 @@ class Checkpointer:
             docs/model-directory.md.
         rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
             process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
-            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. One process only.
+            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. Several ranks count steps.
         guard: watches a metric, and takes the run back to a sound checkpoint when it is not finite or jumps; bad data
             are left out and remembered. A `holdfast.Guard`; see docs/run.md.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
@@ -197,7 +197,7 @@ class Checkpointer:
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike, model_files=options.model_files, rescues=bool(options.rescue) and world_size == 1,
+            alike=alike, model_files=options.model_files, rescues=bool(options.rescue),
         )  # fmt: skip
         session = self._session = RunSession(
             self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
@@ -271,7 +271,7 @@ class Checkpointer:
             course.close()
             self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
-            limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
+            limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:

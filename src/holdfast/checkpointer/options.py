@@ -172,6 +172,8 @@ class CheckpointerOptions:
                 "rescue='auto': give an interval, as in rescue=50 or '30s'; a snapshot costs a memory copy"
             )
         snapshots = parse_intervals(rescue)
+        if any(interval.unit == "ep" for interval in snapshots):
+            raise ConfigError(f"rescue={rescue!r}: give steps, samples or a time (rescue=50); every='1ep' saves epochs")
         now = time.monotonic()
         Schedule(intervals, now=now)
         Schedule(snapshots, now=now)

@@ -22,26 +22,25 @@ from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
 from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .note_sender import NoteSender
-from .pending_saves import PendingSaves, RunSave, failed
+from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
-from .transient import TRANSIENT_ERRORS, state_of
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
@@ -380,12 +379,15 @@ class RunSession:
                     )
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
-                request = SaveRequest(
-                    storage=self.storage, directory=name, save_id=save_id, manifest=fields,
-                    overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
-                    metrics=self._sender.behind(metrics) if callable(metrics) else None,
+                job = SaveJob(
+                    directory=name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+                    run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
-                submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                late = self._sender.behind(metrics) if callable(metrics) else None
+                submitted = snapshotter.submit(
+                    state(), self.client, self.storage, job, metrics=late, lazy=follow is None
+                )
+                self._tell_memory(snapshotter)
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
@@ -436,13 +438,20 @@ class RunSession:
         )
         if self.extra:
             fields["extra"] = dict(self.extra)
-        request = SaveRequest(
-            storage=self.storage, directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields,
-            reuse=True, run=True,
+        joint = self.team is not None
+        job = SaveJob(
+            directory=self._free_name(step), save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
+            reuse=True, run=self.leads, part=joint, joint=joint,
         )  # fmt: skip
-        kept = snapshotter.keep(state(), self.client, request)
+        kept = snapshotter.keep(state(), self.client, self.storage, job)
+        self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept
+
+    def _tell_memory(self, snapshotter: Snapshotter) -> None:
+        """Let `holdfast run` keep the memory of the newest saves for the next life."""
+        if self.life is not None:
+            self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,
@@ -517,8 +526,10 @@ class RunSession:
         *,
         follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
     ) -> None:
-        def ended(_: Future[Any]) -> None:
+        def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
+            if self.life is not None and not done.cancelled() and done.exception() is None:
+                self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
         save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
@@ -614,8 +625,6 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
-        if self.life is not None:
-            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost

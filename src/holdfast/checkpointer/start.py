@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
+from holdfast.run.life import kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.record import metric_value, unpack
 from holdfast.run.rollbacks import Rollback, choose, in_words, is_sound, left_out_by, read_rollbacks
@@ -128,7 +130,9 @@ def start_run(
 
     def need() -> list[Any]:
         # Before any rank takes memory: each looks at what all of them share.
-        short.append(snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu")))
+        freed = kept_bytes(session.root.uri) // current_ranks().local_world_size
+        to_come = _future_optimizer_bytes(live.values(), on="cpu") - freed
+        short.append(snapshotter.look_at_memory(live, reserve=to_come))
         own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
@@ -141,6 +145,7 @@ def start_run(
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
+    left_out = _agree_on_rescue(session, snapshotter, options)
     inexact = _fix_gradient_orders(live, meeting)
     finished, before = None, session.opened.finished
     if mine and before and before.get("step") == progress.step:
@@ -149,11 +154,9 @@ def start_run(
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
+        if left_out:
+            block.notes.append(f"rescue= is left out: {left_out}")
         block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
-        if options.rescue and meeting.world_size > 1:
-            block.notes.append(
-                f"rescue= is left out: it works for one process, and {meeting.world_size} ranks save together"
-            )
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
@@ -203,6 +206,24 @@ def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step
             f"{in_words(left_out_by(rollbacks, num_ranks=others))}"
         )
     return notes
+
+
+def _agree_on_rescue(session: RunSession, snapshotter: Snapshotter, options: CheckpointerOptions) -> str:
+    """Let all ranks keep snapshots, or none; return why there are none, "" if there are, or nobody asked for them."""
+    if not options.rescue:
+        return ""
+    why, meeting = "", session.meeting
+    if session.staged:
+        why = "the ranks share no disk"
+    elif meeting.world_size > 1 and all(interval.unit != "ba" for interval in options.rescue):
+        why = "several ranks keep the same steps, give a number of steps (rescue=50)"
+    elif snapshotter.streams and options.max_staging_bytes is not None:
+        why = "the state does not fit into max_staging_bytes"
+    elif not snapshotter.rescues and meeting.world_size > 1:
+        why = "memory is short on a rank"
+    agreed: str = meeting.agree("rescue", lambda: why, lambda reasons: next(filter(None, reasons), ""))
+    snapshotter.rescues = snapshotter.rescues and not agreed
+    return agreed
 
 
 def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:

@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.run.life import DEATHS, RunReport, read_reports
 
 from .early import STOPS, HeldSignals
+from .kept import KeptArenas
 from .processes import (
     LifeProcesses,
     describe_status,
@@ -75,9 +76,11 @@ class Supervisor:
         self._stopping: int | None = None  # the signal that asked for it
         self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
+        self._continued = 0.0  # when we were last continued after a Ctrl-Z
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
+        self._kept = KeptArenas()
         self._python = PythonCommand.parse(command) if warm and num_ranks is None and self._alone else None
         self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
         self._wake, wake = os.pipe()
@@ -103,6 +106,7 @@ class Supervisor:
             if self._spare is not None:
                 self._spare.close()
             self._reap()
+            self._kept.close()
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _reap(self) -> None:
@@ -118,6 +122,7 @@ class Supervisor:
         folder = self._home / f"life-{number}"
         folder.mkdir()
         (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
+        self._kept.begin(folder)
         began = time.monotonic()
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -173,6 +178,7 @@ class Supervisor:
                 sys.stderr.flush()
                 return f"{why}\n{stacks}"
             self._get_ready(folder)
+            self._kept.look(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
         if self._stopping is not None:
             # The command was a shell that died of the signal: the script itself has yet to save.
@@ -207,7 +213,7 @@ class Supervisor:
             first = report.step <= report.resumed
             limit_s = self._hang_s or (_FIRST_S if first else max(_HANG_S, _HANG_STEPS * report.longest_s))
             limit_s = limit_s * 2**self._hangs + (report.wait_s if report.waits else 0.0)
-            silent_s = now - report.moment_s
+            silent_s = now - max(report.moment_s, self._continued)
             if silent_s > limit_s:
                 return (
                     f"rank {report.rank} of {report.uri} has ended no step for {format_duration(silent_s)} "
@@ -296,6 +302,9 @@ class Supervisor:
         """Pass on the signals that have come; True if one of them asks to stop, now or before."""
         while self._held.waiting:
             number = self._held.waiting.pop(0)
+            if number == signal.SIGTSTP:
+                self._stand_still(processes)
+                continue
             if number in _STOPS:
                 self._stopping = self._stopping or number
                 self._stops += 1
@@ -304,6 +313,15 @@ class Supervisor:
                 if number in _STOPS and self._stops == _MANY_STOPS:
                     _say(f"the script was sent each signal and has not ended; to end it now: {processes.kill_line}")
         return self._stopping is not None
+
+    def _stand_still(self, processes: LifeProcesses | None) -> None:
+        """Stop with all processes of this life, as a Ctrl-Z asks, until we are continued (fg, bg)."""
+        if processes is not None:
+            processes.send_groups(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if processes is not None:
+            processes.send_groups(signal.SIGCONT)
+        self._continued = time.monotonic()
 
     def _stopped_between(self) -> int:
         """Return the exit status after a signal while no life was there."""

@@ -39,50 +39,21 @@ from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
 
-__all__ = ["SaveRequest", "Snapshotter", "Submitted", "fingerprints"]
+__all__ = ["Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
+_ELEMENTS = 16  # elements of a tensor in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _ARENAS = 2  # with `rescues`; of a small state there is a third
 _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """Where a state goes, under which name, and what a commit of it means.
-
-    Attributes:
-        storage: root that ``directory`` is relative to.
-        directory: the checkpoint's directory.
-        save_id: unique id of this save; with several ranks the same on all of them.
-        manifest: fields of the manifest.
-        overwrite: replace a committed checkpoint of this name.
-        reuse: unchanged files may be linked from the previous checkpoint.
-        run: the save belongs to the writer's open run.
-        part: write this rank's part only; the writer that has the parts of all ranks commits them.
-        joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
-        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
-    """
-
-    storage: Storage
-    directory: str
-    save_id: str
-    manifest: dict[str, Any]
-    overwrite: bool = False
-    reuse: bool = False
-    run: bool = False
-    part: bool = False
-    joint: bool = False
-    metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -92,14 +63,12 @@ class Submitted:
     Attributes:
         future: resolves when the checkpoint is committed.
         held_s: how long the caller was held by flattening and copying.
-        tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
         handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
-    tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
     handed_over: Future[None] | None = None
 
@@ -151,6 +120,8 @@ class Snapshotter:
         self._spares: list[Arena] = []  # take turns with `arena`
         self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
         self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
+        self._sealing: Future[None] | None = None  # of the last save, while tensors on a device are still copied
+        self._given_up: Future[Any] | None = None  # a save that was waited for too long
         self._has_missed = False  # a snapshot, and said so
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
@@ -169,6 +140,24 @@ class Snapshotter:
         files = [file.size for file in layout.files]
         digests = DIGEST_BYTES * sum(map(num_chunks, files))
         return sum(files) + digests + sum(len(content()) for content in contents)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the state, as it was last looked at, goes through an arena that is smaller."""
+        return self.layout is not None and self._windowed(self.layout)
+
+    @property
+    def arenas(self) -> list[tuple[int, int]]:
+        """Descriptor and bytes of each arena that holds whole states in the present layout."""
+        if self.streams:
+            return []
+        own = [arena for arena in (self.arena, *self._spares) if arena is not None]
+        return sorted((arena.fd, arena.size) for arena in own if arena.fd is not None)
+
+    def arena_files(self) -> list[tuple[str, str, int]]:
+        """Return for each file its name before and after the id of a save, and its first byte in an arena."""
+        files = [] if self.layout is None else self.layout.files
+        return [(file.stem, file.suffix, file.arena_offset) for file in files]
 
     def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
         """Decide whether a copy of the state fits into memory; return what it costs if it does not.
@@ -198,8 +187,14 @@ class Snapshotter:
                 client.attach(own)
 
     @paused_gc()
-    def keep(self, state: Mapping[Any, Any], client: WriterClient, request: SaveRequest) -> bool:
+    def keep(self, state: Mapping[Any, Any], client: WriterClient, storage: Storage, job: SaveJob) -> bool:
         """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
+
+        Args:
+            state: what to save.
+            client: the writer.
+            storage: root that ``job.directory`` is relative to.
+            job: as for `submit`.
 
         Returns:
             False if nothing was kept and never will be, because memory is short: `shortage` says how short.
@@ -212,54 +207,81 @@ class Snapshotter:
         layout = self._layout(flat)
         self._fit_memory(state, layout)
         if self._windowed(layout) or not self.rescues:
+            self._forget_kept()
             return False
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory, save_id=request.save_id, writer=self.rank,
-            files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
-            run=request.run, division=self._division(flat, layout, wait=True),
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
+            division=self._division(flat, layout, wait=True),
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
         if arena is None:
             if not self._has_missed:
                 self._has_missed = True
-                _LOG.warning("the writer is slow to take messages: a snapshot (rescue=) is left out, as are later ones")
+                what = "the writer is slow to take messages"
+                if self._given_up is not None and not self._given_up.done():
+                    what = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
+                _LOG.warning("%s: a snapshot (rescue=) is left out, as are later ones", what)
             return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
-            client.hold(request.storage, job, [content() for content in contents], arena)
+            client.hold(storage, job, [content() for content in contents], arena)
             return SaveFuture(0)  # nobody waits for it
 
         if device_copies.needed(flat.tensors):
             self.copies = self.copies or device_copies.DeviceCopies()
             self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
         else:
-            fresh = None if arena.prefaulted.is_set() else arena.fd
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
         arena.prefault()
-        self._kept_in = arena
+        self._forget_kept(arena)
         return True
 
-    def _turn(self, layout: Layout, client: WriterClient, wait_s: float | None) -> Arena | None:
+    def _turn(self, layout: Layout, client: WriterClient, release_s: float | None) -> Arena | None:
         """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
 
-        None if the writer cannot be told within ``wait_s`` that the snapshot there counts no more.
+        There is no third copy of a big state: the next one waits until the save is written, for the newest snapshot is
+        all that is left of its step until another one is sealed.
+
+        Args:
+            layout: of the state.
+            client: the writer.
+            release_s: how long it may take to tell the writer that the snapshot there counts no more.
+
+        Returns:
+            None if that takes longer, or the save that is being written longer than ``timeout_s``.
         """
-        arena = self._arena(layout)
         if not self.rescues:
-            return arena
-        written = None if self._writing is None or self._writing[1].done() else self._writing[0]
-        pool = [arena, *self._spares]
-        free = [one for one in pool if one is not written and one is not self._kept_in]
-        if not free and len(pool) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
-            free = [self._more(layout)]
-        # Of a big state there is no third copy: while one is written, the newest snapshot makes room for the next.
-        arena = free[0] if free else self._kept_in or arena
-        self.arena, self._spares = arena, [one for one in [*pool, *free] if one is not arena]
-        if self._kept_in is arena:
-            self._kept_in = None
-        return arena if client.release(arena, wait_s) else None
+            return self._arena(layout)
+        if (sealing := self._sealing) is not None:
+            wait([sealing], self.timeout_s)
+            if sealing.done() and sealing.exception() is None:  # else the save is dropped, and the snapshot counts
+                self._forget_kept()
+        while True:
+            written = None if self._writing is None or self._writing[1].done() else self._writing[0]
+            pool = [one for one in (self.arena, *self._spares) if one is not None]
+            taken = [one for one in (written, self._kept_in) if one is not None]  # perhaps of the layout before
+            free = [one for one in pool if one not in taken]
+            if not free and len({*pool, *taken}) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
+                free = [self._more(layout)]
+            if free:
+                break
+            assert self._writing is not None
+            if self._writing[1] is self._given_up:
+                return None
+            wait([self._writing[1]], self.timeout_s)
+            if not self._writing[1].done():
+                self._given_up = self._writing[1]
+        arena = free[0]
+        self.arena, self._spares = arena, [one for one in dict.fromkeys([*pool, *free]) if one is not arena]
+        return arena if client.release(arena, release_s) else None
+
+    def _forget_kept(self, newer: Arena | None = None) -> None:
+        """Take in that something newer than the snapshot kept is sealed: its memory may be used again."""
+        before, self._kept_in, self._sealing = self._kept_in, newer, None
+        if before is not None and before not in (self.arena, *self._spares):
+            before.close()  # of a layout that is gone
 
     def _turn_for_save(self, layout: Layout, client: WriterClient) -> Arena:
         arena = self._turn(layout, client, self.timeout_s)
@@ -280,8 +302,10 @@ class Snapshotter:
         self,
         state: Mapping[Any, Any],
         client: WriterClient,
-        request: SaveRequest,
+        storage: Storage,
+        job: SaveJob,
         *,
+        metrics: Callable[[], Mapping[str, Any]] | None = None,
         unsupported: str | None = None,
         lazy: bool = False,
         aside: bool = False,
@@ -294,7 +318,9 @@ class Snapshotter:
         Args:
             state: what to save.
             client: the writer.
-            request: where the save goes, and what its commit means.
+            storage: root that ``job.directory`` is relative to.
+            job: under which name the state is saved, and what a commit of it means; files and blobs are filled in.
+            metrics: gives those of the manifest; called when the job is handed over, it may wait for a device.
             unsupported: "raise" or "drop"; None: the value given to this object.
             lazy: tensors of an accelerator that an optimizer owns may still be copied when this returns
                 (`device_copies`).
@@ -303,9 +329,9 @@ class Snapshotter:
                 this returns.
 
         Raises:
-            ConfigError: several ranks save together, and ``request.part`` is not set.
+            ConfigError: several ranks save together, and ``job.part`` is not set.
         """
-        if self.world_size > 1 and not request.part:
+        if self.world_size > 1 and not job.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
         self._end_streaming()
@@ -317,28 +343,21 @@ class Snapshotter:
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory,
-            save_id=request.save_id,
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job,
             writer=self.rank,
-            files=layout.file_plans(request.save_id),
+            files=layout.file_plans(job.save_id),
             blobs=plans,
-            manifest=request.manifest,
-            overwrite=request.overwrite,
-            reuse=request.reuse,
             windowed=windowed,
-            run=request.run,
-            part=request.part,
-            joint=request.joint,
             division=self._division(flat, layout, wait=not lazy or layout is not before),
-            want_unchanged=request.reuse and not windowed and not self._observed,
+            want_unchanged=job.reuse and not windowed and not self._observed,
         )
 
         def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
-            if request.metrics is not None:
-                job.manifest["metrics"] = dict(request.metrics())
-            return client.submit(request.storage, job, blobs, arena, filled=filled)
+            if metrics is not None:
+                job.manifest["metrics"] = dict(metrics())
+            return client.submit(storage, job, blobs, arena, filled=filled)
 
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
@@ -366,10 +385,11 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
-        return Submitted(
-            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
-            handed_over=None if self.copies is None else self.copies.sealing,
-        )  # fmt: skip
+            self._sealing = None if self.copies is None else self.copies.sealing
+            if self._sealing is None:
+                self._forget_kept()
+        sealing = None if self.copies is None else self.copies.sealing
+        return Submitted(future, time.perf_counter() - started, flat.dropped, handed_over=sealing)
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -415,7 +435,6 @@ class Snapshotter:
         The writer does not start at once, because writer and copying share the cores and the memory bus (measured with
         1.4 GiB on two cores: the copy takes 1.4 times as long when the writer starts at once).
         """
-        fresh = None if arena.prefaulted.is_set() else arena.fd
         begun: list[SaveFuture] = []
 
         def follow(filled: int) -> None:
@@ -426,7 +445,7 @@ class Snapshotter:
 
         big = layout.tensor_bytes >= _FOLLOW
         try:
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh, filled=follow if big else None)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=follow if big else None)
         except BaseException:
             if begun:
                 client.abandon(begun[0].job_no)
@@ -529,6 +548,7 @@ class Snapshotter:
             self.copies.close()
             self.copies = None
         self._drop_layout()
+        self._forget_kept()
 
     def _report_dropped(self, dropped: list[str]) -> None:
         """Log which paths are not saved: once, and again when they change."""
@@ -579,10 +599,9 @@ class Snapshotter:
         if self.copies is not None and self.arena is not None:
             self.copies.unpin()
         for arena in (self.arena, *self._spares):
-            if arena is not None:
+            if arena is not None and arena is not self._kept_in:  # that one counts until a newer copy is sealed
                 arena.close()
-        self.arena = self._kept_in = self._writing = None
-        self._spares = []
+        self.arena, self._spares = None, []
 
     def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
         """Look, before a copy is made, whether it fits into memory, and go through windows if not.
