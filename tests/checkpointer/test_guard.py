@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.checkpointer.guard import Judge
-from holdfast.cli.main import main
+from holdfast.cli.main import cli
 from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
 from holdfast.page.facts import collect
 from holdfast.run.catalog import Catalog
@@ -154,7 +154,7 @@ def test_a_poisoned_batch_is_tried_once_more_and_then_left_out(
     ]
     assert ["left out from now on" in why for why in found] == [False, True]
     assert sum("the guard, step" in line for line in collect(resolve(tmp_path / "run"))["warnings"]) == 2
-    logged = json.loads(CliRunner().invoke(main, ["log", str(tmp_path / "run"), "--json"]).stdout)
+    logged = json.loads(CliRunner().invoke(cli, ["log", str(tmp_path / "run"), "--json"]).stdout)
     assert [event["why"] for event in logged["guard"]] == found
 
 
