@@ -235,7 +235,7 @@ class Snapshotter:
         job = SaveJob(
             directory=request.directory, save_id=request.save_id, writer=self.rank,
             files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
-            run=request.run, part=request.part, joint=request.joint,
+            run=request.run, part=request.part, joint=request.joint, overwrite=request.overwrite,
             division=self._division(flat, layout, wait=True),
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
