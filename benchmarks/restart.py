@@ -77,7 +77,14 @@ def _lives(context: Context, outcome: Outcome, mode: str, nbytes: int, count: in
         for _, pid, _ in _lines(log):
             if int(pid) not in pids:
                 _kill(int(pid))
-        remove(home)
+        for is_last in (False,) * 20 + (True,):
+            try:
+                remove(home)
+                break
+            except OSError:  # a writer still commits
+                if is_last:
+                    raise
+                time.sleep(1.0)
 
 
 def _wait_for_spare(supervisor: int) -> None:
