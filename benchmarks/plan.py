@@ -24,9 +24,8 @@ from holdfast.format.names import join
 from holdfast.format.parts import put_part
 from holdfast.format.strict_json import paused_gc
 from holdfast.state.load.stored import Stored
-from holdfast.state.load.targets import Targets, box_of
+from holdfast.state.load.targets import Cuts, Targets, box_of
 from holdfast.state.save.plan import Layout, Signature, plan
-from holdfast.state.tree.cuts import Cuts
 from holdfast.state.tree.sharded import Placement, Region
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob

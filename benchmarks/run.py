@@ -41,6 +41,7 @@ BENCHMARKS = {
     "trainer": ("trainer", "run"),
     "remote": ("remote", "run"),
     "growth": ("growth", "run"),
+    "goodput": ("goodput", "run"),
     "loop": ("loop", "run"),
 }
 

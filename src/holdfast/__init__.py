@@ -16,6 +16,8 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from holdfast.trainers.function.types import UserCallback as UserCallback
+
     from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
     from .checkpoint.handle import Verification as Verification
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
     from .model_files import ModelFiles as ModelFiles
-    from .trainers.function.callbacks import UserCallback as UserCallback
     from .trainers.function.control.result import Result as Result
     from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
     from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode

@@ -100,7 +100,17 @@ class Keep:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Keep:
-        """Rebuild what `to_json` described."""
+        """Rebuild what `to_json` described.
+
+        Raises:
+            ConfigError: another version has written rules that this one does not know.
+        """
+        unknown = sorted(data.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"the rules of this run are of another version of holdfast ({', '.join(unknown)}): update, or give "
+                "rules (the command line: --keep)"
+            )
         return cls(**data)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.trainers.loop.training.steps import Precision
+
 from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
 from .trainers.loop.callbacks import Callback
 from .trainers.loop.events import Event
@@ -10,7 +12,6 @@ from .trainers.loop.times.time import Time, TimeUnit
 from .trainers.loop.times.timestamp import Timestamp
 from .trainers.loop.trainer import Trainer
 from .trainers.loop.training.evaluator import DataSpec, Evaluator
-from .trainers.loop.training.precision import Precision
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from holdfast.frameworks.keras_state import FitRun
+
 from ._not_here import missing
 from ._optional import require
 from ._units import IntervalLike
@@ -16,7 +18,6 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
 from .frameworks import reporting, scalars
-from .frameworks.keras_fit import FitRun
 from .frameworks.keras_state import Counters, Variables, other_optimizers
 from .frameworks.reporting import epochs_between
 from .frameworks.verified import verified_directory

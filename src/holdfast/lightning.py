@@ -9,17 +9,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ValidationTaskConfig
-from .errors import ConfigError
-from .frameworks import Grafted, Saves, reporting, scalars
-from .frameworks.lightning_callback import HoldfastCallback
-from .frameworks.lightning_ranks import (
+from holdfast.frameworks.lightning_callback import (
     RayDDPStrategy,
     RayDeepSpeedStrategy,
     RayFSDPStrategy,
     RayLightningEnvironment,
     prepare_trainer,
 )
+
+from .config import ValidationTaskConfig
+from .errors import ConfigError
+from .frameworks import Grafted, Saves, reporting, scalars
+from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.reporting import epochs_between
 from .state.gradient_order import fix_or_warn, parallel_modules
 from .trainers.function.types import CheckpointUploadMode

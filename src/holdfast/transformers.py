@@ -9,13 +9,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.frameworks.finished import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
+
 from ._optional import require
 from .config import Keep, ValidationTaskConfig
 from .errors import ConfigError
 from .frameworks import DirectoryCheckpoints
 from .frameworks.finished import all_written, report_finished
 from .frameworks.model_directory import model_files
-from .frameworks.trainer_logs import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
 from .trainers.function.worker._session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "model_files", "prepare_trainer"]

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "save", "first", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
-    "growth_local", "growth", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
+    "growth_local", "growth", "goodput", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
     "restart",
 )  # fmt: skip
 METHODS = {
@@ -38,6 +38,7 @@ METHODS = {
     "restart": {"holdfast run", "holdfast run, rescue=1", "torchrun, torch.save"},
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
     "loop": {"by hand", "Trainer", "directory", "pt"},
+    "goodput": {"holdfast, every auto", "torch.save, every 20", "DCP async_save, every 20"},
     "growth": {"enter a run of 30 checkpoints", "save and keep 2 of 30 checkpoints", "commit 20 ranks"},
     "remote": {"limit", "save_async", "save_async to disk", "push", "pull", "load", "push process", "pull process"},
 }

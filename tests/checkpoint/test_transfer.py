@@ -13,7 +13,7 @@ from checkpoint_kit import MODEL, Shape, build, small
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import windows as windows_module
 from holdfast.copying.sending import num_windows
-from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint
+from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint, planned, send_entries
 from holdfast.copying.windows import WINDOW, Windows
 from holdfast.errors import (
     CheckpointExistsError,
@@ -22,7 +22,11 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from holdfast.format.digest import bytes_digest
+from holdfast.format.manifest import FileEntry
+from holdfast.format.parts import sweep_given_up
 from holdfast.run.record import Sidecar, read_sidecar, write_sidecar
+from holdfast.run.remains import sweep_names
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
@@ -364,3 +368,41 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path, target) -> None:
     (tmp_path / "s" / "c" / ".metadata.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CorruptCheckpointError, match="symlink"):
         copy_checkpoint(source, "c", target, "c")
+
+
+def as_entry(path: str, data: bytes) -> FileEntry:
+    return FileEntry(path=path, size=len(data), digest=bytes_digest(data))
+
+
+def test_a_file_of_one_name_in_all_saves_is_sent_whatever_lies_there(source, target) -> None:
+    """A dead save has left one of the same size: a name with a save's id would be believed at a store, this one not."""
+    new = {"config.json": b"{1}", "state-0a1b2c3d-1.json": b"new"}
+    for path, data in new.items():
+        source.put(f"c/{path}", data)
+    target.put("c/config.json", b"{0}")
+    brought = send_entries(source, target, "c", [as_entry(path, data) for path, data in new.items()])
+    assert brought.sent == set(new)
+    assert content(target, "c") == new
+    assert send_entries(source, target, "c", [as_entry("state-0a1b2c3d-1.json", b"new")]).sent == set()
+
+
+def test_files_of_one_name_in_all_saves_are_planned_until_the_commit(target) -> None:
+    """A copy that dies leaves a list of them, by which the next start or whoever gives it up removes them."""
+    entries = [as_entry("config.json", b"{1}"), as_entry("state-0a1b2c3d-1.json", b"new")]
+
+    def bring(*, dies: bool) -> None:
+        with planned(target, "c", entries):
+            for entry in entries:
+                target.put(f"c/{entry.path}", b"123")
+            if dies:
+                raise TransferStopped
+
+    for sweeps in (lambda: sweep_names(target, ["0a1b2c3d"], incomplete=["c"]), lambda: sweep_given_up(target, "c")):
+        with pytest.raises(TransferStopped):
+            bring(dies=True)
+        sweeps()
+        assert content(target, "c") == {}
+    bring(dies=False)
+    assert set(content(target, "c")) == {entry.path for entry in entries}
+    with planned(target, "d", entries[1:]):
+        assert content(target, "d") == {}

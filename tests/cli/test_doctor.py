@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from test_cli import as_json, invoke
 
-from holdfast.cli.finding import ProbeDeadline
 from holdfast.cli.probe_disk import LEFT, probe_disk, skew_of
 from holdfast.cli.probe_store import probe_store
+from holdfast.cli.probes import ProbeDeadline
 from holdfast.errors import StorageError, StoragePermissionError
 from holdfast.storage.base import StorageTraits
 from holdfast.storage.memory import MemoryStorage

@@ -70,3 +70,21 @@ def test_a_relative_path_gives_a_path_that_can_be_used(run, monkeypatch) -> None
     """What is printed does not depend on where the script goes on."""
     monkeypatch.chdir(run.parent)
     assert os.path.isabs(invoke("latest", Path("run")).stdout)
+
+
+@pytest.mark.parametrize("command", ["log", "stats", "page", "prune"])
+def test_a_checkpoint_is_no_run(run, command) -> None:  # noqa: F811
+    """Who names a checkpoint where a run is expected is told what it is, and to go up."""
+    said = invoke(command, f"{run}/step_20", code=2).stderr
+    assert "step_20 is a checkpoint: give its run, the directory above it" in said
+
+
+def test_rules_of_another_version(run) -> None:  # noqa: F811
+    """`prune` does not guess what a rule means that it does not know, and names the way out."""
+    catalog = Catalog(LocalStorage(run))
+    catalog.index.keep = {"last": 1, "newer_rule": 3}
+    catalog.index.save()
+    said = invoke("prune", run, code=2).stderr
+    assert "another version of holdfast (newer_rule)" in said
+    assert "--keep" in said
+    assert len(as_json("prune", run, "--keep", "last=1")["checkpoints"]) > 1

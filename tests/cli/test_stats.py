@@ -12,7 +12,10 @@ from click.testing import CliRunner
 
 import holdfast as hf
 from holdfast.cli.main import cli
-from holdfast.run.openmetrics import openmetrics
+from holdfast.cli.stats import openmetrics
+from holdfast.page.facts import collect
+from holdfast.run.heartbeat import upkeep
+from holdfast.storage.local.local_storage import LocalStorage
 
 _SAMPLE = re.compile(r'[a-z_]+\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\} [0-9.eE+-]+')
 
@@ -182,3 +185,13 @@ def test_where_the_time_went(run):
     figures = parsed((run / "it.txt").read_text())
     assert figures["holdfast_goodput_ratio", "gpt", None] == pytest.approx(parts["ratio"])
     assert figures["holdfast_saving_held_seconds", "gpt", None] == pytest.approx(parts["held_s"])
+
+
+def test_what_ended_an_attempt(run):
+    """The supervisor's word of a death stands with its attempt, for scripts and on the page."""
+    with upkeep(LocalStorage(run)) as catalog:
+        event = {"what": "died", "time": time.time(), "attempt": 1, "why": "exit status 1: ValueError: no (train.py:3)"}
+        catalog.index.journal.take([event])
+    rows = json.loads(call("stats", run, "--json").output)["attempts"]
+    assert [row["died"] for row in rows] == [event["why"], None]
+    assert rows == [{name: row[name] for name in rows[0]} for row in collect(LocalStorage(run))["attempts"]]

@@ -11,8 +11,8 @@ from on_device import on_device
 from training_kit import Training, as_late_as_can_be, on_cpu, read
 
 from holdfast.errors import HoldfastError
-from holdfast.state.save.checksums import Checksums, is_checked
-from holdfast.state.save.device_copies import needed
+from holdfast.state.save.device_copies import Checksums, is_checked, needed
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.state import assert_state_equal
 from holdfast.writer.client import WriterClient
 
@@ -53,13 +53,13 @@ def test_not_lazy_waits_and_copies_nothing_late(tmp_path):
     """Without ``lazy`` the state may change in any way when `submit` returns."""
     with training(tmp_path, 2) as one:
         one.snapshotter.copies.stepped()
-        wanted, request = on_cpu(one.state), one.request()
-        future = one.snapshotter.submit(one.state, one.client, request).future
+        wanted, job = on_cpu(one.state), one.job()
+        future = one.snapshotter.submit(one.state, one.client, LocalStorage(one.folder), job).future
         for param in one.model.parameters():
             param.data.zero_()
         assert one.snapshotter.copies.late_bytes == 0
         future.result(60)
-        assert_state_equal(wanted, read(tmp_path / request.directory))
+        assert_state_equal(wanted, read(tmp_path / job.directory))
 
 
 @on_device
@@ -171,7 +171,7 @@ def test_a_save_that_fails_leaves_no_copy_in_flight(lazy, tmp_path):
             mock.patch("holdfast.state.save.device_copies.stage", side_effect=MemoryError("no memory left")),
             pytest.raises(MemoryError, match="no memory left"),
         ):
-            one.snapshotter.submit(one.state, one.client, one.request(), lazy=lazy)
+            one.snapshotter.submit(one.state, one.client, LocalStorage(one.folder), one.job(), lazy=lazy)
         assert one.snapshotter.copies.late_bytes or not lazy
         arena = one.snapshotter.arena
         left = bytes(arena.view)

@@ -14,6 +14,7 @@ from training_kit import Training, as_late_as_can_be, model_of, on_cpu, read
 
 import holdfast as hf
 from holdfast.errors import TornSaveError
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.state import assert_state_equal
 from holdfast.writer.client import WriterClient
 
@@ -152,8 +153,10 @@ def test_the_boundary_waits_for_no_device(tmp_path):
         training = Training(tmp_path, "plain", 7, client)
         training.snapshotter.copies.stepped()
         waits, operations = torch.late.num_waits(), torch.late.num_operations()
-        request = training.request()
-        future = training.snapshotter.submit(training.state, client, request, lazy=True).future
+        job = training.job()
+        future = training.snapshotter.submit(
+            training.state, client, LocalStorage(training.folder), job, lazy=True
+        ).future
         assert torch.late.num_waits() == waits
         assert training.snapshotter.copies.late_bytes
         assert torch.late.num_operations() - operations <= 6 * 2 + 6

@@ -11,8 +11,9 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import LocalStorage
+from holdfast.writer.messages import SaveJob
 
 
 def model_of(seed):
@@ -83,15 +84,13 @@ class Training:
             pass
         self.optimizer.step()
 
-    def request(self):
-        """Return the request of the next save."""
+    def job(self):
+        """Return the job of the next save."""
         name = f"save-{next(self.numbers)}"
         fields = manifest_fields(
             run_id=None, checkpoint_id=uuid.uuid4().hex, parent=None, attempt=1, step=1, epoch=None, metrics={}
         )
-        return SaveRequest(
-            storage=LocalStorage(self.folder), directory=name, save_id=f"abcdabcd-{name[5:]}", manifest=fields
-        )
+        return SaveJob(directory=name, save_id=f"abcdabcd-{name[5:]}", manifest=fields)
 
     def save(self, *, forget=True):
         """Save the boundary; returns what it has to hold, its future and its place.
@@ -105,11 +104,11 @@ class Training:
             copies._torn.clear()
             copies._num_torn = 0
         wanted = on_cpu(self.state)
-        request = self.request()
+        job = self.job()
         return (
             wanted,
-            self.snapshotter.submit(self.state, self.client, request, lazy=True).future,
-            self.folder / request.directory,
+            self.snapshotter.submit(self.state, self.client, LocalStorage(self.folder), job, lazy=True).future,
+            self.folder / job.directory,
         )
 
     def loaded(self, path, key):

@@ -18,8 +18,7 @@ from mesh_kit import Layout, save_ranks
 import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.errors import CorruptCheckpointError
-from holdfast.interop.diff import compare
-from holdfast.interop.difference import Tolerance
+from holdfast.interop.diff import Tolerance, compare
 from holdfast.storage.local.local_storage import LocalStorage
 
 

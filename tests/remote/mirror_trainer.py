@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import sys
 import time
 
@@ -16,7 +18,9 @@ def main(remote: str, local: str, steps: int, pause: float) -> None:
     torch.manual_seed(0)
     state = {"w": torch.zeros(100_000), "frozen": torch.arange(50_000.0), "seen": Seen()}
     mirror = hf.Mirror(local, keep=hf.Keep(last=2), max_behind=9)
-    with hf.Checkpointer(remote, state, every=1, keep=hf.Keep(last=3), local_dir=mirror) as ck:
+    # A file of one name in all saves, of one size, and never of the same contents.
+    files = {"config.json": lambda: json.dumps({"drawn": os.urandom(8).hex()})}
+    with hf.Checkpointer(remote, state, every=1, keep=hf.Keep(last=3), local_dir=mirror, model_files=files) as ck:
         source = ck.resumed_from.uri if ck.resumed_from is not None else "nothing"
         print("at", ck.global_step, ck._session.client.process_id, source, flush=True)
         while ck.global_step < steps:

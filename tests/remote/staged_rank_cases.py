@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -61,7 +62,11 @@ def train(
     def hear(checkpoint: hf.Checkpoint) -> None:
         told.append((checkpoint.name, checkpoint.manifest is not None))
 
-    options = {"every": 2, "keep": None, "timeout_s": patience_s, "on_commit": hear, **options}
+    # A file of one name in all saves, of one size, and never of the same contents.
+    files = {"config.json": lambda: json.dumps({"drawn": os.urandom(8).hex()})}
+    options = {
+        "every": 2, "keep": None, "timeout_s": patience_s, "on_commit": hear, "model_files": files, **options,
+    }  # fmt: skip
     start = -1
     try:
         with hf.Checkpointer(storage, state, local_dir=local, silence_s=stale_s, **options) as ck:

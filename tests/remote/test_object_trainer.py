@@ -17,7 +17,7 @@ from object_kit import BUCKET, client, moto
 import holdfast as hf
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.torch import TorchTrainer
-from holdfast.trainers.function.location import TravellingSecrets, learn_secrets, pack_secrets
+from holdfast.trainers.function.transit import TravellingSecrets, learn_secrets, pack_secrets
 
 KEY, SECRET = f"AKIA{uuid.uuid4().hex[:16].upper()}", f"given+by/hand-{uuid.uuid4().hex}=="
 

@@ -36,8 +36,10 @@ def left(disks: Path) -> list[str]:
 def is_good(root: Path) -> bool:
     """All checkpoints are whole, of two ranks each, and nothing else of ours lies beside them."""
     found = [hf.Checkpoint(path) for path in sorted(root.glob("step_*"))]
-    listed = {path.name for one in found for path in Path(one.path).iterdir() if save_id_of(path.name)}
+    inside = {one: {path.name for path in Path(one.path).iterdir()} for one in found}
+    listed = {name for names in inside.values() for name in names if save_id_of(name) or name == "config.json"}
     named = {entry.path for one in found for entry in one.manifest.files}
+    assert all("config.json" in names for names in inside.values()), inside
     return all(one.verify(deep=True).ok for one in found) and listed == named
 
 

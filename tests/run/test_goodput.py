@@ -7,8 +7,7 @@ import math
 import pytest
 from test_costs import BEGIN, attempt, cost, saved, told
 
-from holdfast.run.costs import saves
-from holdfast.run.goodput import goodput
+from holdfast.run.costs import goodput, saves
 from holdfast.run.journal import JournalEvent
 
 

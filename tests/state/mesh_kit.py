@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.load.restore import load_state
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import PartsJob
+from holdfast.writer.messages import PartsJob, SaveJob
 
 _numbers = count(1)
 FIELDS = manifest_fields(run_id=None, checkpoint_id="c", parent=None, attempt=1, step=1, epoch=None, metrics={})
@@ -81,7 +81,7 @@ def save_ranks(world, make, *, storage=None, directory="one", keep=None, **optio
                 snapshotter = Snapshotter(rank=rank, world_size=world, **options)
                 try:
                     arguments = {"directory": directory, "save_id": save_id, "manifest": fields, "part": world > 1}
-                    snapshotter.submit(make(rank), client, SaveRequest(storage=storage, **arguments)).future.result(60)
+                    snapshotter.submit(make(rank), client, storage, SaveJob(**arguments)).future.result(60)
                 finally:
                     if keep is not None:
                         keep.append(snapshotter.layout)

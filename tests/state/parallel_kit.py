@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.load.restore import load_state
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import PartsJob
+from holdfast.writer.messages import PartsJob, SaveJob
 
 FIELDS = manifest_fields(run_id=None, checkpoint_id="c", parent=None, attempt=1, step=1, epoch=None, metrics={})
 VOCABULARY, WIDTH, HEADS = 37, 24, 12  # uneven over two, three and four ranks; heads can be split over all of them
@@ -155,7 +155,7 @@ def save(storage, name, state, rank, world, number):
     snapshotter = Snapshotter(rank=rank, world_size=world)
     with WriterClient.start(thread=True) as client:
         arguments = {"directory": name, "save_id": save_id, "manifest": fields, "part": world > 1}
-        snapshotter.submit(state, client, SaveRequest(storage=storage, **arguments)).future.result(60)
+        snapshotter.submit(state, client, storage, SaveJob(**arguments)).future.result(60)
         if rank == 0 and world > 1:
             job = PartsJob(
                 directory=name, save_id=save_id, writers=tuple(range(world)), manifest=fields, run=False, wait_s=60

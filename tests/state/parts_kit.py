@@ -7,9 +7,9 @@ from torch import nn
 
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.load.restore import load_state
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import PartsJob
+from holdfast.writer.messages import PartsJob, SaveJob
 
 _numbers = itertools.count(1)
 FIELDS = manifest_fields(run_id=None, checkpoint_id="c", parent=None, attempt=1, step=1, epoch=None, metrics={})
@@ -27,7 +27,8 @@ def save_parts(storage, directory, states, *, snapshotters=None, writers=None, *
                 snapshotter.submit(
                     state,
                     client,
-                    SaveRequest(storage=storage, directory=directory, save_id=save_id, manifest=fields, part=True),
+                    storage,
+                    SaveJob(directory=directory, save_id=save_id, manifest=fields, part=True),
                     **arguments,
                 ).future
                 for state, snapshotter in zip(states, own, strict=True)

@@ -35,6 +35,7 @@ PAIRS: list[tuple[Any, Any]] = [
     (b"one", b"two"),
     (SimpleNamespace(x=torch.ones(1)), SimpleNamespace(x=torch.zeros(1))),
     (torch.ones(1 << 20), torch.zeros(1 << 20)),
+    (torch.zeros(1 << 20), torch.tensor([0.0] * ((1 << 20) - 1) + [1.0])),
     (torch.ones(600, 600).T[:, ::2], torch.zeros(600, 600).T[:, ::2]),
 ]
 

@@ -25,7 +25,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import StateMismatchError
+from holdfast.state.data import seeding
 from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.loaders import StatedPosition
 from holdfast.state.tree import rng
 
 
@@ -53,6 +55,20 @@ class Counting(IterableDataset):
         self.at = state["at"]
 
 
+def shuffled_stream():
+    """A plain generator with a shuffle of its own."""
+    order = list(range(N))
+    random.shuffle(order)
+    yield from ([index, float(np.random.random())] for index in order)
+
+
+class Stream(IterableDataset):
+    """An iterable dataset without state; its order comes from the generators of the process that runs it."""
+
+    def __iter__(self):
+        return shuffled_stream()
+
+
 STATEFUL = [
     pytest.param(lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True), True, id="map"),
     pytest.param(
@@ -63,6 +79,9 @@ STATEFUL = [
     ),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4), False, id="stream"),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4, num_workers=2), False, id="stream 2 workers"),
+    pytest.param(
+        lambda: StatefulDataLoader(Stream(), batch_size=4, collate_fn=as_list), True, id="stream that is only counted"
+    ),
 ]
 
 
@@ -99,7 +118,7 @@ def test_stateful_position_is_that_of_yielded_batches():
     assert batches.state_dict()["inner"] is None
     for number, batch in enumerate(batches, 1):
         position = batches.state_dict()
-        assert position["batches"] == number
+        assert position["batches"] == number == StatedPosition.of(loader, position["inner"]["loader"]).batches
         if number in (1, 5, 10):
             rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=0), stop=0)
             rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=2), position)
@@ -141,22 +160,8 @@ def test_asking_a_loader_for_its_state_moves_no_generator():
     assert lives(Restless) == whole
 
 
-def shuffled_stream():
-    """A plain generator with a shuffle of its own."""
-    order = list(range(N))
-    random.shuffle(order)
-    yield from ([index, float(np.random.random())] for index in order)
-
-
 class Restarting:
     """An iterable without state."""
-
-    def __iter__(self):
-        return shuffled_stream()
-
-
-class Stream(IterableDataset):
-    """An iterable dataset without state; its order comes from the generators of the process that runs it."""
 
     def __iter__(self):
         return shuffled_stream()
@@ -190,3 +195,93 @@ def test_a_replay_that_ends_too_early_is_an_error():
     _, position = run(iter(range(20)), stop=9)
     with pytest.raises(StateMismatchError, match="ended after 5 batches"):
         run(iter(range(5)), position)
+
+
+def test_a_stream_goes_on_where_its_last_entry_stopped():
+    """Two entries draw what one would have drawn, of each generator, and the outer ones do not move."""
+    own = np.random.default_rng(5)
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), own.random()]
+
+    with seeding.Stream(3, [own]):
+        whole = [drawn(), drawn()]
+    outer = seeding.Stream(4, [own])
+    with outer:
+        before = drawn()
+    stream = seeding.Stream(3, [own])
+    with outer:
+        outer.reseed()
+        with stream:
+            first = drawn()
+        assert drawn() == before
+        with stream:
+            assert [first, drawn()] == whole
+
+
+class Restarts(StatefulDataLoader):
+    """Takes no notice of the state that it is given."""
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+class Streaming(IterableDataset):
+    """Has a state of the form of `datasets`."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __iter__(self):
+        return iter(range(N))
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        pass
+
+
+BEGIN = {"examples_iterable": {"examples_iterable": {"shard_idx": 0}, "previous_states": [None]}, "epoch": 3}
+MOVED = {"examples_iterable": {"examples_iterable": {"shard_idx": 0}, "previous_states": [{"at": 7}]}, "epoch": 0}
+STATES = {
+    "a count that is too small": (lambda: StatefulDataLoader(Ids(), 4), {"_num_yielded": 2}, "it has given 2 batches"),
+    "a count that is too large": (lambda: StatefulDataLoader(Counting(), 4), {"_num_yielded": 5}, "given 5 batches"),
+    "not taken": (lambda: Restarts(Ids(), 4), {}, "says that it has given 0 batches"),
+    "a data set at its begin": (lambda: StatefulDataLoader(Streaming(BEGIN), 4), {}, "given no sample"),
+    "a data set that has moved": (lambda: StatefulDataLoader(Streaming(MOVED), 4), {}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_a_state_says_of_its_position_is_compared_with_the_own_count(name):
+    """A disagreement is said before the first batch is drawn, whether or not anybody knows what should come."""
+    make, changed, text = STATES[name]
+    _, position = run(make(), stop=3)
+    position["inner"]["loader"].update(changed)
+    said = []
+    for _ in ResumableBatches(make(), position, seed=7, epoch=0, mismatch=said.append):
+        said.append("drawn")
+        break
+    assert said[-1] == "drawn"
+    assert len(said) == 1 + bool(text)
+    assert text in said[0]
+
+
+def test_what_the_states_of_workers_say():
+    """Batches are counted over all workers; a data set is at its begin if it is in each of them, since a snapshot."""
+
+    def of_workers(*states, steps=(4, 0)):
+        workers = {str(number): {"dataset_state": each, "fetcher_state": None} for number, each in enumerate(states)}
+        snapshot = {"_snapshot_step": steps[0], "_worker_snapshots": workers}
+        loader = StatefulDataLoader(Streaming(None), 4, num_workers=len(states))
+        return StatedPosition.of(loader, {"_snapshot": snapshot, "_steps_since_snapshot": steps[1]})
+
+    assert of_workers(BEGIN, BEGIN) == StatedPosition(batches=4, is_at_begin=True)
+    assert of_workers(BEGIN, MOVED, steps=(4, 1)) == StatedPosition(batches=5)
+    assert of_workers(BEGIN, BEGIN, steps=(0, 3)) == StatedPosition(batches=3)
+    assert of_workers(None, None) == StatedPosition(batches=4, only_counts=True)
+    assert StatedPosition.of(object(), BEGIN) == StatedPosition(is_at_begin=True)
+    loader = StatefulDataLoader(Ids(), 4)
+    for unknown in ({}, None, {"_num_yielded": 3}, {"_snapshot": 3}):
+        assert StatedPosition.of(loader, unknown) == StatedPosition()

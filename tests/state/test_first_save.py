@@ -27,7 +27,7 @@ def made(num: int = 5):
     assert len(layout.files) > 1
     with Arena.create(layout.arena_bytes) as arena:
         layout.write_static(arena.view)
-        stage(layout, flat.tensors, arena.address, arena.view)
+        stage(flat.tensors, layout.offsets, layout.sizes, arena)
         return flat, layout, bytes(arena.view)
 
 

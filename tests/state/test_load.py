@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from state_kit import assert_same, memory_uri, net, snapshot
@@ -318,3 +319,15 @@ def test_a_state_is_a_mapping():
     """Anything but a mapping is refused, with how to wrap it."""
     with pytest.raises(hf.UnsupportedStateError, match=r"\{'model': model\}"):
         hf.save(memory_uri(), [net(0)])
+
+
+def test_an_array_of_another_type_or_shape_is_refused():
+    """NumPy would cast without a word."""
+    where = memory_uri()
+    hf.save(where, {"a": np.arange(4, dtype=np.int64)})
+    for live in (np.zeros(4), np.zeros(4, np.int32), np.zeros((2, 2), np.int64)):
+        with pytest.raises(hf.StateMismatchError, match="a: array"):
+            hf.load(where, {"a": live})
+    live = np.zeros(4, np.int64)
+    hf.load(where, {"a": live})
+    assert live.tolist() == [0, 1, 2, 3]

@@ -241,3 +241,13 @@ def test_parameters_that_state_dict_makes_or_replaces() -> None:
     flat = flatten({"m": Growing()}, shared=True)
     assert {flat.names[number] for number in flat.frozen} == {"m/first.bias", "m/later.weight", "m/later.bias"}
     assert flat.replicated == [0, 1, 2, 3]
+
+
+def test_items_whose_names_look_alike_on_the_disk(tmp_path) -> None:
+    """Each has a file of its own, also where characters that a file name cannot have are all that tells them apart."""
+    names = ("a b", "a_b", "model.frozen")
+    state = {name: {"w": torch.full((1 << 18,), float(number))} for number, name in enumerate(names)}
+    hf.save(tmp_path / "c", state)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == len(state)
+    for name, value in hf.load(tmp_path / "c").items():
+        assert torch.equal(value["w"], state[name]["w"])

@@ -143,6 +143,17 @@ def test_state_dict_saved_in_place_of_an_object():
     assert again.best == 3
 
 
+def test_an_object_and_a_metric_are_not_each_other():
+    """What a metric stored is no state for an object with ``load_state_dict``, nor the other way round."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    place = memory_uri()
+    hf.save(place, {"metric": torchmetrics.MeanMetric(), "own": Own()})
+    with pytest.raises(hf.StateMismatchError, match="metric: Own in the state"):
+        hf.load(place, {"metric": Own()}, only="metric")
+    with pytest.raises(hf.StateMismatchError, match="own: MeanMetric in the state"):
+        hf.load(place, {"own": torchmetrics.MeanMetric()}, only="own")
+
+
 def test_object_loads_into_its_state_dict_in_place():
     """The habit of giving ``model.state_dict()`` to load fills the model's own tensors."""
     model, other = net(0), net(1)

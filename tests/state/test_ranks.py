@@ -22,9 +22,10 @@ from holdfast.format.commit import read_manifest
 from holdfast.format.contents import unite
 from holdfast.format.index import FileNumbers, Index
 from holdfast.state.save.plan import plan, signature
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
+from holdfast.writer.messages import SaveJob
 
 
 @pytest.fixture
@@ -266,8 +267,8 @@ def test_one_rank_of_several_does_not_commit_alone(storage):
     """Without ``part`` a rank of several is refused: it holds no whole checkpoint."""
     snapshotter = Snapshotter(rank=1, world_size=2)
     with pytest.raises(hf.ConfigError, match=r"rank 1 of 2.*part=True"):
-        request = SaveRequest(storage=storage, directory="one", save_id="abcd0000-1", manifest={})
-        snapshotter.submit(model_only(), None, request)
+        job = SaveJob(directory="one", save_id="abcd0000-1")
+        snapshotter.submit(model_only(), None, storage, job)
     for rank in (-1, 2):
         with pytest.raises(hf.ConfigError, match=f"rank {rank}"):
             Snapshotter(rank=rank, world_size=2)

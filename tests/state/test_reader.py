@@ -147,6 +147,14 @@ def request(offset, target, nbytes=None):
     )
 
 
+@pytest.mark.parametrize("size", [100, 3 << 20])
+def test_a_tensor_that_ends_behind_the_file(size):
+    """Also without digests: what is not there is never left as it was in the target, without a word."""
+    storage, _ = blob(size)
+    with pytest.raises(hf.CorruptCheckpointError, match="cut short"):
+        read_tensors(storage, [request(size // 2, torch.zeros(size // 2 + 1, dtype=torch.uint8))], None)
+
+
 def test_any_ranges_in_any_order():
     """Ranges of all sizes, adjacent, apart, in any order and wanted twice are all filled."""
     storage, data = blob(9_000_000)

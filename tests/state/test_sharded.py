@@ -12,11 +12,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from holdfast.format.boxes import Box, flaw
 from holdfast.format.index import Piece
+from holdfast.state.load import targets
 from holdfast.state.load import targets as targets_module
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.targets import spans
-from holdfast.state.tree import cuts
 from holdfast.state.tree.sharded import Cut, held, local_parts, local_tensor
 from holdfast.storage.memory import MemoryStorage
 
@@ -156,7 +156,7 @@ def test_reads_along_the_first_dimension_are_little_more_than_what_is_needed():
 
 def by_arrays(shape, boxes):
     """Ask the arrays: nothing is wrong, or look yourself."""
-    return cuts._flaw(shape, cuts.Cuts.of(shape, boxes).boxes)
+    return targets._flaw(shape, targets.Cuts.of(shape, boxes).boxes)
 
 
 @settings(deadline=None, max_examples=200)

@@ -15,11 +15,12 @@ import holdfast as hf
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.save import snapshot, staging
 from holdfast.state.save.plan import plan, signature
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import SaveJob
 
 _numbers = itertools.count(1)
 MIB = 1 << 20
@@ -38,8 +39,8 @@ def fields():
 def save(snapshotter, client, storage, state, name="one", save_id=None, **arguments):
     """Save with a snapshotter of the test's own; returns the directory."""
     save_id = save_id or f"abcdabcd-{next(_numbers):x}"
-    request = SaveRequest(storage=storage, directory=name, save_id=save_id, manifest=fields())
-    submitted = snapshotter.submit(state, client, request, **arguments)
+    job = SaveJob(directory=name, save_id=save_id, manifest=fields())
+    submitted = snapshotter.submit(state, client, storage, job, **arguments)
     submitted.future.result(60)
     return storage.local_root / name
 
@@ -120,7 +121,7 @@ def test_an_interrupted_copy_leaves_nobody_copying(monkeypatch):
         monkeypatch.setattr(staging, name, value)
     with Arena.create(layout.arena_bytes) as arena:
         with pytest.raises(KeyboardInterrupt):
-            staging.stage(layout, flat.tensors, arena.address, arena.view, filled=interrupt)
+            staging.stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=interrupt)
         seen = len(copied)
         time.sleep(0.1)
         assert len(copied) == seen < 64
@@ -268,10 +269,8 @@ def test_observe_gives_unchanged_tensors_their_own_file(tmp_path, client):
     state = {"model": {"still": torch.randn(MIB), "moving": torch.randn(MIB)}}
     for number in range(3):
         state["model"]["moving"] += 1
-        request = SaveRequest(
-            storage=storage, directory=f"s{number}", save_id=f"abcdabcd-{number}", manifest=fields(), reuse=True
-        )
-        submitted = snapshotter.submit(state, client, request)
+        job = SaveJob(directory=f"s{number}", save_id=f"abcdabcd-{number}", manifest=fields(), reuse=True)
+        submitted = snapshotter.submit(state, client, storage, job)
         snapshotter.observe(submitted.future.result(60).unchanged)
     assert snapshotter.stable == {"model/still"}
     assert set(load_file(tmp_path / "s2" / "model.frozen-00000-abcdabcd-2.safetensors")) == {"still"}

@@ -126,9 +126,9 @@ def test_credentials_stay_out(server, sftp, caplog):
     assert PASSWORD not in told + storage.uri + repr(storage) + caplog.text
     assert storage.secrets() == {"/options/password": PASSWORD}
     assert from_description(json.loads(told), storage.secrets()).read("a") == b"1"
-    from holdfast.storage.adapters import options
+    from holdfast.storage.adapters import common
 
-    options._known.clear()
+    common._known.clear()
     with pytest.raises(ConfigError, match="password"):
         from_description(json.loads(told))
 

@@ -126,9 +126,9 @@ def test_description_without_secrets():
     assert isinstance(rebuilt, PyarrowStorage)
     assert rebuilt.filesystem == _s3()
     assert rebuilt.child("a").uri == "pyarrow+s3://bucket/runs/a"
-    from holdfast.storage.adapters import options as _client_options
+    from holdfast.storage.adapters import common
 
-    _client_options._known.clear()
+    common._known.clear()
     with pytest.raises(ConfigError, match="credentials"):
         from_description(json.loads(told))
 

@@ -106,7 +106,7 @@ def in_the_intake(config: dict[str, Any]) -> None:
 
 
 def _around_submit(config: dict[str, Any], instead: Callable[..., None]) -> None:
-    from holdfast.trainers.function.worker.shares import Shares
+    from holdfast.trainers.function.worker.delivery import Shares
 
     original = Shares.submit
     Shares.submit = lambda self, state, go, **told: instead(  # type: ignore[method-assign]
@@ -122,7 +122,7 @@ def _stop(config: dict[str, Any]) -> None:
 def full_disk(config: dict[str, Any]) -> None:
     """The disk takes nothing more, on this node alone."""
     from holdfast.testing import FaultyStorage
-    from holdfast.trainers.function.worker.shares import Shares
+    from holdfast.trainers.function.worker.delivery import Shares
 
     del config
     original = Shares.__init__

@@ -19,7 +19,7 @@ import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.torch import TorchTrainer
-from holdfast.trainers.function import engine_choice, trainer
+from holdfast.trainers.function import trainer
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 
 LIMIT_S = 90.0
@@ -50,9 +50,8 @@ def fit(root: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Fit:
         def engine(scaling: Any, storage: Any, **_: Any) -> ClusterEngine:
             return ClusterEngine(nodes, storage=storage, silence_s=silence_s)
 
-        monkeypatch.setattr(trainer, "make_engine", engine)
-        for module in (trainer, engine_choice):
-            monkeypatch.setattr(module, "runs_on_ray", lambda _: True)
+        monkeypatch.setattr(trainer, "_make_engine", engine)
+        monkeypatch.setattr(trainer, "_runs_on_ray", lambda _: True)
         preemptions = {"max_preemptions": config.pop("max_preemptions")} if "max_preemptions" in config else {}
         validation = config.pop("validation", None)
         return TorchTrainer(

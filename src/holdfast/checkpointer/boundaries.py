@@ -19,10 +19,10 @@ from holdfast.state.save.snapshot import Snapshotter
 
 from .metrics import MetricLog
 from .options import CheckpointerOptions
+from .pending_saves import passing_error, state_of
 from .progress import Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
-from .transient import passing_error, state_of
 from .verification import Watcher
 
 __all__ = ["StepBoundary"]

@@ -313,9 +313,9 @@ class DataLedger:
         if self.tell is not None:
             self.tell(what)
             return
-        trained = (
-            f"{was_trained} batch was trained again before that could be told" if was_trained else "It was not trained"
-        )
+        trained = "No step was trained on it"
+        if was_trained:
+            trained = f"{was_trained} batch was trained again before that could be told"
         text = (
             f"{what}. {trained}. Look at what the loader does with its state (`holdfast log RUN --data` prints what "
             "this run was trained on), use a map-style data set, or a loader without state_dict, which is replayed by "

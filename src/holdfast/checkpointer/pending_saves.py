@@ -1,25 +1,43 @@
 """`PendingSaves`: the saves of one owner on their way, taken in one after another by the thread that trains.
 
 Each front door follows its saves with one of these: what a good end means for the next save, what a lost one costs, how
-long anybody waits.
+long anybody waits. A storage that is full or does not answer costs a save, not the training; `LostSaves` is the one
+policy for that. `NoteSender` sends the notes between saves: rows of a report, late metrics.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import DroppedSaveError, HoldfastError
+from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, StorageFullError, StorageUnavailableError
+from holdfast.writer.client import WriterClient
+from holdfast.writer.serial_executor import SerialExecutor
 
 from .rank_group import ANSWER_MARGIN_S
-from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves
 
-__all__ = ["PendingSaves", "RunSave", "failed"]
+__all__ = [
+    "MAX_LOST",
+    "TRANSIENT_ERRORS",
+    "LostSaves",
+    "NoteSender",
+    "PendingSaves",
+    "RunSave",
+    "failed",
+    "passing_error",
+    "state_of",
+]
+
+TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
+"""The errors after which training may go on."""
+
+MAX_LOST = 10
+"""Saves in a row: who trains on after that trains for nothing."""
 
 _LOG = get_logger("checkpointer")
 
@@ -217,3 +235,133 @@ def failed(error: BaseException) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+class NoteSender:
+    """Sends records in their order: at once, or from a thread of its own as soon as one of them has to wait.
+
+    Args:
+        client: the writer.
+    """
+
+    def __init__(self, client: WriterClient) -> None:
+        self._client = client
+        self._executor: SerialExecutor | None = None
+        self._newest: Future[None] | None = None  # done when the newest record of that thread is sent
+        self._save: tuple[str | None, Future[Any] | None] = (None, None)
+
+    def save_begun(self, name: str, handed_over: Future[Any] | None) -> None:
+        """Note the newest save: what is said about it comes after it, for the writer has to know it.
+
+        Args:
+            name: of the checkpoint.
+            handed_over: done when the writer has the save; None: it has it.
+        """
+        self._save = (name, handed_over)
+
+    def send(
+        self, op: str, args: Mapping[str, Any], *, about: str | None, late: Callable[[], Mapping[str, Any]] | None
+    ) -> Future[Any]:
+        """Send a record; returns the future of its answer.
+
+        Args:
+            op: kind of record, see `WriterClient.run_op`.
+            args: the record.
+            about: name of its checkpoint.
+            late: gives the rest of the record; may wait for a device.
+        """
+        name, handed_over = self._save
+        # Rows of a report name a checkpoint that may come later, or never; they go ahead of it.
+        after = handed_over if op != "report" and about is not None and about == name else None
+        waits = late is not None or (after is not None and not after.done())
+        if not waits and (self._newest is None or self._newest.done()):
+            return self._client.run_op(op, **args)
+        if self._executor is None:
+            self._executor = SerialExecutor("holdfast-notes")
+        answered: Future[Any] = Future()
+
+        def send() -> None:
+            try:
+                wait([] if after is None else [after])
+                sent = self._client.run_op(op, **args, **({} if late is None else late()))
+            except BaseException as error:  # noqa: BLE001 - a thread edge: the record's future carries it
+                answered.set_exception(error)
+            else:
+                sent.add_done_callback(lambda done: _pass_on(done, answered))
+
+        self._newest = self._executor.run(send)
+        return answered
+
+    def behind(self, read: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """Return what calls ``read`` once the records up to now are sent.
+
+        So a trainer that is killed right after it has handed a save over has sent the rows that belong to it too.
+        """
+        newest = self._newest
+
+        def wait_and_read() -> Mapping[str, Any]:
+            wait([] if newest is None else [newest])
+            return read()
+
+        return wait_and_read
+
+    def close(self) -> None:
+        """Send nothing more than what is on its way; waits for nothing."""
+        if self._executor is not None:
+            self._executor.close(wait=False)
+
+
+def _pass_on(done: Future[Any], answered: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None:
+        answered.set_exception(error)
+    else:
+        answered.set_result(done.result())
+
+
+class LostSaves:
+    """Counts the saves that a storage did not take: each costs itself, the tenth in a row ends the training.
+
+    Attributes:
+        total: saves lost so far.
+        in_a_row: of these, since the last save that became durable.
+        error: why the newest save was lost; None once a later save is durable.
+    """
+
+    def __init__(self) -> None:
+        self.total = self.in_a_row = 0
+        self.error: StorageError | None = None
+
+    def durable(self) -> None:
+        """Note that a save is durable: those lost before it were not the end."""
+        self.in_a_row, self.error = 0, None
+
+    def add(self, error: StorageError, *, limit: int | None = MAX_LOST) -> None:
+        """Count a lost save.
+
+        Args:
+            error: one of `TRANSIENT_ERRORS`.
+            limit: the number in a row from which training must not go on; None for no limit.
+
+        Raises:
+            StorageError: ``error``, at the limit.
+        """
+        self.total += 1
+        self.in_a_row += 1
+        self.error = error
+        if limit is not None and self.in_a_row >= limit:
+            raise error
+
+
+def state_of(error: BaseException | None) -> str:
+    """Return in words why a save was lost."""
+    return "the storage does not answer" if isinstance(error, StorageUnavailableError) else "the storage is full"
+
+
+def passing_error(error: BaseException | None, lost: str) -> StorageError:
+    """Return the error for a run that ends without its last save: what was lost, why, and what to do."""
+    down = isinstance(error, StorageUnavailableError)
+    return (StorageUnavailableError if down else StorageFullError)(
+        lost + f": {'when it answers again,' if down else 'free some space and'} start the same command again, it "
+        "goes on from there"
+    )

@@ -22,21 +22,19 @@ from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
 from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .note_sender import NoteSender
-from .pending_saves import PendingSaves, RunSave, failed
+from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
-from .transient import TRANSIENT_ERRORS, state_of
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
@@ -381,12 +379,14 @@ class RunSession:
                     )
                 if extra := {**self.extra, **(named.extra or {})}:
                     fields["extra"] = extra
-                request = SaveRequest(
-                    storage=self.storage, directory=name, save_id=save_id, manifest=fields,
-                    overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
-                    metrics=self._sender.behind(metrics) if callable(metrics) else None,
+                job = SaveJob(
+                    directory=name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+                    run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
-                submitted = snapshotter.submit(state(), self.client, request, lazy=follow is None)
+                late = self._sender.behind(metrics) if callable(metrics) else None
+                submitted = snapshotter.submit(
+                    state(), self.client, self.storage, job, metrics=late, lazy=follow is None
+                )
                 self._tell_memory(snapshotter)
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
@@ -442,12 +442,11 @@ class RunSession:
         if extra := {**self.extra, **(named.extra or {})}:
             fields["extra"] = extra
         joint, in_run = self.team is not None, "/" not in named.name
-        request = SaveRequest(
-            storage=self.storage, directory=named.name, save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}",
-            manifest=fields, overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint,
-            joint=joint,
+        job = SaveJob(
+            directory=named.name, save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
+            overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
         )  # fmt: skip
-        kept = snapshotter.keep(state(), self.client, request)
+        kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept

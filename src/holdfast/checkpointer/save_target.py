@@ -17,10 +17,11 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter, Submitted
+from holdfast.state.save.snapshot import Snapshotter, Submitted
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import SaveJob
 
 from .identity import manifest_fields, new_start_id
 from .rank_group import ANSWER_MARGIN_S, RankGroup
@@ -110,8 +111,7 @@ class SaveTarget:
             metrics=metrics or {},
             world_size=1 if self.team is None else self.team.world_size,
         )
-        request = SaveRequest(
-            storage=self.target.storage,
+        job = SaveJob(
             directory=self.target.directory,
             save_id=self.save_id,
             manifest=fields,
@@ -119,7 +119,7 @@ class SaveTarget:
             part=joint,
             joint=joint,
         )
-        return snapshotter.submit(state, self.client, request, unsupported=unsupported, aside=aside)
+        return snapshotter.submit(state, self.client, self.target.storage, job, unsupported=unsupported, aside=aside)
 
     def wait(self, submitted: Submitted) -> None:
         """Wait until the checkpoint is durable."""

@@ -16,7 +16,7 @@ from .targets import PATH, Choice, choose, find, pick_options
 from .terminal import console, fits, number, print_json, printable, table
 
 if TYPE_CHECKING:
-    from holdfast.interop.difference import CheckpointDifference, Missing, TensorChange
+    from holdfast.interop.diff import CheckpointDifference, Missing, TensorChange
 
 __all__ = ["diff"]
 
@@ -53,8 +53,7 @@ def diff(
     A and B may be runs: then the newest checkpoint is taken, or the one that --best or --step names. Status 1 if the
     states differ. NaN equals NaN. What has equal digests is not read.
     """
-    from holdfast.interop.diff import compare
-    from holdfast.interop.difference import Tolerance
+    from holdfast.interop.diff import Tolerance, compare
 
     sides = _sides(a, b, pick)
     limits = Tolerance(absolute=tolerance, relative=rtol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,9 +13,11 @@ from holdfast._progress import progress_bar
 from holdfast._units import parse_bytes
 from holdfast.errors import ConfigError
 
-from .finding import Finding, ProbeDeadline
 from .targets import PATH, reach
 from .terminal import console, print_json, printable
+
+if TYPE_CHECKING:
+    from .probes import Finding
 
 __all__ = ["doctor"]
 
@@ -33,8 +36,8 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     mended before training; warnings do not count.
     """
     from .probe_disk import ended_by_sigterm, probe_disk  # here: half of what they need no other command does
-    from .probe_machine import probe_machine
     from .probe_store import probe_store
+    from .probes import ProbeDeadline, probe_machine
 
     size = parse_bytes(max_bytes)
     if size is None:

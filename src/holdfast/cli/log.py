@@ -17,16 +17,18 @@ import click
 
 from holdfast.errors import ConfigError, UnknownMetricError
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import FOLDER, read_rings
 from holdfast.run.record import flat_metrics
 from holdfast.run.retention import is_number
 from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 
-from .log_data import print_ledger
 from .targets import PATH, complete_metric, reach, run_at, span_option
 from .terminal import console, fits, number, print_json, printable, strict, table
 
 __all__ = ["log"]
+
+_TAIL = 30
 
 _HEIGHT, _WIDEST = 14, 100
 
@@ -71,7 +73,7 @@ def log(
             raise ConfigError(
                 "--data prints the ledger of batches: leave out --metric, --plot, --follow and --format csv"
             )
-        print_ledger(catalog, tail, as_json=as_json, as_lines=kind == "jsonl")
+        _print_ledger(catalog, tail, as_json=as_json, as_lines=kind == "jsonl")
         return
     rows = _rows(catalog)
     count = Counter(name for row in rows for name in row["metrics"])
@@ -244,3 +246,68 @@ def _plot(rows: Sequence[dict[str, Any]], metric: str) -> None:
     click.echo(f"{'':>{margin}}  step {first}{f'step {last}':>{max(1, width - len(f'step {first}'))}}")
     if len(points) < len(have):
         click.echo(f"{len(have) - len(points)} values are no finite numbers and are not drawn")
+
+
+def _print_ledger(catalog: Catalog, tail: int | None, *, as_json: bool, as_lines: bool) -> None:
+    """Print the last batches that each rank was given, oldest first.
+
+    Args:
+        catalog: of the run.
+        tail: how many of each rank; 0: all, None: 30 of a table, else all.
+        as_json: print one JSON document.
+        as_lines: print one line of JSON for each batch.
+
+    Raises:
+        ConfigError: the run has no directory on this machine.
+    """
+    root = catalog.storage.local_root
+    if root is None:
+        raise ConfigError(
+            f"{catalog.storage.uri} is no directory of this machine: the ring of batches lies in a local run only. A "
+            "checkpoint at a store holds the batches since the one before, as holdfast/progress/ledger"
+        )
+    rows = _trained_rows(catalog)
+    if tail or (tail is None and not (as_json or as_lines)):
+        ranks = sorted({row["rank"] for row in rows})
+        rows = [row for rank in ranks for row in [row for row in rows if row["rank"] == rank][-(tail or _TAIL) :]]
+    if as_json:
+        print_json({"path": catalog.storage.uri, "batches": rows})
+    elif as_lines:
+        for row in rows:
+            click.echo(json.dumps(row))
+    elif not rows:
+        click.echo(f"no batch is noted under {root}/{FOLDER}: the run took none from ck.batches")
+    else:
+        names = ("rank", "attempt", "for step", "epoch", "batch", "samples")
+        made = table([*((name, "right") for name in names), ("loader", "left"), ("digest", "left"), ("state", "left")])
+        for row in printable(rows):
+            cells = (number(row[key]) for key in ("rank", "attempt", "step", "epoch", "batch", "samples"))
+            made.add_row(*cells, row["loader"], row["digest"], row["state"])
+        console().print(made)
+
+
+def _trained_rows(catalog: Catalog) -> list[dict[str, Any]]:
+    root = catalog.storage.local_root
+    assert root is not None
+    saved = max((record.step for record in catalog.records() if record.step is not None), default=-1)
+    rows = []
+    for rank, (names, entries) in read_rings(root).items():
+        known = {number_: name for name, number_ in names.items()}
+        newest = {entry.attempt: entry.step for entry in entries}  # the last one of each life
+        for entry in entries:
+            # A batch that was given when so many steps were done is trained once a later one was given.
+            is_trained = entry.step < max(newest[entry.attempt], saved if entry.attempt == max(newest) else -1)
+            rows.append(
+                {
+                    "rank": rank,
+                    "attempt": entry.attempt,
+                    "step": entry.step + 1,
+                    "epoch": entry.epoch,
+                    "batch": entry.index,
+                    "samples": entry.num_samples,
+                    "loader": known.get(entry.name, f"{entry.name:08x}"),
+                    "digest": f"{entry.content or entry.indices:016x}",
+                    "state": "trained" if is_trained else "given",
+                }
+            )
+    return rows

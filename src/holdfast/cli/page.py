@@ -14,9 +14,8 @@ from holdfast.page.document import render
 from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 
-from .output import replace_file
 from .targets import PATH, span_option
-from .terminal import message, print_json, printable
+from .terminal import message, print_json, printable, replace_file
 
 __all__ = ["page"]
 

@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, StorageConflictError, StorageExistsEr
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .finding import Finding, ProbeDeadline, bad, good, warn
+from .probes import Finding, ProbeDeadline, bad, good, warn
 
 __all__ = [
     "LEFT",

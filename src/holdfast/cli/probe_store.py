@@ -15,8 +15,8 @@ from holdfast.errors import HoldfastError, StorageError, StoragePermissionError
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-from .finding import Finding, ProbeDeadline, bad, good, warn
 from .probe_disk import probe_promises, rates, read, skew_of, undisturbed, write
+from .probes import Finding, ProbeDeadline, bad, good, warn
 
 __all__ = ["probe_store"]
 

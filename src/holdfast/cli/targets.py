@@ -182,6 +182,8 @@ def run_at(storage: Storage, path: str) -> Catalog:
     if catalog.index.damage == "missing" and not catalog.records():
         inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
         inside += [record.name for record in catalog.strangers()]
+        if storage.exists(MANIFEST_NAME):
+            raise ConfigError(f"{storage.uri} is a checkpoint: give its run, the directory above it")
         hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from holdfast._outgoing import brief, masked, on_one_line
+from holdfast.storage.local.ops import translate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +34,7 @@ __all__ = [
     "print_columns",
     "print_json",
     "printable",
+    "replace_file",
     "strict",
     "table",
 ]
@@ -201,3 +206,20 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     return "-" if value is None else brief(value, _LONG)
+
+
+def replace_file(target: str, data: bytes) -> None:
+    """Replace a local file in one step, so that no collector and no browser reads half of it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = Path(target)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise translate(error, "write", target) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,7 +23,8 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.format.names import REMOVING_NAME, SIDECARS, UNLISTED, check_links, join, start_id_of
+from holdfast.format.names import REMOVING_NAME, SIDECARS, UNLISTED, check_links, join, save_id_of, start_id_of
+from holdfast.format.parts import drop_plan, put_plan
 from holdfast.run.lease import files_of
 from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
@@ -38,6 +40,7 @@ __all__ = [
     "compare_files",
     "copy_checkpoint",
     "copy_file",
+    "planned",
     "send_entries",
 ]
 
@@ -203,8 +206,10 @@ def send_entries(
     brought = Brought(set(), set())
 
     def bring(file: File, windows: Windows) -> None:
-        # The name has the save's id in it. On a disk the writer of a file of the right size may have died.
-        if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
+        # A name with the save's id in it is enough at a store; files of model_files have one name in all saves. On a
+        # disk the writer of a file of the right size may have died.
+        is_named = start_id_of(file.path) is not None
+        if there.get(file.target) == file.size and (sender.is_at_target(file, windows) if is_local else is_named):
             return
         twin = (twins or {}).get((file.digest or "", file.size))
         if twin is not None and _repeat(target, twin, file.target, replace=file.target in there):
@@ -219,6 +224,28 @@ def send_entries(
     ]
     sender.each(files, bring)
     return brought
+
+
+@contextmanager
+def planned(target: Storage, directory: str, entries: Iterable[FileEntry]) -> Iterator[None]:
+    """List at the target, while a checkpoint is brought there, the files whose names do not tell whose they are.
+
+    Whoever comes after a copy that died can remove them then. The plan goes when the body has committed.
+
+    Args:
+        target: where the checkpoint goes.
+        directory: of the checkpoint.
+        entries: its files.
+    """
+    paths = [entry.path for entry in entries]
+    names = [path for path in paths if save_id_of(path) is None]
+    saves = sorted({save for path in paths if (save := save_id_of(path)) is not None})
+    if not names or not saves:
+        yield
+        return
+    put_plan(target, directory, saves[-1], names, {})
+    yield
+    drop_plan(target, directory, saves[-1])
 
 
 def compare_files(source: Storage, path: str, target: Storage, new_path: str) -> Literal["same", "unfinished", "other"]:

@@ -11,19 +11,26 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, StorageNotFoundError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    HoldfastError,
+    StorageNotFoundError,
+)
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
 
-from .commit import PartSummary, read_manifest
+from .commit import PartSummary, read_manifest, sweep
 from .manifest import MAX_MANIFEST_BYTES
-from .names import REMOVING_NAME, SIDECARS, check_links, check_path, join, save_id_of, start_id_of
+from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, check_path, join, save_id_of, start_id_of
 from .strict_json import dumps, loads
 
 __all__ = [
     "check_plan",
     "clear_planned",
+    "drop_plan",
     "has_plan",
     "is_passing",
     "is_plan",
@@ -38,6 +45,7 @@ __all__ = [
     "read_plan",
     "remove_part",
     "staged_name",
+    "sweep_given_up",
     "sweep_passing",
     "sweep_planned",
 ]
@@ -180,6 +188,14 @@ def check_plan(storage: Storage, directory: str, save_id: str) -> None:
         )
 
 
+def drop_plan(storage: Storage, directory: str, save_id: str) -> None:
+    """Remove the plan of a save that is committed; a failure is only said."""
+    try:
+        storage.delete(join(directory, plan_name(save_id)))
+    except HoldfastError as error:
+        _LOG.warning("%s is committed, but its plan stays there for now: %s", directory, error)
+
+
 def clear_planned(storage: Storage, directory: str, name: str, paths: Iterable[str]) -> None:
     """Remove planned files, the directories made for them, and last the plan itself. Safe to repeat."""
     parents = set()
@@ -208,6 +224,15 @@ def sweep_planned(storage: Storage, directory: str, name: str) -> list[str]:
         return []
     clear_planned(storage, directory, name, plan[0])
     return [*plan[0], name]
+
+
+def sweep_given_up(storage: Storage, directory: str) -> list[str]:
+    """Remove what `commit.sweep` does, and what plans in a directory without a manifest list."""
+    swept: list[str] = []
+    if not storage.exists(join(directory, MANIFEST_NAME)):
+        for name in sorted(filter(is_plan, _names(storage, directory))):
+            swept += sweep_planned(storage, directory, name)
+    return swept + sweep(storage, directory)
 
 
 def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,22 +14,24 @@ from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.options import check_root
-from holdfast.checkpointer.pending_saves import RunSave
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, passing_error, state_of
 from holdfast.checkpointer.rendezvous import Meeting, meet
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep
 from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.run.catalog import Catalog
+from holdfast.run.remains import INCOMING
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult
 
-from .lost import LostCheckpoint
 from .metrics import scalars
-from .places import STAGED, sweep_staged
+from .places import STAGED, sweep_staged, unused
 from .verified import newest_sound
 
-__all__ = ["DirectoryCheckpoints"]
+__all__ = ["DirectoryCheckpoints", "LostCheckpoint"]
+
+_ASIDE = "_holdfast-lost-"
 
 _LOG = get_logger("frameworks")
 _Keeper = TypeVar("_Keeper", bound="DirectoryCheckpoints")
@@ -321,3 +324,69 @@ class DirectoryCheckpoints:
         staged = os.path.join(parent, f"{STAGED}{run_id[:8]}-{save_id}")
         owned = clone_or_link_tree(source, staged)
         return (None, False) if owned is None else (staged, owned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostCheckpoint:
+    """A checkpoint that is not in the run.
+
+    Attributes:
+        name: it would have had.
+        step: of it.
+        error: why.
+        left: where its files still are; None if nowhere.
+        ours: nobody else uses these files.
+    """
+
+    name: str
+    step: int
+    error: BaseException
+    left: str | None
+    ours: bool
+
+    @classmethod
+    def of(cls, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> LostCheckpoint:
+        """Describe the loss of ``source``, whose files are in ``staged`` too, or alone; a second copy is removed."""
+        if staged not in (None, source) and os.path.exists(source):
+            shutil.rmtree(staged or "", ignore_errors=True)
+            staged = None
+        left = staged or source
+        exists = os.path.exists(left)
+        return cls(name=name, step=step, error=error, left=left if exists else None, ours=staged is not None)
+
+    @property
+    def what(self) -> str:
+        """Say what was lost, why, and where the files are."""
+        why = f"{state_of(self.error)} ({self.error})" if isinstance(self.error, TRANSIENT_ERRORS) else str(self.error)
+        return f"the checkpoint of step {self.step} was NOT kept, {why}; " + (
+            "its files are gone" if self.left is None else f"its files are in {self.left}"
+        )
+
+    @property
+    def final(self) -> BaseException:
+        """The error for an end without this checkpoint, which was to be the newest."""
+        return passing_error(self.error, self.what) if isinstance(self.error, TRANSIENT_ERRORS) else self.error
+
+    def drop(self) -> None:
+        """Remove what is left: there is a newer checkpoint."""
+        if self.ours and self.left is not None:
+            shutil.rmtree(self.left, ignore_errors=True)
+
+    def aside(self) -> LostCheckpoint:
+        """Bring what is left to where neither the end of the run nor its next start removes it."""
+        if self.left is None or not self.ours:
+            return self
+        home, name = os.path.split(self.left)
+        if os.path.basename(home).startswith(INCOMING):
+            home = os.path.dirname(home)
+        elif not name.startswith(STAGED):
+            return self
+        target = unused(os.path.join(home, _ASIDE + self.name))
+        try:
+            os.rename(self.left, target)
+        except OSError as error:
+            _LOG.warning("%s: they cannot be moved to %s: %s", self.what, target, error)
+            return self
+        moved = replace(self, left=target)
+        _LOG.warning("%s", moved.what)
+        return moved

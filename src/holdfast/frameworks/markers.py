@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.transient import TRANSIENT_ERRORS, state_of
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, state_of
 from holdfast.errors import StorageError
 
 from .places import move_aside

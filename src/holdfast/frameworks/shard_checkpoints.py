@@ -12,10 +12,9 @@ from holdfast.checkpointer.rendezvous import Meeting, Rendezvous
 from holdfast.errors import ConfigError
 from holdfast.trainers.function.worker.handoff import HandoffArea
 
-from .directory_checkpoints import DirectoryCheckpoints
-from .lost import LostCheckpoint
+from .directory_checkpoints import DirectoryCheckpoints, LostCheckpoint
 from .places import claim
-from .together import TOPICS, written_together
+from .reporting import TOPICS, written_together
 
 __all__ = ["ShardCheckpoints"]
 

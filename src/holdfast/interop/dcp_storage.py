@@ -54,10 +54,10 @@ from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
 from holdfast.state.tree.sharded import is_spread, local_tensor
 
 from .blobs import Blob
+from .gathered import nested, node_of, tensor_name
 from .part import DirectPartWriter, Row
 from .source import OpenedCheckpoint
 from .to_dcp import flatten_for_dcp
-from .tree import nested, node_of, tensor_name
 
 __all__ = ["HoldfastReader", "HoldfastWriter"]
 

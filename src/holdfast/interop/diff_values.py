@@ -13,7 +13,7 @@ from holdfast.state.tree import arrays
 
 from .blobs import Blob
 from .contents import CheckpointContents, Leaf
-from .difference import CheckpointDifference, TensorChange, Tolerance
+from .diff import CheckpointDifference, TensorChange, Tolerance
 from .source import OpenedCheckpoint
 
 __all__ = ["compare_values"]

@@ -21,10 +21,9 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.stream import InputStream
 
 from .blobs import Blob, BoxReader, assemble
-from .gathered import Gathered
+from .gathered import Gathered, nested, node_of, tensor_name
 from .part import Row
 from .to_dcp import METADATA_NAME
-from .tree import nested, node_of, tensor_name
 from .unpickle import MAX_METADATA, Opaque, read_metadata, read_torch_stream
 
 __all__ = ["from_dcp"]

@@ -16,10 +16,10 @@ from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastEr
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import ContentsReader
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
-from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
-from holdfast.run.goodput import goodput
+from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput, saves, stats
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
@@ -52,7 +52,7 @@ def collect(storage: Storage) -> dict[str, Any]:
         return folder_facts(runs, title=_title(storage), uri=storage.uri)
     facts = run_facts(storage)  # a run whose run.json was lost still has its manifests
     if not facts["checkpoints"] and not facts["metrics"]:
-        raise CheckpointNotFoundError(f"there is no run at {storage.uri}, and none directly below it: check the path")
+        raise _no_run(storage)
     return facts
 
 
@@ -68,15 +68,19 @@ def collect_all(storages: Sequence[Storage]) -> dict[str, Any]:
     for storage in storages:
         below = [] if storage.exists(RUN_FILE) else [run for _, run in runs_below(storage)]
         if not below and not storage.exists(RUN_FILE) and not Catalog(storage).records():
-            raise CheckpointNotFoundError(
-                f"there is no run at {storage.uri}, and none directly below it: check the path"
-            )
+            raise _no_run(storage)
         found += below or [storage]
     once = list({storage.uri: storage for storage in found}.values())
     names = _short_names([storage.uri for storage in once])
     return folder_facts(
         list(zip(names, once, strict=True)), title=f"{len(once)} runs", uri=", ".join(one.uri for one in storages)
     )
+
+
+def _no_run(storage: Storage) -> CheckpointNotFoundError:
+    if storage.exists(MANIFEST_NAME):
+        return CheckpointNotFoundError(f"{storage.uri} is a checkpoint: give its run, the directory above it")
+    return CheckpointNotFoundError(f"there is no run at {storage.uri}, and none directly below it: check the path")
 
 
 def _title(storage: Storage) -> str:

@@ -277,7 +277,7 @@
     const rows = all.slice().reverse().map((one) => make("tr", {},
       make("td", {class: "number"}, one.attempt), make("td", {}, moment(one.started)),
       make("td", {}, one.started && one.ended ? span(one.ended - one.started) : ""),
-      make("td", {class: "why"}, [one.reason ?? (one.ended ? "" : "no word of its end"), one.stop].filter(Boolean).join(", "),
+      make("td", {class: "why"}, [one.died ?? one.reason ?? (one.ended ? "" : "no word of its end"), one.stop].filter(Boolean).join(", "),
         one.is_live ? null : make("div", {class: "soft"}, "a branch that was left")),
       make("td", {class: "why"}, one.from_name === null ? "a fresh start" : one.from_name,
         one.line === "another run" ? make("div", {class: "soft"}, "a checkpoint of another run") : null),

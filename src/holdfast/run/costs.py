@@ -17,7 +17,9 @@ from .journal import JournalEvent
 from .record import Record, timestamp
 from .reports import Attempt, RunHistory
 
-__all__ = ["Deletion", "Save", "attempt_rows", "deletions", "saves", "stats", "summary"]
+__all__ = ["Deletion", "Save", "attempt_rows", "deletions", "goodput", "saves", "stats", "summary"]
+
+_IN_ORDER = ("finished", "stopped", "closed")  # these lives have saved their last step
 
 _PARTS = ("durable_s", "held_s", "lost_s")
 
@@ -99,8 +101,9 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     """Describe each start of the run, and the cost of its end, as JSON.
 
     Returns:
-        Rows with "lost_steps" (steps that a later attempt had to do again), "lost_s" (seconds of training after the
-        checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None if not known.
+        Rows with "died" (what ended it, as `holdfast run` saw it), "lost_steps" (steps that a later attempt had to do
+        again), "lost_s" (seconds of training after the checkpoint that the next attempt went on from) and "down_s"
+        (seconds until that began); None if not known.
     """
     last: dict[int, float] = {}
     last_seen: dict[int, float] = {}
@@ -113,7 +116,9 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     for save in made:
         last[save.attempt] = max(last.get(save.attempt, -math.inf), save.step - 1)
         last_seen[save.attempt] = max(last_seen.get(save.attempt, 0.0), save.time)
-    rows = [_attempt(history.attempts[number], last.get(number)) for number in sorted(history.attempts)]
+    died = {event.attempt: event for event in history.events if event.what == "died"}
+    attempts = history.attempts
+    rows = [_attempt(attempts[number], last.get(number), died.get(number)) for number in sorted(attempts)]
     by_number = {row["attempt"]: row for row in rows}
     when = {(save.attempt, save.name): save.time for save in made}
     for row in rows:
@@ -123,14 +128,15 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     return rows
 
 
-def _attempt(attempt: Attempt, last: float | None) -> dict[str, Any]:
+def _attempt(attempt: Attempt, last: float | None, died: JournalEvent | None) -> dict[str, Any]:
     source, details = attempt.resumed_from, attempt.details or {}
     done, stop = details.get("last_step"), details.get("stop")
     return {
         "attempt": attempt.attempt,
         "started": timestamp(attempt.started) or None,
-        "ended": timestamp(attempt.ended or "") or None,
+        "ended": timestamp(attempt.ended or "") or (died.time if died else None),
         "reason": attempt.reason,
+        "died": died.why if died else None,
         "stop": stop if isinstance(stop, str) else None,
         "host": attempt.host,
         "pid": attempt.pid,
@@ -222,3 +228,85 @@ def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = None) -> dict[str, float] | None:
+    """Divide the wall time of a run since its first start, in seconds.
+
+    The end of a life that was killed is its last sign (a report, a save): what it trained after that counts as down,
+    not as done again, and neither is useful.
+
+    Args:
+        history: of the run.
+        made: its saves (`saves`).
+        now: seconds since 1970 if the run is being trained; None: it ends with its last sign.
+
+    Returns:
+        "wall_s", and its parts "useful_s", "again_s" (trained by a life after the checkpoint that the next one went on
+        from), "held_s" and "slowed_s" (by saves: the loop held, and steps slower than usual), "starting_s" (until the
+        first step was done) and "down_s"; "ratio" is the useful part. None for a run that has not been trained.
+
+    Example:
+        >>> goodput(RunHistory(rows=[], attempts={}, run_id="", notes={}, events=[]), []) is None
+        True
+    """
+    lives = [history.attempts[number] for number in sorted(history.attempts) if history.attempts[number].started]
+    if not lives:
+        return None
+    began = {event.attempt: event.time for event in history.events if event.what == "began"}
+    signs = _last_signs(history, made)
+    when = {(save.attempt, save.name): save.time for save in made}
+    parts = dict.fromkeys(("again_s", "held_s", "slowed_s", "starting_s", "down_s"), 0.0)
+    begins = [timestamp(life.started) for life in lives]
+    for place, (life, begin) in enumerate(zip(lives, begins, strict=True)):
+        following = lives[place + 1] if place + 1 < len(lives) else None
+        limit = begins[place + 1] if following is not None else math.inf
+        end = max(begin, min(limit, timestamp(life.ended or "") or signs.get(life.attempt, begin)))
+        if following is None and now is not None:
+            end = max(end, now)
+        trains = min(
+            end, max(begin, began.get(life.attempt) or _trains(life, begin, end, is_seen=life.attempt in signs))
+        )
+        kept = end if following is None or life.reason in _IN_ORDER else _kept(life, following, trains, end, when)
+        parts["starting_s"] += trains - begin
+        parts["again_s"] += end - kept
+        parts["down_s"] += 0.0 if following is None else limit - end
+        saves = [save for save in made if save.attempt == life.attempt and save.time <= kept]
+        slowed = math.fsum(max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0)) for save in saves)
+        # A run of a few steps may have spent all of its time on saves; measured apart, they can come to a little more.
+        held = min(kept - trains, math.fsum(save.held_s or 0.0 for save in saves))
+        parts["held_s"] += held
+        parts["slowed_s"] += min(kept - trains - held, slowed)
+    wall = end - begins[0]
+    useful = max(0.0, wall - math.fsum(parts.values()))
+    return {"wall_s": wall, "useful_s": useful, **parts, "ratio": useful / wall if wall > 0 else 0.0}
+
+
+def _last_signs(history: RunHistory, made: Sequence[Save]) -> dict[int, float]:
+    signs: dict[int, float] = {}
+    times = [(row["attempt"], row.get("time")) for row in history.rows]
+    times += [
+        (event.attempt, event.time) for event in history.events if event.what in ("began", "cost", "skipped", "died")
+    ]
+    times += [(save.attempt, save.time) for save in made]
+    for number, moment in times:
+        if isinstance(moment, (int, float)) and math.isfinite(moment):
+            signs[number] = max(signs.get(number, 0.0), moment)
+    return signs
+
+
+def _trains(life: Attempt, begin: float, end: float, *, is_seen: bool) -> float:
+    """Return when a life began to train of which no event says so: of workers, died before that, or older than it."""
+    seconds = (life.details or {}).get("seconds")
+    if isinstance(seconds, Mapping):
+        phases = (seconds.get(name) for name in ("find", "start", "load"))
+        return begin + math.fsum(value for value in phases if isinstance(value, (int, float)) and value > 0)
+    return begin if is_seen else end
+
+
+def _kept(life: Attempt, following: Attempt, trains: float, end: float, when: Mapping[tuple[int, str], float]) -> float:
+    """Return until when the steps of a life count: the moment of the checkpoint that the next life went on from."""
+    source = following.resumed_from
+    if source is None or source.get("attempt") != life.attempt:
+        return trains
+    return min(end, max(trains, when.get((life.attempt, str(source.get("name"))), end)))

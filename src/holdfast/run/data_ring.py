@@ -16,7 +16,8 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,9 @@ class RingEntry:
 
     def pack(self) -> bytes:
         """Return the 64 bytes of the file."""
-        fields = _FIELDS.pack(
-            self.seq, self.content, self.indices, *(value & 0xFFFFFFFF for value in astuple(self)[3:])
-        )
-        return _CHECK.pack(xxhash.xxh3_64_intdigest(fields)) + fields
+        values = _VALUES(self)  # for each batch: `dataclasses.astuple` takes 20 us
+        packed = _FIELDS.pack(*values[:3], *[value & 0xFFFFFFFF for value in values[3:]])
+        return _CHECK.pack(xxhash.xxh3_64_intdigest(packed)) + packed
 
     @classmethod
     def unpack(cls, data: bytes) -> RingEntry | None:
@@ -80,6 +80,9 @@ class RingEntry:
         if len(data) != _ENTRY_BYTES or _CHECK.unpack_from(data)[0] != xxhash.xxh3_64_intdigest(fields):
             return None
         return cls(*_FIELDS.unpack(fields))
+
+
+_VALUES = attrgetter(*(field.name for field in fields(RingEntry)))
 
 
 def name_id(name: str) -> int:

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from holdfast.errors import ConfigError
 
-from ._http import Head, body_of, read_head
-
 __all__ = ["Exchange", "Fault", "FaultProxy"]
+
+_PIECE = 64 << 10
 
 _Kind = Literal["500", "503", "403", "expired", "reset", "silence", "truncated", "short", "slow", "call"]
 _ANSWERS = {
@@ -225,7 +225,7 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection of a client: its requests in order, until one side closes."""
         try:
-            while (head := await read_head(reader)) is not None:
+            while (head := await _read_head(reader)) is not None:
                 exchange, fault = self._note(head)
                 if head.get("expect"):
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -234,7 +234,7 @@ class FaultProxy:
         except (OSError, asyncio.LimitOverrunError, ValueError, asyncio.CancelledError):
             pass  # one side went away, or this proxy ends
 
-    def _note(self, head: Head) -> tuple[Exchange, Fault | None]:
+    def _note(self, head: _Head) -> tuple[Exchange, Fault | None]:
         method, target, _ = head.first.split(" ", 2)
         path, _, query = target.partition("?")
         with self._lock:
@@ -255,13 +255,13 @@ class FaultProxy:
         self,
         exchange: Exchange,
         fault: Fault | None,
-        head: Head,
+        head: _Head,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
         """Carry out a request or make it fail; False if the connection is over."""
         kind = fault.kind if fault is not None else ""
-        body = self._counted(exchange, body_of(reader, head, to_its_end=False))
+        body = self._counted(exchange, _body_of(reader, head, to_its_end=False))
         if fault is None or kind in ("truncated", "short"):
             return await self._forward(exchange, head, body, writer, cut=kind)
         if kind == "slow":
@@ -284,7 +284,7 @@ class FaultProxy:
         exchange.status = int(status[:3])
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
         headers = (("Content-Type", "application/xml"), ("Content-Length", str(len(text))))
-        writer.write(Head(f"HTTP/1.1 {status}", headers).to_bytes() + (b"" if exchange.method == "HEAD" else text))
+        writer.write(_Head(f"HTTP/1.1 {status}", headers).to_bytes() + (b"" if exchange.method == "HEAD" else text))
         await writer.drain()
         return True
 
@@ -296,7 +296,7 @@ class FaultProxy:
     async def _forward(
         self,
         exchange: Exchange,
-        head: Head,
+        head: _Head,
         body: AsyncIterator[bytes],
         writer: asyncio.StreamWriter | None,
         *,
@@ -310,13 +310,13 @@ class FaultProxy:
             async for piece in body:
                 asks.write(piece)
                 await asks.drain()
-            answer = await read_head(answers)
+            answer = await _read_head(answers)
             while answer is not None and 100 <= answer.status < 200:
-                answer = await read_head(answers)
+                answer = await _read_head(answers)
             if answer is None:
                 return False
             empty = exchange.method == "HEAD" or answer.status in (204, 304)
-            pieces = _nothing() if empty else body_of(answers, answer, to_its_end=True)
+            pieces = _nothing() if empty else _body_of(answers, answer, to_its_end=True)
             if writer is None:
                 async for _ in pieces:
                     pass
@@ -351,9 +351,92 @@ async def _paced(pieces: AsyncIterator[bytes], fault: Fault) -> AsyncIterator[by
         yield piece
 
 
-def _cut_head(answer: Head, length: int | None) -> Head:
+def _cut_head(answer: _Head, length: int | None) -> _Head:
     """Return the head with a smaller Content-Length, as from a server that lost the rest."""
     if length is None:
         return answer
     pairs = ((key, str(length) if key.lower() == "content-length" else value) for key, value in answer.headers)
-    return Head(answer.first, tuple(pairs))
+    return _Head(answer.first, tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """First line and headers of a request or an answer.
+
+    Attributes:
+        first: first line, without its end.
+        headers: (name, value) as they were sent.
+    """
+
+    first: str
+    headers: tuple[tuple[str, str], ...]
+
+    def get(self, name: str) -> str:
+        """Return the first header of this name, "" without one."""
+        return next((value for key, value in self.headers if key.lower() == name), "")
+
+    def to_bytes(self, *, without: tuple[str, ...] = (), add: tuple[tuple[str, str], ...] = ()) -> bytes:
+        """Return the head for the wire, with some headers left out and others added."""
+        kept = [pair for pair in self.headers if pair[0].lower() not in without]
+        lines = [self.first, *(f"{key}: {value}" for key, value in (*kept, *add))]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+    @property
+    def length(self) -> int | None:
+        """The value of Content-Length, None without."""
+        text = self.get("content-length")
+        return int(text) if text.isdigit() else None
+
+    @property
+    def status(self) -> int:
+        """Status of an answer."""
+        return int(self.first.split(" ", 2)[1])
+
+
+async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
+    """Read a head; None if the other side has closed the connection."""
+    try:
+        raw = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    first, *lines = raw.decode("latin-1")[:-4].split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    return _Head(first, tuple((key.strip(), value.strip()) for key, _, value in pairs))
+
+
+async def _body_of(reader: asyncio.StreamReader, head: _Head, *, to_its_end: bool) -> AsyncIterator[bytes]:
+    """Yield the body that follows a head, chunk marks included.
+
+    Args:
+        reader: the stream of the message.
+        head: of the message.
+        to_its_end: whether a body without a length ends with the connection (answers), or is none (requests).
+
+    Raises:
+        ConnectionError: the body broke off.
+    """
+    if head.get("transfer-encoding").lower() == "chunked":
+        left = 1
+        while left:
+            line = await reader.readline()
+            if not line:
+                raise ConnectionResetError("a body broke off")
+            left = int(line.partition(b";")[0], 16)
+            yield line
+            async for piece in _exactly(reader, left + 2):
+                yield piece
+    elif head.length is not None:
+        async for piece in _exactly(reader, head.length):
+            yield piece
+    elif to_its_end:
+        while piece := await reader.read(_PIECE):
+            yield piece
+
+
+async def _exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
+    while size:
+        piece = await reader.read(min(_PIECE, size))
+        if not piece:
+            raise ConnectionResetError("a body broke off")
+        size -= len(piece)
+        yield piece

@@ -11,6 +11,7 @@ from .matching import Finding
 __all__ = ["Advice", "advice"]
 
 _BATCHES = "draw the batches from `ck.batches(loader)`, which goes on in the middle of an epoch"
+_COUNT = "count with `ck.epochs`, `ck.batches` and `ck.global_step`"
 _STATE = 'put it into the state: `holdfast.Checkpointer(path, {..., "%s": %s})`'
 
 
@@ -33,14 +34,20 @@ class Advice:
 
 def advice(finding: Finding) -> Advice:
     """Return the texts for a difference."""
-    what, cause, without, with_holdfast = _TEXTS[finding.kind](finding, finding.facts)
+    texts, facts = _TEXTS[finding.kind], finding.facts
+    if isinstance(texts, tuple):
+        lists = {name: ", ".join(map(str, value)) for name, value in facts.items() if isinstance(value, (list, tuple))}
+        words = {**facts, **lists, "missing": lists.get("missing") or "its state", "step": finding.step}
+        what, cause, without, with_holdfast = texts[0].format(**words), texts[1].format(**words), *texts[2:]
+    else:
+        what, cause, without, with_holdfast = texts(finding, facts)
     return Advice(what=what, cause=cause, without=without, with_holdfast=with_holdfast)
 
 
-_Text = Callable[[Finding, Mapping[str, Any]], tuple[str, str, str, str]]
+_Texts = tuple[str, str, str, str]  # the four of an `Advice`; facts stand in braces in the first two
 
 
-def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     if facts.get("saved", True):
         new = ", with other initial weights" if facts.get("new") else ""
         cause = (
@@ -63,17 +70,7 @@ def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, 
     )  # fmt: skip
 
 
-def _unknown_weights(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        "the weights after the resume are those of no step of the uninterrupted run",
-        "other weights are saved than those that train (an averaged copy, a half-merged adapter), or something changes "
-        "them after loading: a new initialisation, a quantisation, a load into another object",
-        "save `model.state_dict()` of the model that trains, and load it after everything that changes weights",
-        "give the model that trains to `Checkpointer`, made complete before `with`",
-    )
-
-
-def _partial(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _partial(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     names = ", ".join(facts["names"][:5]) + (", ..." if len(facts["names"]) > 5 else "")
     now = "have their initial values again" if facts["fresh"] else "have other values"
     return (
@@ -86,48 +83,7 @@ def _partial(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str,
     )
 
 
-def _rounded_weights(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the weights are those of step {finding.step} rounded to 16 bits",
-        "the checkpoint holds a half-precision copy (an export for inference) instead of the weights that train",
-        "save the 32-bit weights (or the master weights of the optimizer) for resuming, and the export beside them",
-        "`Checkpointer` saves each tensor in its own dtype",
-    )
-
-
-def _optimizer_lost(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    missing = ", ".join(facts["missing"]) or "its state"
-    name = facts["optimizer"]
-    return (
-        f"the state of {name} is lost at the resume ({missing}): the weights go on from step {finding.step}, and the "
-        "optimizer begins anew",
-        f"`optimizer.state_dict()` is not saved, or not loaded; or loaded into an {name} that is thrown away (made "
-        "again afterwards, for parameters that were replaced)",
-        "save `optimizer.state_dict()` with the model, and call `optimizer.load_state_dict` on the one that trains",
-        _STATE % ("optimizer", "optimizer"),
-    )
-
-
-def _optimizer_rounded(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the state of {facts['optimizer']} came back rounded ({', '.join(facts['keys'])})",
-        "it was cast when it was saved or loaded: `optimizer.load_state_dict` casts state to the dtype of the weights",
-        "save it as it is, and load it before the model is cast; compare dtypes after loading",
-        _STATE % ("optimizer", "optimizer"),
-    )
-
-
-def _optimizer_other(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the state of {facts['optimizer']} is not that of step {finding.step} ({', '.join(facts['keys'])})",
-        "weights and optimizer state are of different steps (two files of which the kill let only one be written), or "
-        "the state is loaded for parameters in another order",
-        "write both into one file, to a temporary name, and rename it; keep the order of parameters",
-        _STATE % ("optimizer", "optimizer"),
-    )
-
-
-def _learning_rate(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _learning_rate(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     left, right = facts["left"][:1] or [0.0], facts["right"][:1] or [0.0]
     begins = " (that of step 0)" if facts["fresh"] else ""
     sched = (
@@ -145,16 +101,7 @@ def _learning_rate(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str
     )  # fmt: skip
 
 
-def _buffers(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"buffers of the model (such as running means of BatchNorm) are not those of step {finding.step}",
-        "only parameters are saved, buffers are not persistent, or an evaluation in training mode changed them",
-        "save `model.state_dict()` instead of `model.parameters()`; register the buffers with `persistent=True`",
-        _STATE % ("model", "model"),
-    )
-
-
-def _other_modules(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _other_modules(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     begins = "begins anew" if facts["fresh"] else "is not that of the uninterrupted run"
     return (
         f"a module beside the one that trains {begins} at step {finding.step}: an averaged copy of the weights (EMA), "
@@ -165,17 +112,7 @@ def _other_modules(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str
     )
 
 
-def _loss_scale(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the loss scale is not that of step {finding.step}",
-        "the state of `GradScaler` is not saved: it begins with its first scale, and skips steps until it has "
-        "come down",
-        "save and load `scaler.state_dict()`",
-        _STATE % ("scaler", "scaler"),
-    )
-
-
-def _data_again(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _data_again(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     where = _place(facts)
     if "epoch_began" in facts and facts["loader_seen"]:  # without a DataLoader nothing tells where an epoch begins
         cause = (
@@ -208,7 +145,7 @@ def _of_position() -> tuple[str, str]:
     )
 
 
-def _left_out(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _left_out(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     return (
         f"step {finding.step} trains on other data: on those of {_place(facts)} of the uninterrupted run, "
         f"{facts['place'] - finding.step} later; what lies between is left out",
@@ -220,7 +157,7 @@ def _left_out(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str
     )
 
 
-def _other_data(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _other_data(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     loaders = list(facts["loaders"].values())
     shuffled = any("Random" in loader["sampler"] for loader in loaders)
     drawn = facts["drawn"]
@@ -242,7 +179,7 @@ def _other_data(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, s
     )
 
 
-def _own_data(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _own_data(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     drawn = " and ".join(facts["drawn"])
     cause = (
         f"batches are made with the generator of {drawn}, which is not saved"
@@ -259,7 +196,7 @@ def _own_data(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str
     )
 
 
-def _changed_inputs(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _changed_inputs(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     drawn = facts["drawn"]
     if drawn:
         names = " and ".join(drawn)
@@ -278,16 +215,7 @@ def _changed_inputs(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, st
     )  # fmt: skip
 
 
-def _fewer_batches(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"step {finding.step} is made of {facts['right']} batches, and of {facts['left']} in the uninterrupted run",
-        "a life was killed, or saved, between two batches whose gradients are gathered for one step",
-        "save after the optimizer's step only, or save the gathered gradients",
-        "call `ck.step` after `optimizer.step`: a save never lies between the batches of a step",
-    )
-
-
-def _generators(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _generators(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     drawn = " and ".join(facts["drawn"])
     what = "dropout, noise" if facts["seen"] else "dropout, noise, the choice of data"
     return (
@@ -300,7 +228,7 @@ def _generators(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, s
     )
 
 
-def _carried(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _carried(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     return (
         f"step {finding.step} has the same weights, {'data' if facts['seen'] else 'optimizer state'} and generators, "
         "and other gradients",
@@ -311,52 +239,7 @@ def _carried(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str,
     )  # fmt: skip
 
 
-def _unexplained(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"after equal steps the weights differ at step {finding.step}",
-        "something changes them beside the optimizer's state that is recorded: options of its groups that are not "
-        "saved (momentum, weight decay by a schedule), weights swapped for an evaluation, clipping by a running value",
-        "save the optimizer's `state_dict()` whole, with its groups, and the value it depends on",
-        "put the optimizer and that value into the state",
-    )
-
-
-def _more(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the run makes {facts['right']} steps in all when it is resumed, and {facts['left']} when it is not: "
-        "steps are "
-        "counted twice",
-        "the loop counts from 0 again, or begins the interrupted epoch again: its counter is not saved",
-        "save the number of steps made and of the batches done in the epoch, and go on from them",
-        "count with `ck.epochs`, `ck.batches` and `ck.global_step`",
-    )
-
-
-def _fewer(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the run makes {facts['right']} steps in all when it is resumed, and {facts['left']} when it is not: "
-        "steps are "
-        "left out",
-        "the rest of the interrupted epoch is skipped (`start_epoch = saved + 1`), or the loop takes the saved "
-        "step for "
-        "more than it is",
-        "save the number of batches done in the epoch, and finish the epoch after a resume",
-        "count with `ck.epochs`, `ck.batches` and `ck.global_step`",
-    )
-
-
-def _no_training(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the resumed life ends without training a step, with exit status 0, although it was killed at step "
-        f"{finding.step}",
-        "the saved counter says that all is done: an epoch is counted when it begins, or the interrupted one "
-        "is skipped",
-        "save the counter that the loop needs to go on: epochs that are finished",
-        "`ck.epochs(n)` goes on in the epoch that was interrupted",
-    )
-
-
-def _cannot_resume(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _cannot_resume(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     torn = facts["torn"]
     return (
         f"the resumed life ended with exit status {facts['status']}: {facts['said']}",
@@ -370,7 +253,7 @@ def _cannot_resume(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str
     )  # fmt: skip
 
 
-def _not_repeatable(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _not_repeatable(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     fields = facts["fields"]
     without = (
         "seed everything at the start (`random.seed`, `numpy.random.seed`, `torch.manual_seed`, generators of "
@@ -399,40 +282,104 @@ def _not_repeatable(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, st
     return what, cause, without, "the same: without it no resume can be exact to the bit"
 
 
-def _ranks(finding: Finding, facts: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        f"the ranks go on from different steps: {facts['began']}",
-        "each rank looks for the newest checkpoint by itself, and sees other files, or other parts of one",
-        "let rank 0 choose, and broadcast the choice",
-        "`Checkpointer` agrees on one checkpoint for all ranks",
-    )
-
-
-_TEXTS: Mapping[str, _Text] = {
-    "buffers": _buffers,
+_TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = {
+    "buffers": (
+        "buffers of the model (such as running means of BatchNorm) are not those of step {step}",
+        "only parameters are saved, buffers are not persistent, or an evaluation in training mode changed them",
+        "save `model.state_dict()` instead of `model.parameters()`; register the buffers with `persistent=True`",
+        _STATE % ("model", "model"),
+    ),
     "cannot resume": _cannot_resume,
     "carried": _carried,
     "changed inputs": _changed_inputs,
     "data again": _data_again,
     "data left out": _left_out,
-    "fewer batches": _fewer_batches,
-    "fewer steps": _fewer,
+    "fewer batches": (
+        "step {step} is made of {right} batches, and of {left} in the uninterrupted run",
+        "a life was killed, or saved, between two batches whose gradients are gathered for one step",
+        "save after the optimizer's step only, or save the gathered gradients",
+        "call `ck.step` after `optimizer.step`: a save never lies between the batches of a step",
+    ),
+    "fewer steps": (
+        "the run makes {right} steps in all when it is resumed, and {left} when it is not: steps are left out",
+        "the rest of the interrupted epoch is skipped (`start_epoch = saved + 1`), or the loop takes the saved step "
+        "for more than it is",
+        "save the number of batches done in the epoch, and finish the epoch after a resume",
+        _COUNT,
+    ),
     "generators": _generators,
     "learning rate": _learning_rate,
-    "loss scale": _loss_scale,
-    "more steps": _more,
-    "no training": _no_training,
+    "loss scale": (
+        "the loss scale is not that of step {step}",
+        "the state of `GradScaler` is not saved: it begins with its first scale, and skips steps until it has "
+        "come down",
+        "save and load `scaler.state_dict()`",
+        _STATE % ("scaler", "scaler"),
+    ),
+    "more steps": (
+        "the run makes {right} steps in all when it is resumed, and {left} when it is not: steps are counted twice",
+        "the loop counts from 0 again, or begins the interrupted epoch again: its counter is not saved",
+        "save the number of steps made and of the batches done in the epoch, and go on from them",
+        _COUNT,
+    ),
+    "no training": (
+        "the resumed life ends without training a step, with exit status 0, although it was killed at step {step}",
+        "the saved counter says that all is done: an epoch is counted when it begins, or the interrupted one is "
+        "skipped",
+        "save the counter that the loop needs to go on: epochs that are finished",
+        "`ck.epochs(n)` goes on in the epoch that was interrupted",
+    ),
     "not repeatable": _not_repeatable,
-    "optimizer": _optimizer_other,
-    "optimizer lost": _optimizer_lost,
-    "optimizer rounded": _optimizer_rounded,
+    "optimizer": (
+        "the state of {optimizer} is not that of step {step} ({keys})",
+        "weights and optimizer state are of different steps (two files of which the kill let only one be written), or "
+        "the state is loaded for parameters in another order",
+        "write both into one file, to a temporary name, and rename it; keep the order of parameters",
+        _STATE % ("optimizer", "optimizer"),
+    ),
+    "optimizer lost": (
+        "the state of {optimizer} is lost at the resume ({missing}): the weights go on from step {step}, and the "
+        "optimizer begins anew",
+        "`optimizer.state_dict()` is not saved, or not loaded; or loaded into an {optimizer} that is thrown away (made "
+        "again afterwards, for parameters that were replaced)",
+        "save `optimizer.state_dict()` with the model, and call `optimizer.load_state_dict` on the one that trains",
+        _STATE % ("optimizer", "optimizer"),
+    ),
+    "optimizer rounded": (
+        "the state of {optimizer} came back rounded ({keys})",
+        "it was cast when it was saved or loaded: `optimizer.load_state_dict` casts state to the dtype of the weights",
+        "save it as it is, and load it before the model is cast; compare dtypes after loading",
+        _STATE % ("optimizer", "optimizer"),
+    ),
     "other data": _other_data,
     "other modules": _other_modules,
     "own data": _own_data,
     "partial weights": _partial,
-    "ranks": _ranks,
-    "rounded weights": _rounded_weights,
+    "ranks": (
+        "the ranks go on from different steps: {began}",
+        "each rank looks for the newest checkpoint by itself, and sees other files, or other parts of one",
+        "let rank 0 choose, and broadcast the choice",
+        "`Checkpointer` agrees on one checkpoint for all ranks",
+    ),
+    "rounded weights": (
+        "the weights are those of step {step} rounded to 16 bits",
+        "the checkpoint holds a half-precision copy (an export for inference) instead of the weights that train",
+        "save the 32-bit weights (or the master weights of the optimizer) for resuming, and the export beside them",
+        "`Checkpointer` saves each tensor in its own dtype",
+    ),
     "starts over": _starts_over,
-    "unexplained": _unexplained,
-    "unknown weights": _unknown_weights,
+    "unexplained": (
+        "after equal steps the weights differ at step {step}",
+        "something changes them beside the optimizer's state that is recorded: options of its groups that are not "
+        "saved (momentum, weight decay by a schedule), weights swapped for an evaluation, clipping by a running value",
+        "save the optimizer's `state_dict()` whole, with its groups, and the value it depends on",
+        "put the optimizer and that value into the state",
+    ),
+    "unknown weights": (
+        "the weights after the resume are those of no step of the uninterrupted run",
+        "other weights are saved than those that train (an averaged copy, a half-merged adapter), or something changes "
+        "them after loading: a new initialisation, a quantisation, a load into another object",
+        "save `model.state_dict()` of the model that trains, and load it after everything that changes weights",
+        "give the model that trains to `Checkpointer`, made complete before `with`",
+    ),
 }

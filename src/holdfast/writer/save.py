@@ -22,6 +22,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
 from holdfast.format.parts import (
     check_plan,
+    drop_plan,
     is_plan,
     plan_name,
     put_part,
@@ -242,7 +243,7 @@ class SaveRunner:
                 writer.discard(plan=planned, again=task.again)
             raise
         if planned and not job.part:
-            _drop_plan(task.storage, job.directory, job.save_id)
+            drop_plan(task.storage, job.directory, job.save_id)
         return part, manifest, {**part.seconds, "commit": time.perf_counter() - begin}
 
     def _base(self, task: Task, run: Run | None) -> Previous:
@@ -279,7 +280,7 @@ def _plan_names(task: Task) -> bool:
     put_plan(storage, job.directory, job.save_id, names, {})
     now = _names_in(task)
     if new := sorted(name for name in now - there if name == MANIFEST_NAME or (is_plan(name) and name != own)):
-        _drop_plan(storage, job.directory, job.save_id)
+        drop_plan(storage, job.directory, job.save_id)
         _check_free(task, new)
     # Of saves that died, as far as we can see: one that lives finds its plan gone, and commits nothing.
     for plan in others:
@@ -306,14 +307,6 @@ def _check_free(task: Task, taken: Collection[str]) -> None:
             f"{join(task.storage.uri, task.job.directory)} holds {min(taken)} already: files of model_files keep their "
             "names, so none of them can be replaced while the checkpoint stays readable; save into another directory"
         )
-
-
-def _drop_plan(storage: Storage, directory: str, save_id: str) -> None:
-    """Remove the plan of a save that is committed; a failure is only said."""
-    try:
-        storage.delete(join(directory, plan_name(save_id)))
-    except HoldfastError as error:
-        _LOG.warning("%s is committed, but its plan stays there for now: %s", directory, error)
 
 
 def _part_result(

@@ -30,7 +30,8 @@ def run_script(name: str, told: dict[str, Any], *, ranks: int = 1, endpoint: str
     done = subprocess.run(
         [sys.executable, *launch, str(Path(__file__).with_name(name)), json.dumps(told)],
         env={
-            **os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
+            **os.environ, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "kits")]),
             **(s3_environment(endpoint) if endpoint else {}),
         },
         capture_output=True,

@@ -50,16 +50,22 @@ class Average:
 class Prepared:
     """What a script makes before its loop."""
 
-    def __init__(self, *, scaler: bool = False, stateful: bool = False) -> None:
+    def __init__(self, *, scaler: bool = False, stateful: bool = False, on_late_device: bool = False) -> None:
         torch.set_num_threads(1)
+        if on_late_device:
+            import late_device
+
+            late_device.load()
+            os.environ["ACCELERATE_TORCH_DEVICE"] = "late:0"  # how Accelerate is given a device whose name it lacks
         set_seed(5)
         self.accelerator = accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2,
+            cpu=not on_late_device, gradient_accumulation_steps=2,
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True),
         )  # fmt: skip
         if scaler:  # as with fp16 on a GPU
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+        width = 8192 if on_late_device else 16  # enough to be copied late
+        model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         loader = DataLoader(Points(), batch_size=4, shuffle=True)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
@@ -83,7 +89,10 @@ class Prepared:
     def ended(self) -> dict[str, Any]:
         """Everything that a resume has to bring back."""
         model = self.accelerator.unwrap_model(self.model).state_dict()
+        device = self.accelerator.device
+        generator = (torch if device.type == "cpu" else torch.get_device_module(device)).get_rng_state()
         return {
+            "device": str(device), "generator": generator.tolist(),
             "weights": {name: value.tolist() for name, value in model.items()},
             "rate": self.scheduler.get_last_lr(), "average": self.average.value,
             "scale": None if self.accelerator.scaler is None else self.accelerator.scaler.get_scale(),

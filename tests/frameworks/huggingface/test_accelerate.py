@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import late_device
 import pytest
 import torch
 from accelerate import Accelerator
@@ -51,6 +52,17 @@ def test_two_ranks_killed(tmp_path: Path) -> None:
     quiet, disturbed = killed_and_not(tmp_path, kill_at=4, ranks=2)
     assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (4, None)
     assert disturbed == quiet
+
+
+def test_killed_on_an_accelerator(tmp_path: Path) -> None:
+    """On a device that is as late as CUDA allows, a loop killed in mid-epoch ends bit by bit as an undisturbed one."""
+    if (why := late_device.missing()) is not None:
+        pytest.skip(why)
+    late_device._build()
+    quiet, disturbed = killed_and_not(tmp_path, kill_at=7, on_late_device=True)
+    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (6, None)
+    assert disturbed == quiet
+    assert quiet["device"] == "late:0"
 
 
 def test_reported_directories(s3: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpointer.rendezvous import Alone
 from holdfast.errors import HoldfastError
-from holdfast.frameworks.together import written_together
+from holdfast.frameworks.reporting import written_together
 
 
 class Cut(Alone):

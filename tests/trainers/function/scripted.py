@@ -21,7 +21,7 @@ from holdfast.trainers.function.control.controller import Controller
 from holdfast.trainers.function.control.finder import RunContents
 from holdfast.trainers.function.control.plan import RunSpec
 from holdfast.trainers.function.engine import Exited, Reason, Received, Started
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 from holdfast.writer.frames import Message
 from holdfast.writer.messages import RunOpened, SaveResult
 

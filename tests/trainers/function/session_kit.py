@@ -11,7 +11,7 @@ from typing import Any
 
 import holdfast as hf
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 from holdfast.trainers.function.worker.session import Session
 from holdfast.writer.frames import Channel, Message
 

@@ -48,7 +48,7 @@ def root(bucket: str, request: pytest.FixtureRequest) -> Storage:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     """Two nodes, which every trainer of the test runs on."""
     made = FakeNodes(a=1, b=1)
-    monkeypatch.setattr(trainer_module, "make_engine", lambda _, storage, **more: ClusterEngine(made, storage=storage))
+    monkeypatch.setattr(trainer_module, "_make_engine", lambda _, storage, **more: ClusterEngine(made, storage=storage))
     yield made
     made.close()
 

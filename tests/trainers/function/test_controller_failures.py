@@ -35,7 +35,7 @@ from holdfast.trainers.function.control.actions import (
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.engine import Dying, Started
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 
 ONCE = FailurePolicy(max_failures=1)
 

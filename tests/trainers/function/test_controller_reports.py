@@ -18,7 +18,7 @@ from holdfast.trainers.function.control.actions import (
     StoreRows,
 )
 from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 
 
 def troubles(play: Play) -> list[tuple[int, int]]:

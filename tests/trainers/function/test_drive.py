@@ -20,7 +20,7 @@ from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, St
 from holdfast.trainers.function.control.plan import RunSpec, WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.control.result import Result
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 
 
 def make(root: Path, script: Script, *, options: dict[str, Any] | None = None, **fields: Any) -> Driver:

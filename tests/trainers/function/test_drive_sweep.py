@@ -19,7 +19,7 @@ from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
 from holdfast.trainers.function.control.plan import RunSpec
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.control.result import Result
-from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.transit import error_to_wire
 
 NUM_REPORTS = 4
 FAILS_AT = 2

@@ -11,9 +11,9 @@ import pytest
 from holdfast.run.remains import sweep_hidden
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.crash import wait_until
-from holdfast.trainers.function.engines.cluster import probe
+from holdfast.trainers.function.engines.cluster import agents
 from holdfast.trainers.function.engines.cluster.agent import look_at_storage
-from holdfast.trainers.function.engines.cluster.probe import StorageProbe
+from holdfast.trainers.function.engines.cluster.agents import StorageProbe
 
 IDENT = "0123456789abcdef"
 
@@ -37,7 +37,7 @@ def test_a_marker_that_is_swept_is_put_again(tmp_path: Path, monkeypatch: pytest
 
     Nothing of it is left once the node has answered, and nothing is put after that.
     """
-    monkeypatch.setattr(probe, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(agents, "_PROBE_AGAIN_S", 0.05)
     storage, link = LocalStorage(tmp_path), Link()
     found = StorageProbe(storage, IDENT)
     found.ask(link, pytest.fail)  # type: ignore[arg-type]

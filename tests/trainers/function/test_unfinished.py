@@ -22,7 +22,7 @@ from holdfast.trainers.function import unfinished as unfinished_module
 from holdfast.trainers.function.engine import Exited
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.local.engine import LocalEngine
-from holdfast.trainers.function.failure import error_from_wire
+from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished, left_directory, left_share
 from holdfast.writer.ingest.incoming import read_incoming
 

@@ -17,8 +17,7 @@ from worker_entry import tell
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 from holdfast.trainers.function.engine import Exited, Received
 from holdfast.trainers.function.engines.local.engine import LocalEngine
-from holdfast.trainers.function.failure import error_from_wire
-from holdfast.trainers.function.transit import pack_call, takes_config
+from holdfast.trainers.function.transit import error_from_wire, pack_call, takes_config
 from holdfast.trainers.function.worker.group import Group
 
 HERE = Path(__file__).parent

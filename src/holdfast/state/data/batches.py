@@ -28,7 +28,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of
+from .loaders import StatedPosition, clone_of
 from .order import MapOrder
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 from .split import split_of
@@ -61,14 +61,15 @@ class ResumableBatches:
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch. Workers of a loader with its own state draw as that loader decides.
+            numbers for the epoch, and so do generators that it holds. Workers of a loader with its own state draw as
+            that loader decides.
         rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
         split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
             its sampler does not divide them itself; False: each rank gets all samples.
         remarks: log warnings about this loader; False for a loader of which only the length is needed.
-        mismatch: called with a text where a sampler does not give the order again in which the epoch was begun; it may
-            raise. None: the text is logged.
+        mismatch: called with a text where a sampler does not give the order again in which the epoch was begun, or a
+            loader counts otherwise; it may raise. None: the text is logged.
 
     Raises:
         ConfigError: the loader cannot be split, or its position cannot be read.
@@ -113,12 +114,14 @@ class ResumableBatches:
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
         self._elastic = bool(getattr(loader, "elastic", False))
+        self._is_same_world = position is None or position.get("world_size", world_size) == world_size
         current = position if position is not None and position["epoch"] == epoch else None
         self._seed = int(current["seed"]) if current is not None else seed
-        self._stream = Stream(mix(self._seed, epoch))
+        own = generators_within(loader) if self.kind == "count" and seed_samples else []
+        self._stream = Stream(mix(self._seed, epoch), own)
         if position is not None:
             self._check_kind(position)
-            fits = self._elastic or position.get("world_size", world_size) == world_size
+            fits = self._elastic or self._is_same_world
             if current is None and self.kind == "stateful" and fits:
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
@@ -272,41 +275,86 @@ class ResumableBatches:
 
     def _iterate_stateful(self) -> Iterator[Any]:
         loader = self._loader
+        begun = self._inner if self._live is None else None
+        is_believed = begun is None or self._is_believed(begun["loader"])
         with self._stream:
             ended = _ended.pop(loader, None)
-            if self._live is None and self._inner is not None:
-                loader.load_state_dict(self._inner["loader"])
-            elif self._live is None and self._carried is not None and ended != self._carried_epoch:
+            if begun is not None and is_believed:
+                loader.load_state_dict(begun["loader"])
+            elif begun is None and self._goes_on_from_carried(ended):
                 # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
                 # of that epoch in `state_dict`; reseeded, the iterator of this epoch draws the same numbers as ever.
                 loader.load_state_dict(self._carried["loader"])
                 loader.state_dict()
                 self._stream.reseed()
             iterator = iter(loader)
-        if self._seed_samples and self._live is None and self._inner is not None and self._inner["rng"] is not None:
-            self._stream.load_state_dict(self._inner["rng"])
+            if not is_believed:
+                self._leave_out(iterator, "has a state that counts other batches than this run was given")
+        if begun is not None and is_believed and self._is_same_world:
+            self._check_taken(loader)
+        if self._seed_samples and begun is not None and begun["rng"] is not None:
+            self._stream.load_state_dict(begun["rng"])
         self._live = loader
         yield from self._draw(iterator)
         self._inner, self._live = self._inner_state(), None
         _ended[loader] = self._epoch
 
+    def _goes_on_from_carried(self, ended: int | None) -> bool:
+        """Tell whether the state of the epoch before is wanted: in another process, if it is more than counts."""
+        carried = self._carried
+        if self._live is not None or carried is None or ended == self._carried_epoch:
+            return False
+        return not StatedPosition.of(self._loader, carried["loader"]).only_counts
+
+    def _is_believed(self, state: Any) -> bool:
+        """Compare what a state says of its position with the own count; False: the own count is all that is needed."""
+        stated = StatedPosition.of(self._loader, state)
+        if not self._is_same_world:
+            return True
+        if stated.batches not in (None, self._batches) and stated.only_counts:
+            return False  # torchdata 0.11 counts what it draws again twice
+        name = type(self._loader).__name__
+        if stated.batches not in (None, self._batches):
+            self._say_position(f"the state of the {name} says that it has given {stated.batches} batches of it")
+        elif stated.is_at_begin and self._batches:
+            self._say_position(f"the state of the {name} says that its data set has given no sample of it")
+        return True
+
+    def _check_taken(self, loader: Any) -> None:
+        """Say when a loader whose state says where it stands has taken no notice of that."""
+        if StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
+            return
+        with generators_kept():
+            now = StatedPosition.of(loader, loader.state_dict()).batches
+        if now is not None and now < self._batches:
+            self._say_position(f"the {type(loader).__name__} says that it has given {now} batches of it")
+
+    def _say_position(self, what: str) -> None:
+        self._mismatch(
+            f"epoch {self._epoch}: {what}, and this run was given {self._batches}: it does not go on where it stopped"
+        )
+
     def _iterate_count(self) -> Iterator[Any]:
         with self._stream:
             iterator = iter(self._loader)
             if self._batches:
-                name = type(self._loader).__name__
-                self._warn(
-                    f"{name} has no state_dict: drawing {self._batches} batches again to get back to the position in "
-                    f"epoch {self._epoch}. That takes time, and is exact only if the stream repeats itself (one that "
-                    "shuffles without a seed does not). A map-style dataset, or a loader with state_dict, seeks at once"
-                )
-            for drawn in range(self._batches):
-                if next(iterator, _END) is _END:
-                    raise StateMismatchError(
-                        f"{name} ended after {drawn} batches, the position in epoch {self._epoch} is after "
-                        f"{self._batches}: the data differ from those of the run that saved it"
-                    )
+                self._leave_out(iterator, "has no state_dict")
         yield from self._draw(iterator)
+
+    def _leave_out(self, iterator: Iterator[Any], why: str) -> None:
+        """Draw what was trained once more, and drop it."""
+        name = type(self._loader).__name__
+        self._warn(
+            f"{name} {why}: drawing {self._batches} batches again to get back to the position in epoch {self._epoch}. "
+            "That takes time, and is exact only if the stream repeats itself (one that shuffles without a seed does "
+            "not). A map-style dataset, or a loader or data set with state_dict, seeks at once"
+        )
+        for drawn in range(self._batches):
+            if next(iterator, _END) is _END:
+                raise StateMismatchError(
+                    f"{name} ended after {drawn} batches, the position in epoch {self._epoch} is after "
+                    f"{self._batches}: the data differ from those of the run that saved it"
+                )
 
     def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
         stream = self._stream if self._seed_samples else contextlib.nullcontext()

@@ -7,21 +7,27 @@ global generator when it makes an iterator, in each epoch, or with ``persistent_
 (`torch.utils.data.dataloader`, as of torch 2.13). A resumed process makes the iterator again, so it would draw from the
 generator of training where the first process did not. While a run is open, such loaders draw that number from a
 generator of their own.
+
+`StatedPosition` is what the state of torchdata's loader, or of a streaming data set of `datasets`, says of itself.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .seeding import SeededDataset
 
-__all__ = ["IndexFeed", "PersistentWorkerSeeds", "clone_of"]
+__all__ = ["IndexFeed", "PersistentWorkerSeeds", "StatedPosition", "clone_of"]
+
+
+_STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
 
 class IndexFeed:
@@ -120,3 +126,53 @@ def _get_iterator(loader: DataLoader[Any]) -> Any:
         return _before(loader)
     finally:
         loader.generator = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedPosition:
+    """What the state of a loader says of its position in an epoch.
+
+    Attributes:
+        batches: given in this epoch; None: it does not say.
+        is_at_begin: its data set, in every worker, says that it has given no sample.
+        only_counts: there is nothing in it but counts: the loader draws that many batches again.
+    """
+
+    batches: int | None = None
+    is_at_begin: bool = False
+    only_counts: bool = False
+
+    @classmethod
+    def of(cls, loader: Any, state: Any) -> StatedPosition:
+        """Read a state of torchdata's loader (as of 0.11) or of a data set of `datasets`; others say nothing."""
+        try:
+            # Not by isinstance: Accelerate's loaders pass for torchdata's, and count the batches of all ranks.
+            if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+                return cls(is_at_begin=_is_at_begin([state]))
+            snapshot = state.get("_snapshot")
+            if snapshot is None:
+                batches, since, workers = state["_num_yielded"], 0, [state]
+            else:
+                since, workers = state["_steps_since_snapshot"], list(snapshot["_worker_snapshots"].values())
+                batches = snapshot["_snapshot_step"] + since
+            kept = [worker["dataset_state"] for worker in workers]
+            kept += [(worker["fetcher_state"] or {}).get("dataset_iter_state") for worker in workers]
+            only_counts = isinstance(loader.dataset, IterableDataset) and not any(one is not None for one in kept)
+            is_at_begin = batches > since and _is_at_begin(kept)
+            return cls(batches=int(batches), is_at_begin=is_at_begin, only_counts=only_counts)
+        except (KeyError, TypeError, AttributeError):
+            return cls()  # of another version
+
+
+def _is_at_begin(states: list[Any]) -> bool:
+    """Tell whether there are states of `datasets`, and all numbers of places in them are 0."""
+    streams = [state[_STREAM] for state in states if isinstance(state, Mapping) and _STREAM in state]
+    return bool(streams) and not any(_has_moved(stream) for stream in streams)
+
+
+def _has_moved(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(_has_moved(value) for value in state.values())
+    if isinstance(state, (list, tuple)):
+        return any(_has_moved(value) for value in state)
+    return isinstance(state, int) and bool(state)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..memory import move, move_small
+from ..tree.arrays import move, move_small
 
 __all__ = ["BATCH", "Pick", "ReadRequest", "can_pick", "extent", "is_direct"]
 

@@ -27,7 +27,7 @@ from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.together import together
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..memory import move
+from ..tree.arrays import move
 from .read_request import BATCH, Pick, ReadRequest, can_pick, extent, is_direct
 from .shared_reads import Block, FileBlocks, SharedReads
 

@@ -7,7 +7,7 @@ next: buffers such as BatchNorm statistics change in forward.
 
 Nothing keeps other code from changing a parameter in between (averaged weights swapped in for an evaluation, a layer
 that is reset, a replayed graph), so no late copy is believed: the device takes a checksum of each tensor at the
-boundary (`checksums`), and the bytes that have arrived must have the same. Where they have not, the save is dropped
+boundary (`Checksums`), and the bytes that have arrived must have the same. Where they have not, the save is dropped
 before the writer may commit it, and the tensor is copied at the boundary from then on; after a second such save
 everything is.
 
@@ -18,13 +18,15 @@ no other backend a way to pin memory that it has not allocated.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -36,11 +38,14 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from ..accelerator import has_streams
 from ..tree.flatten import Flat
-from .checksums import Checksums, is_checked
 from .plan import Layout
 from .staging import arena_tensor, stage
 
-__all__ = ["DeviceCopies", "needed", "try_pinning"]
+__all__ = ["Checksums", "DeviceCopies", "is_checked", "needed", "try_pinning"]
+
+MIN_BYTES = 64 << 10  # below, a copy costs a device less than a checksum
+_COLUMNS = range(4097, 8192, 2)
+_TOGETHER = 64  # tensors whose sums are mixed at once; bounds the memory that it takes on a device to some megabytes
 
 _LOG = get_logger("state")
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
@@ -117,9 +122,25 @@ class DeviceCopies:
         Raises:
             BaseException: what went wrong, once no copy is in flight any more: the arena may be unmapped.
         """
-        devices = {tensor.device for tensor in flat.tensors if has_streams(tensor.device)}
+        copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
+        # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
+        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
+        devices = _by_device(flat, sorted(set(copied).difference(on_cpu)))
         try:
-            return self._start(flat, layout, arena, client, hand_over, lazy=lazy)
+            events, late_copies = self._start(flat, layout, arena, devices, lazy=lazy)
+            stage(
+                [flat.tensors[number] for number in on_cpu], [layout.offsets[number] for number in on_cpu],
+                [layout.sizes[number] for number in on_cpu], arena,
+            )  # fmt: skip
+            if not lazy:
+                for event in events:
+                    event.synchronize()
+                return hand_over(None)
+            names = layout.signature.names  # the state itself is not kept: its tensors may be freed while it is copied
+            check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
+            result: Future[Any] = Future()
+            self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
+            return result
         except BaseException:
             self._fences.clear()
             for device in devices:
@@ -127,22 +148,13 @@ class DeviceCopies:
             raise
 
     def _start(
-        self,
-        flat: Flat,
-        layout: Layout,
-        arena: Arena,
-        client: WriterClient,
-        hand_over: Callable[[int | None], SaveFuture],
-        *,
-        lazy: bool,
-    ) -> Future[Any]:
+        self, flat: Flat, layout: Layout, arena: Arena, devices: Mapping[torch.device, list[int]], *, lazy: bool
+    ) -> tuple[list[Any], list[_LateCopies]]:
+        """Queue the copies from all devices; return the events at their ends, and what is copied late."""
         self._pin(arena)
-        copied = [n for n in range(len(flat.tensors)) if layout.offsets[n] >= 0 and layout.sizes[n]]
-        # An accelerator without streams (MPS, XLA) blocks while it copies, as a CPU does.
-        on_cpu = [n for n in copied if not has_streams(flat.tensors[n].device)]
         events: list[Any] = []
         late_copies: list[_LateCopies] = []
-        for device, numbers in _by_device(flat, sorted(set(copied).difference(on_cpu))).items():
+        for device, numbers in devices.items():
             late = self._late(flat, numbers) if lazy else []
             sums = self._take_sums(flat, device, late)
             if sums is None:
@@ -160,17 +172,7 @@ class DeviceCopies:
             event.record(current)
             events.append(event)
         self.late_bytes = sum(layout.sizes[number] for copies in late_copies for number in copies.numbers)
-        sub = _Subset(layout, on_cpu)
-        stage(sub, [flat.tensors[number] for number in on_cpu], arena.address, arena.view)  # type: ignore[arg-type]
-        if not lazy:
-            for event in events:
-                event.synchronize()
-            return hand_over(None)
-        names = layout.signature.names  # the state itself is not kept: its tensors may be freed while they are copied
-        check = partial(self._check, names, layout, arena, late_copies) if late_copies else None
-        result: Future[Any] = Future()
-        self.sealing = self._sealer.run(partial(_seal_later, events, client, hand_over, arena, check, result))
-        return result
+        return events, late_copies
 
     def _late(self, flat: Flat, numbers: Sequence[int]) -> list[int]:
         """Return which tensors of a device may be copied late."""
@@ -295,14 +297,6 @@ class DeviceCopies:
         self._pinned.add(arena.address)
 
 
-class _Subset:
-    """The part of a layout that `stage` copies from the CPU."""
-
-    def __init__(self, layout: Layout, numbers: list[int]) -> None:
-        self.offsets = [layout.offsets[number] for number in numbers]
-        self.sizes = [layout.sizes[number] for number in numbers]
-
-
 def _copy(flat: Flat, layout: Layout, arena: Arena, number: int) -> None:
     tensor = flat.tensors[number].detach()
     arena_tensor(arena.view, layout.offsets[number], layout.sizes[number], tensor).copy_(tensor, non_blocking=True)
@@ -381,3 +375,78 @@ def try_pinning(size: int) -> tuple[list[str], float]:
             torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
             del memory
     return names, seconds
+
+
+def is_checked(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has a checksum: it is large, and whole words in memory.
+
+    Elements of eight bytes have none: all of their signs are the highest bit of a word, so a change of signs alone
+    shows only in columns with an odd number of them. Of smaller elements, those in the low half of a word show too.
+    """
+    return (
+        tensor.nbytes >= MIN_BYTES
+        and not tensor.nbytes % 8
+        and (tensor.itemsize < 8 or tensor.dtype == torch.complex64)
+        and tensor.is_contiguous()
+        and not tensor.data_ptr() % 8
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+class Checksums:
+    """Checksums of tensors that a device takes before a copy and the CPU after it; those of two objects differ.
+
+    A tensor is read once, as words of eight bytes. Word ``i`` is added to column ``i % columns``, with wrapping
+    integers; the high half of each sum is mixed into its low half, and the sums are added with a random odd weight for
+    each column. The number of columns is odd and random, so that rows of a matrix lie at another column each: what
+    exchanges, turns, moves or negates elements changes the sum, as everything does that does not happen to leave the
+    sums of all columns as they are. A changed sign in the high half of a word adds 2**63 to its column, so two of these
+    in one column cancel: that takes two elements that lie a multiple of the random number of columns apart, and nothing
+    else that changes.
+    """
+
+    def __init__(self) -> None:
+        chance = random.SystemRandom()  # draws nothing from a generator that training uses
+        self.columns = chance.choice(_COLUMNS)
+        self._weights = torch.tensor([chance.getrandbits(63) | 1 for _ in range(self.columns)], device="cpu")
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def prepare(self, device: torch.device) -> None:
+        """Bring to a device what its checksums need; waits for it."""
+        if device not in self._on_device:
+            self._on_device[device] = self._weights.to(device)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the checksums of tensors of one device, which must be `is_checked`, as a tensor of that device.
+
+        It is the work of about two operations for each, queued on the current stream.
+        """
+        device = tensors[0].device
+        self.prepare(device)
+        parts = []
+        for start in range(0, len(tensors), _TOGETHER):
+            some = tensors[start : start + _TOGETHER]
+            sums = torch.empty((len(some), self.columns), dtype=torch.int64, device=device)
+            for row, tensor in zip(sums.unbind(), some, strict=True):
+                self._add_columns(tensor.detach().view(-1).view(torch.int64), row)
+            parts.append(self._mix(sums, self._on_device[device]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def of_memory(self, view: memoryview, offset: int, size: int) -> int:
+        """Return the checksum of bytes in host memory, on one thread."""
+        words = np.frombuffer(view, np.int64, size // 8, offset)
+        whole = len(words) // self.columns * self.columns
+        # NumPy, because torch would share the sum among its threads, which belong to training.
+        sums = np.add.reduce(words[:whole].reshape(-1, self.columns), axis=0)
+        sums[: len(words) - whole] += words[whole:]
+        return int(self._mix(torch.from_numpy(sums)[None], self._weights))
+
+    def _add_columns(self, words: torch.Tensor, row: torch.Tensor) -> None:
+        whole = len(words) // self.columns * self.columns
+        torch.sum(words[:whole].view(-1, self.columns), 0, out=row)
+        if whole < len(words):
+            row[: len(words) - whole].add_(words[whole:])
+
+    def _mix(self, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (sums ^ (sums >> 32)).mul_(weights).sum(1)

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
@@ -34,52 +36,24 @@ from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
 from . import device_copies
-from .checksums import fingerprints
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, stage
 
-__all__ = ["SaveRequest", "Snapshotter", "Submitted"]
+__all__ = ["Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
+_ELEMENTS = 16  # elements of a tensor in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _ARENAS = 2  # with `rescues`; of a small state there is a third
 _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """Where a state goes, under which name, and what a commit of it means.
-
-    Attributes:
-        storage: root that ``directory`` is relative to.
-        directory: the checkpoint's directory.
-        save_id: unique id of this save; with several ranks the same on all of them.
-        manifest: fields of the manifest.
-        overwrite: replace a committed checkpoint of this name.
-        reuse: unchanged files may be linked from the previous checkpoint.
-        run: the save belongs to the writer's open run.
-        part: write this rank's part only; the writer that has the parts of all ranks commits them.
-        joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
-        metrics: gives the metrics of the manifest; called when the job is handed over, it may wait for a device.
-    """
-
-    storage: Storage
-    directory: str
-    save_id: str
-    manifest: dict[str, Any]
-    overwrite: bool = False
-    reuse: bool = False
-    run: bool = False
-    part: bool = False
-    joint: bool = False
-    metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -89,14 +63,12 @@ class Submitted:
     Attributes:
         future: resolves when the checkpoint is committed.
         held_s: how long the caller was held by flattening and copying.
-        tensor_bytes: bytes of the tensors.
         dropped: paths left out by ``unsupported="drop"``.
         handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
     """
 
     future: Future[Any]
     held_s: float
-    tensor_bytes: int
     dropped: list[str] = field(default_factory=list)
     handed_over: Future[None] | None = None
 
@@ -215,8 +187,14 @@ class Snapshotter:
                 client.attach(own)
 
     @paused_gc()
-    def keep(self, state: Mapping[Any, Any], client: WriterClient, request: SaveRequest) -> bool:
+    def keep(self, state: Mapping[Any, Any], client: WriterClient, storage: Storage, job: SaveJob) -> bool:
         """Copy ``state`` for the case that this process dies: the writer holds the copy and commits it only then.
+
+        Args:
+            state: what to save.
+            client: the writer.
+            storage: root that ``job.directory`` is relative to.
+            job: as for `submit`.
 
         Returns:
             False if nothing was kept and never will be, because memory is short: `shortage` says how short.
@@ -231,11 +209,9 @@ class Snapshotter:
         if self._windowed(layout) or not self.rescues:
             self._forget_kept()
             return False
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory, save_id=request.save_id, writer=self.rank,
-            files=layout.file_plans(request.save_id), blobs=plans, manifest=request.manifest, reuse=request.reuse,
-            run=request.run, part=request.part, joint=request.joint, overwrite=request.overwrite,
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
             division=self._division(flat, layout, wait=True),
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
@@ -249,15 +225,14 @@ class Snapshotter:
             return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
-            client.hold(request.storage, job, [content() for content in contents], arena)
+            client.hold(storage, job, [content() for content in contents], arena)
             return SaveFuture(0)  # nobody waits for it
 
         if device_copies.needed(flat.tensors):
             self.copies = self.copies or device_copies.DeviceCopies()
             self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
         else:
-            fresh = None if arena.prefaulted.is_set() else arena.fd
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
         arena.prefault()
         self._forget_kept(arena)
@@ -327,8 +302,10 @@ class Snapshotter:
         self,
         state: Mapping[Any, Any],
         client: WriterClient,
-        request: SaveRequest,
+        storage: Storage,
+        job: SaveJob,
         *,
+        metrics: Callable[[], Mapping[str, Any]] | None = None,
         unsupported: str | None = None,
         lazy: bool = False,
         aside: bool = False,
@@ -341,7 +318,9 @@ class Snapshotter:
         Args:
             state: what to save.
             client: the writer.
-            request: where the save goes, and what its commit means.
+            storage: root that ``job.directory`` is relative to.
+            job: under which name the state is saved, and what a commit of it means; files and blobs are filled in.
+            metrics: gives those of the manifest; called when the job is handed over, it may wait for a device.
             unsupported: "raise" or "drop"; None: the value given to this object.
             lazy: tensors of an accelerator that an optimizer owns may still be copied when this returns
                 (`device_copies`).
@@ -350,9 +329,9 @@ class Snapshotter:
                 this returns.
 
         Raises:
-            ConfigError: several ranks save together, and ``request.part`` is not set.
+            ConfigError: several ranks save together, and ``job.part`` is not set.
         """
-        if self.world_size > 1 and not request.part:
+        if self.world_size > 1 and not job.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
         self._end_streaming()
@@ -364,28 +343,21 @@ class Snapshotter:
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
-        plans, contents = self._blobs(flat, layout, request.save_id)
-        job = SaveJob(
-            directory=request.directory,
-            save_id=request.save_id,
+        plans, contents = self._blobs(flat, layout, job.save_id)
+        job = replace(
+            job,
             writer=self.rank,
-            files=layout.file_plans(request.save_id),
+            files=layout.file_plans(job.save_id),
             blobs=plans,
-            manifest=request.manifest,
-            overwrite=request.overwrite,
-            reuse=request.reuse,
             windowed=windowed,
-            run=request.run,
-            part=request.part,
-            joint=request.joint,
             division=self._division(flat, layout, wait=not lazy or layout is not before),
-            want_unchanged=request.reuse and not windowed and not self._observed,
+            want_unchanged=job.reuse and not windowed and not self._observed,
         )
 
         def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
-            if request.metrics is not None:
-                job.manifest["metrics"] = dict(request.metrics())
-            return client.submit(request.storage, job, blobs, arena, filled=filled)
+            if metrics is not None:
+                job.manifest["metrics"] = dict(metrics())
+            return client.submit(storage, job, blobs, arena, filled=filled)
 
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
             # While a big state is being copied, the helper thread goes on copying during `dumps`.
@@ -416,10 +388,8 @@ class Snapshotter:
             self._sealing = None if self.copies is None else self.copies.sealing
             if self._sealing is None:
                 self._forget_kept()
-        return Submitted(
-            future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped,
-            handed_over=None if self.copies is None else self.copies.sealing,
-        )  # fmt: skip
+        sealing = None if self.copies is None else self.copies.sealing
+        return Submitted(future, time.perf_counter() - started, flat.dropped, handed_over=sealing)
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -465,7 +435,6 @@ class Snapshotter:
         The writer does not start at once, because writer and copying share the cores and the memory bus (measured with
         1.4 GiB on two cores: the copy takes 1.4 times as long when the writer starts at once).
         """
-        fresh = None if arena.prefaulted.is_set() else arena.fd
         begun: list[SaveFuture] = []
 
         def follow(filled: int) -> None:
@@ -476,7 +445,7 @@ class Snapshotter:
 
         big = layout.tensor_bytes >= _FOLLOW
         try:
-            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh, filled=follow if big else None)
+            stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=follow if big else None)
         except BaseException:
             if begun:
                 client.abandon(begun[0].job_no)
@@ -781,3 +750,28 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
 def _sample_name(flat: Flat, number: int) -> str:
     region = flat.regions.get(number)
     return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
+
+    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    digests = [""] * len(tensors)
+    for device, numbers in by_device.items():
+        steps = torch.arange(_ELEMENTS, device=device)
+        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
+        for number, row in zip(numbers, rows.numpy(), strict=True):
+            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return digests
+
+
+def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
+    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)

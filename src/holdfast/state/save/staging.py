@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..memory import move, move_small
+from ..tree.arrays import move, move_small
 from .plan import FileLayout, Layout
 
 __all__ = ["AsideCopy", "copy_window", "stage"]
@@ -44,30 +44,26 @@ _helper_lock = threading.Lock()
 
 
 def stage(
-    layout: Layout,
     tensors: Sequence[torch.Tensor],
-    address: int,
-    view: memoryview,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    arena: Arena,
     *,
-    fresh_fd: int | None = None,
     filled: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy every tensor to its place in an arena that holds the whole layout; done when this returns.
+    """Copy every tensor to its place in an arena; done when this returns.
 
     Args:
-        layout: where each tensor goes.
-        tensors: the live tensors, in the order of the layout; CPU tensors only (`device_copies` takes the others).
-        address: address of the arena.
-        view: the arena's memory.
-        fresh_fd: file descriptor of an arena whose pages do not exist yet. One thread writes to it, which makes pages
-            without a fault for each; the other copies to the mapping, since two writers would wait for each other at
-            the inode's lock (measured for 1.4 GiB: 1.9 to 3.6 s for two writers, 1.2 for two copies, 1.0 for one of
-            each).
+        tensors: the live tensors; CPU tensors only (`device_copies` takes the others).
+        offsets: where each begins in the arena; -1 for one that is not copied.
+        sizes: bytes of each.
+        arena: holds all of them.
         filled: called from time to time with the number of complete bytes at the start of the arena; not at the end.
     """
+    address, view = arena.address, arena.view
     large: deque[tuple[int, int, int]] = deque()
     total = 0
-    for tensor, offset, size in zip(tensors, layout.offsets, layout.sizes, strict=True):
+    for tensor, offset, size in zip(tensors, offsets, sizes, strict=True):
         if offset < 0 or not size:
             continue  # an alias of a tensor that is copied, or nothing to copy
         if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -79,7 +75,10 @@ def stage(
             source, target = tensor.data_ptr(), address + offset
             for start in range(0, size, _CHUNK):
                 large.append((target + start, source + start, min(_CHUNK, size - start)))
-    copy = move if fresh_fd is None else partial(_write, fresh_fd, address)
+    # Where pages do not exist yet one thread writes to the file descriptor, which makes pages without a fault for each;
+    # the other copies to the mapping, since two writers would wait for each other at the inode's lock (measured for
+    # 1.4 GiB: 1.9 to 3.6 s for two writers, 1.2 for two copies, 1.0 for one of each).
+    copy = move if arena.fd is None or arena.prefaulted.is_set() else partial(_write, arena.fd, address)
     if filled is not None:
         large = deque(sorted(large))
     queue = _Copies(large, address, filled)

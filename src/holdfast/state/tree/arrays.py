@@ -1,7 +1,8 @@
-"""What torch and NumPy values look like in a stored tree: dtypes, devices, arrays, metrics, and what is refused."""
+"""What torch and NumPy values look like in a stored tree: dtypes, devices, arrays; what is refused; bytes moved."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = [
     "encode_torch_value",
     "is_array",
     "is_dense",
+    "move",
+    "move_small",
 ]
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -170,3 +173,17 @@ def array_from_tensor(tensor: torch.Tensor, node: Mapping[str, Any]) -> Any:
         return tensor.reshape(-1).numpy().view(dtype).reshape([int(size) for size in node["sh"]])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CorruptCheckpointError(f"a stored array cannot be rebuilt: {error}") from error
+
+
+def _bind(library: Any) -> Any:
+    function = library.memmove
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = None
+    return function
+
+
+move = _bind(ctypes.CDLL(None))
+"""``move(target, source, size)``; other threads run meanwhile."""
+
+move_small = _bind(ctypes.PyDLL(None))
+"""The same with the GIL kept: giving it up for every kilobyte costs more than the copy."""

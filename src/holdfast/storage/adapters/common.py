@@ -11,16 +11,19 @@ import builtins
 import contextlib
 import copy
 import hashlib
+import json
 import os
+import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast._log import get_logger
-from holdfast.errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+from holdfast._outgoing import conceal
+from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
 from ..base import (
     TEMPORARY,
@@ -37,7 +40,23 @@ from ..base import (
 )
 from .errors import client_errors
 
-__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "RangeReader", "SentWriter", "temporary_beside"]
+__all__ = [
+    "AdaptedStorage",
+    "BytesReader",
+    "Described",
+    "FoundObject",
+    "RangeReader",
+    "SentWriter",
+    "rebuild_options",
+    "temporary_beside",
+]
+
+_SECRET = re.compile(
+    r"pass(word|wd|phrase)|secret|token|credential|signature|sas|api_?key|_key$|^p?key$|^auth|cookie|connection_?string",
+    re.IGNORECASE,
+)
+# Credentials of clients described here, so that a handle that was pickled and comes back finds them. Never leaves us.
+_known: dict[str, dict[str, str]] = {}
 
 _T = TypeVar("_T", bound="AdaptedStorage")
 _log = get_logger("storage")
@@ -500,3 +519,69 @@ def temporary_beside(full: str) -> str:
 
 def _etag(content: bytes) -> str | None:
     return hashlib.blake2b(content, digest_size=16).hexdigest() if len(content) <= _ETAG_BYTES else None
+
+
+class Described:
+    """Arguments, split into plain values and credentials.
+
+    Attributes:
+        plain: the arguments, ``{"$secret": name}`` in the place of each credential; None if JSON cannot hold them.
+        secrets: the credentials by name.
+    """
+
+    __slots__ = ("plain", "secrets")
+
+    def __init__(self, options: Any) -> None:
+        self.secrets: dict[str, str] = {}
+        plain = self._split(options, "", is_secret=False)
+        conceal(self.secrets.values())
+        try:
+            text = json.dumps(plain, sort_keys=True)
+            self.plain: Any = plain if json.loads(text) == plain else None
+        except (TypeError, ValueError):
+            self.plain = None
+        if self.plain is not None and self.secrets:
+            _known[text] = self.secrets
+
+    def _split(self, value: Any, path: str, *, is_secret: bool) -> Any:
+        if isinstance(value, Mapping):
+            is_secret = is_secret and set(value) != {"environ"}  # the name of a variable, not its value
+            return {
+                name: self._split(inner, f"{path}/{name}", is_secret=is_secret or bool(_SECRET.search(str(name))))
+                for name, inner in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self._split(inner, f"{path}/{n}", is_secret=is_secret) for n, inner in enumerate(value)]
+        if is_secret and isinstance(value, str) and value:
+            self.secrets[path] = value
+            return {"$secret": path}
+        return value
+
+
+def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, where: str) -> Any:
+    """Put the credentials back into the arguments of `Described.plain`.
+
+    Args:
+        plain: the arguments.
+        secrets: the credentials; None: those that were described in this process.
+        where: the storage, for messages.
+
+    Raises:
+        ConfigError: a credential is not known in this process.
+    """
+    known = secrets or _known.get(json.dumps(plain, sort_keys=True)) or {}
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if set(value) != {"$secret"}:
+                return {name: fill(inner) for name, inner in value.items()}
+            if value["$secret"] not in known:
+                name = value["$secret"].rpartition("/")[2]
+                raise ConfigError(
+                    f"{where}: its credentials ({name}) are never written down and not known in this process; let the "
+                    "client find them in its environment or configuration instead"
+                )
+            return known[value["$secret"]]
+        return [fill(inner) for inner in value] if isinstance(value, list) else value
+
+    return fill(plain)

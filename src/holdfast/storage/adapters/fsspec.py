@@ -27,9 +27,8 @@ from ..base import FileReader, FileWriter, Storage, check_range
 from ..local.local_storage import LocalStorage
 from ..plugins import importable, load
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
+from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
 from .errors import client_errors
-from .options import Described, rebuild_options
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
 

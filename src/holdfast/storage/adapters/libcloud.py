@@ -24,8 +24,7 @@ from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError, StorageError
 
 from ..base import FileReader, FileWriter, Storage
-from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
-from .options import Described, rebuild_options
+from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
 
 __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
 

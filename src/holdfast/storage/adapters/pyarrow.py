@@ -20,9 +20,8 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, RangeReader, SentWriter, temporary_beside
+from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
 from .errors import client_errors
-from .options import Described, rebuild_options
 
 __all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
 

@@ -1,7 +1,7 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-`object_storage` is the contract, `bucket` the settings and credentials, `again` the requests that are repeated,
-`errors` the table of errors.
+`object_storage` is the contract, `bucket` the settings and credentials, `errors` the table of errors and
+the requests that are repeated.
 """
 
 from __future__ import annotations

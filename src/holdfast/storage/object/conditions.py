@@ -20,9 +20,8 @@ from holdfast.errors import StorageError, StorageNotFoundError
 
 from ..base import TEMPORARY
 from ..together import together
-from .again import again_if_broken
 from .client import BucketClient
-from .errors import was_retried
+from .errors import again_if_broken, was_retried
 
 __all__ = ["MARK", "as_condition", "conditions_of", "landed"]
 
@@ -162,7 +161,7 @@ def _is_unsupported(error: Exception) -> bool:
 def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
     """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
 
-    A request whose answer was lost is sent again by the client, or by us (``again``), and then meets its own object.
+    A request whose answer was lost is sent again by the client, or by us, and then meets its own object.
     """
     refused = type(error).__name__ in _REFUSALS
     if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):

@@ -1,6 +1,6 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-General layout: `bucket` says which bucket with which settings, `client` talks to it, `io` and `read` move the bytes,
+General layout: `bucket` says which bucket with which settings, `client` talks to it, `read` reads,
 `errors` translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
 """
 
@@ -25,16 +25,33 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 
-from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, StorageTraits, check_path, check_prefix
-from .again import again_if_broken
+from ..base import (
+    TEMPORARY,
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    Storage,
+    StorageTraits,
+    check_path,
+    check_prefix,
+    check_view,
+)
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
 from .client import BucketClient, make_store
 from .conditions import MARK, as_condition, conditions_of, landed
-from .errors import NO_BUCKET, status_of
-from .io import ObjectWriter
+from .errors import NO_BUCKET, Errors, again_if_broken, status_of
 from .read import list_all, open_reader, read_version
 
 __all__ = ["ObjectStorage", "from_options", "from_uri"]
+
+_PART_BYTES = 16 << 20
+"""Every part costs the store about the same work, however large it is."""
+
+_NUM_PARALLEL = 6
+"""Parts under way at once. A file being closed and the next file being written use 2 * 7 * 16 MiB at most."""
+
+_MAX_PARTS = 9_000  # the stores allow 10,000
+_CHUNK = 4 << 20
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
 _COPY_BYTES = 32 << 20
@@ -122,7 +139,7 @@ class ObjectStorage(Storage):
         key = self._key(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
-        return ObjectWriter(self._client, key, lambda action: self._errors(action, key), self._client.shown(key), size)
+        return _ObjectWriter(self._client, key, lambda action: self._errors(action, key), self._client.shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the side of the server; see `Storage.copy`."""
@@ -367,3 +384,96 @@ class Deleter:
                     _have_none.add(self._key)
             return False
         return True
+
+
+def _part_bytes(size: int) -> int:
+    """Return how large the parts of an object of ``size`` bytes are."""
+    return max(_PART_BYTES, -(-size // _MAX_PARTS))
+
+
+class _ObjectWriter(FileWriter):
+    """Uploads an object in parts while it is written; one request if it is small. Nothing is visible before `close`."""
+
+    def __init__(self, client: BucketClient, key: str, errors: Errors, path: str, size: int) -> None:
+        self._client, self._key, self._errors, self._path, self._size = client, key, errors, path, size
+        self._mark = uuid.uuid4().hex
+        self._begun = bytearray()  # the bytes before the first part is complete, to be sent again if need be
+        self._upload: Any = None
+        self._offset = 0  # padding included
+        self._ended = False
+
+    def write(self, view: memoryview) -> None:
+        """Hand a copy of the bytes to the client; blocks while all its parts are under way."""
+        if self._ended:
+            raise StorageError(f"cannot write {self._path}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._path, size=self._size, offset=self._offset, nbytes=len(view))
+        content = view[: max(0, self._size - self._offset)]
+        self._offset += len(view)
+        with self._errors("write"):
+            if self._upload is None:
+                room = _part_bytes(self._size) - len(self._begun)
+                self._begun += content[:room]
+                content = content[room:]
+                if self._size <= _part_bytes(self._size) or len(self._begun) < _part_bytes(self._size):
+                    return
+                self._upload = again_if_broken(self._begin)
+                self._begun = bytearray()
+            for begin in range(0, len(content), _CHUNK):
+                # A copy: the client keeps the bytes until the part is sent, and the caller reuses its memory.
+                self._upload.write(bytes(content[begin : begin + _CHUNK]))
+
+    def _begin(self) -> Any:
+        """Begin an upload in parts; with the first part the client asks the store for it."""
+        upload = self._client.obs.open_writer(
+            self._client.store,
+            self._key,
+            buffer_size=_part_bytes(self._size),
+            max_concurrency=_NUM_PARALLEL,
+            attributes={MARK: self._mark},
+        )
+        try:
+            upload.write(self._begun)
+        except BaseException:
+            _abort(upload)  # it may have been begun: the next try begins another upload
+            raise
+        return upload
+
+    def close(self) -> None:
+        """Finish the upload: the object appears, whole."""
+        if self._ended:
+            return
+        if min(self._offset, self._size) != self._size:
+            self.abort()
+            raise StorageError(f"cannot finish {self._path}: {self._offset} of {self._size} bytes were written")
+        self._ended = True
+        with self._errors("write"):
+            if self._upload is None:
+                data, self._begun = bytes(self._begun), bytearray()
+                put = partial(self._client.obs.put, self._client.store, self._key, data, use_multipart=False)
+                again_if_broken(put)
+                return
+            try:
+                self._upload.close()
+            except Exception as error:
+                # The answer may have been lost, and the request repeated in vain, when all the bytes are there.
+                if landed(self._client, self._key, self._mark, error, again=True) is None:
+                    raise
+            finally:
+                self._upload = None
+
+    def abort(self) -> None:
+        """Give the upload up and let the store forget its parts."""
+        if self._ended:
+            return
+        self._ended, self._begun = True, bytearray()
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            _abort(upload)
+
+
+def _abort(upload: Any) -> None:
+    # The client aborts when its block is left by an exception. A store that has gone away keeps the parts:
+    # docs/storage.md has the lifecycle rule that removes them.
+    with suppress(Exception):
+        upload.__exit__(StorageError, StorageError("aborted"), None)

@@ -12,9 +12,8 @@ from holdfast._fork import after_fork_in_child
 from holdfast.errors import StorageError
 
 from ..base import FileReader, check_range
-from .again import Errors, ShortAnswerError, again_if_broken
 from .client import BucketClient
-from .errors import status_of
+from .errors import Errors, ShortAnswerError, again_if_broken, status_of
 
 __all__ = ["ObjectReader", "list_all", "open_reader", "read_version"]
 

@@ -1,22 +1,51 @@
-"""Functions and their arguments on the way to workers, by cloudpickle. Nothing of it is stored."""
+"""What travels between driver and workers, none of which is stored.
+
+Functions and their arguments go by cloudpickle. An exception is what it says for people, and the object where it
+pickles. A checkpoint or a run is {"storage": description or None, "uri": of the storage, "name": directory}.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import io
+import json
 import pickle
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
+from holdfast import errors
 from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.errors import ConfigError
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import as_given
+from holdfast.storage.resolve import from_description
+from holdfast.writer.messages import error_from_json
 
-__all__ = ["pack_call", "pack_result", "pack_value", "takes_config", "unpack_call", "unpack_result"]
+__all__ = [
+    "TravellingSecrets",
+    "checkpoint_at",
+    "describe_location",
+    "error_from_wire",
+    "error_to_wire",
+    "learn_secrets",
+    "open_root",
+    "pack_call",
+    "pack_result",
+    "pack_secrets",
+    "pack_value",
+    "takes_config",
+    "unpack_call",
+    "unpack_result",
+]
+
+_MAX_PICKLE = 8 << 20  # an exception that holds a model travels in words only
 
 _LOG = get_logger("trainers.function")
 
@@ -190,3 +219,114 @@ def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of an error, never raised or caught
+    """The traceback of an exception as text, from the process where it happened; set as its ``__cause__``."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}" if self.args else ""
+
+
+def error_to_wire(error: BaseException) -> tuple[dict[str, Any], bytes]:
+    """Return the header fields of an exception and, for attachment 0, its pickle (b"" if it cannot be pickled)."""
+    description = {
+        "type": type(error).__name__,
+        "message": _words(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+    try:
+        blob = cloudpickle.dumps(error)
+    except Exception as unpicklable:  # noqa: BLE001 - anything may happen in there; the words are enough
+        _LOG.debug("%s travels in words only: %s", description["type"], unpicklable)
+        blob = b""
+    return description, blob if len(blob) <= _MAX_PICKLE else b""
+
+
+def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseException:
+    """Rebuild an exception; what does not unpickle becomes the Holdfast error of that name, or a `TrainingError`."""
+    error: BaseException | None = None
+    if blob:
+        try:
+            found = pickle.loads(blob)
+            error = found if isinstance(found, BaseException) else None
+        except Exception as unreadable:  # noqa: BLE001 - its class may exist in the other process only
+            _LOG.debug("%s could not be unpickled: %s", description.get("type"), unreadable)
+    if error is None:
+        kind, words = str(description.get("type", "Exception")), str(description.get("message", ""))
+        if kind in errors.__all__:
+            error = error_from_json({"type": kind, "message": words})
+        else:
+            error = errors.TrainingError(f"{kind}: {words}")
+    if description.get("traceback"):
+        error.__cause__ = _RemoteTraceback(description["traceback"])
+    return error
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - an error whose own words fail is reported all the same
+        return f"<its message cannot be made: {broken!r}>"
+
+
+def describe_location(storage: Storage, name: str) -> dict[str, Any]:
+    """Describe a directory of a storage."""
+    return {"storage": storage.describe(), "uri": storage.uri, "name": name}
+
+
+def checkpoint_at(location: Mapping[str, Any]) -> Checkpoint:
+    """Return a handle of a location.
+
+    Raises:
+        ConfigError: it lives in the memory of another process.
+    """
+    if "manifest" in location:  # in the driver, right after the commit
+        known = {key: location[key] for key in ("step", "metrics", "manifest")}
+        return CommittedCheckpoint.told(_storage(location), location["name"], **known)
+    return Checkpoint.at(_storage(location), location["name"])
+
+
+def open_root(location: Mapping[str, Any]) -> Storage:
+    """Return the storage rooted at a location.
+
+    Raises:
+        ConfigError: it lives in the memory of another process.
+    """
+    return as_given(_storage(location).child(location["name"]))
+
+
+def pack_secrets(*storages: Storage) -> bytes:
+    """Return the credentials that the descriptions of these storages leave out; b"" if there are none.
+
+    For the control sockets of our own processes: never for a file, an argument, the environment or a log.
+    """
+    described = [{"storage": storage.describe(), "secrets": storage.secrets()} for storage in storages]
+    described = [entry for entry in described if entry["storage"] is not None and entry["secrets"]]
+    return json.dumps(described).encode() if described else b""
+
+
+def learn_secrets(data: bytes) -> None:
+    """Let this process find the credentials of `pack_secrets` when it opens those storages, or unpickles them."""
+    for described in json.loads(data) if data else ():
+        # Storages note the credentials they were given, and `describe` those found among a client's arguments.
+        from_description(described["storage"], described["secrets"]).describe()
+
+
+class TravellingSecrets:
+    """Credentials in front of a pickled task: the process that unpickles it has learnt them before the rest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return learn_secrets, (self._data,)
+
+
+def _storage(location: Mapping[str, Any]) -> Storage:
+    if location["storage"] is None:
+        raise ConfigError(
+            f"{location['uri'].rstrip('/')}/{location['name']} lives in the memory of the driver: worker processes can "
+            "neither read nor write it; use a directory as storage_path"
+        )
+    return from_description(location["storage"])

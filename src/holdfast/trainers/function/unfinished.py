@@ -25,7 +25,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource
 
-from .failure import error_to_wire
+from .transit import error_to_wire
 
 __all__ = ["Unfinished", "bring_share", "left_directory", "left_share"]
 

@@ -20,8 +20,7 @@ from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
-from .callbacks import Callback, Logger, LoggerDestination
-from .engine import EventEngine
+from .callbacks import Callback, EventEngine, Logger, LoggerDestination
 from .events import Event
 from .options import (
     check_clip,
@@ -44,11 +43,10 @@ from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
 from .training.parallel import Parallel, bare
-from .training.precision import check_precision, make_scaler
 from .training.progress import ProgressBar
 from .training.ranks import Ranks
 from .training.save_policy import StopPolicy, make_pace
-from .training.steps import Evaluation, TrainStep
+from .training.steps import Evaluation, TrainStep, check_precision, make_scaler
 
 __all__ = ["Trainer"]
 

@@ -26,7 +26,7 @@ from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
 from .digesting import Copier
-from .file_list import FileList, known_fields, manifest_fields
+from .merge import FileList, known_fields, manifest_fields
 from .sources import scan
 
 __all__ = ["commit_in_place"]

@@ -35,9 +35,8 @@ from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
 from .digesting import SMALL_BYTES, Copier, changed, opened
-from .file_list import FileList, manifest_fields
 from .incoming import read_incoming, remove_incoming
-from .merge import MergedFile, MergePlan, contested, merge
+from .merge import FileList, MergedFile, MergePlan, contested, manifest_fields, merge
 from .sources import Contents, damaged, scan
 
 __all__ = ["Intake"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
-from holdfast.copying.transfer import Copied, copy_checkpoint
+from holdfast.copying.transfer import Copied, copy_checkpoint, planned
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -18,8 +18,9 @@ from holdfast.errors import (
     StorageError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import read_manifest, sweep
+from holdfast.format.commit import read_manifest
 from holdfast.format.names import MANIFEST_NAME, join
+from holdfast.format.parts import sweep_given_up
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import RunIndex
@@ -190,9 +191,10 @@ class RemoteRun:
             if in_the_way:
                 self.heartbeat.announce([name])  # its checkpoint was committed too late, and does not count
             try:
-                return copy_checkpoint(
-                    self._local, name, self._storage, name, previous=previous, stop=stop, overwrite=in_the_way
-                )
+                with planned(self._storage, name, read_manifest(self._local, name).files):
+                    return copy_checkpoint(
+                        self._local, name, self._storage, name, previous=previous, stop=stop, overwrite=in_the_way
+                    )
             except CheckpointExistsError:
                 # It may have been committed just now, by an owner that was taken over and has woken up.
                 if last or not self._is_void(name):
@@ -290,4 +292,4 @@ class RemoteRun:
     def drop(self, name: str) -> None:
         """Remove what was sent of a checkpoint that was given up."""
         self.heartbeat.announce([name])
-        sweep(self._storage, name)
+        sweep_given_up(self._storage, name)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast._log import get_logger
-from holdfast.copying.transfer import copy_checkpoint
+from holdfast.copying.transfer import copy_checkpoint, planned
 from holdfast.errors import CheckpointError, HoldfastError, StorageError
-from holdfast.format.commit import commit_manifest, read_manifest, sweep
+from holdfast.format.commit import commit_manifest, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import is_staged, staged_name
+from holdfast.format.parts import is_staged, staged_name, sweep_given_up
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.record import Record, Sidecar, record_from_manifest
@@ -109,8 +109,10 @@ class StagedRun:
             HoldfastError: it could not be brought.
         """
         if save is None:
-            self._run.admit(name, read_manifest(self._local, name))
-            copy_checkpoint(self._local, name, self._storage, name)
+            whole = read_manifest(self._local, name)
+            self._run.admit(name, whole)
+            with planned(self._storage, name, whole.files):
+                copy_checkpoint(self._local, name, self._storage, name)
             self._run.arrived(name, read_manifest(self._storage, name))
             self.queue.look()
             return
@@ -185,9 +187,10 @@ class StagedRun:
         save, manifest = self._saves[name]
         if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
             self._run.admit(name, manifest)
-            self._bring(name, save, stop)
-            self._heartbeat.confirm()
-            commit_manifest(self._storage, name, manifest, void=self._run.void_at(name))
+            with planned(self._storage, name, manifest.files):
+                self._bring(name, save, stop)
+                self._heartbeat.confirm()
+                commit_manifest(self._storage, name, manifest, void=self._run.void_at(name))
         self._run.arrived(name, manifest, lambda: self._say_late(name))
 
     def _bring(self, name: str, save: str, stop: Stop) -> None:
@@ -213,7 +216,7 @@ class StagedRun:
     def _drop(self, name: str) -> None:
         """Remove what was sent of a save that was given up."""
         self._heartbeat.announce([name])
-        sweep(self._storage, name)
+        sweep_given_up(self._storage, name)
 
 
 def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:

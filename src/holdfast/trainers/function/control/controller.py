@@ -19,7 +19,7 @@ from holdfast.errors import (
 from holdfast.writer.messages import RunOpened
 
 from ..engine import Capacity, Draining, Dying, Exited, Placed, Received, Started, Unable
-from ..failure import error_from_wire
+from ..transit import error_from_wire
 from .actions import (
     Action,
     ActionResult,
@@ -46,11 +46,10 @@ from .actions import (
 from .commits import Commits
 from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
 from .finder import RunContents
-from .plan import RunSpec
+from .plan import Room, RunSpec
 from .policy import Cause, GiveUp
 from .report_ledger import ReportLedger
 from .reports import Reports
-from .room import Room
 from .starts import Start, choose_start
 from .worker_group import Clock, WorkerGroup, first_line, training_failed
 

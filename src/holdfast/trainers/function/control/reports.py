@@ -9,7 +9,7 @@ from typing import Any
 from holdfast._ranks import rank_list
 from holdfast.errors import ConfigError, ReportMismatchError
 
-from ..failure import error_from_wire
+from ..transit import error_from_wire
 from ..values import TIMESTAMP
 from .actions import Action, Answer, Note, StoreRows
 from .commits import Commits, epoch_of

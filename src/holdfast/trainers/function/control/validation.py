@@ -16,8 +16,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
 
-from ..location import TravellingSecrets
-from ..transit import pack_value
+from ..transit import TravellingSecrets, pack_value
 from ..types import ReportedCheckpointStatus
 from .known_checkpoints import VALIDATED
 

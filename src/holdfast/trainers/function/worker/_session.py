@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.writer.frames import Channel
 
-from ..location import checkpoint_at, open_root
+from ..transit import checkpoint_at, open_root
 from ..types import CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
 from ..values import check_score, plain_metrics, unpack_checkpoint
 from .answers import end_process

@@ -15,7 +15,7 @@ from holdfast._log import get_logger
 from holdfast.errors import SessionError
 from holdfast.writer.frames import Channel, Message
 
-from ..failure import error_from_wire
+from ..transit import error_from_wire
 
 __all__ = ["ControllerAnswers", "end_process"]
 

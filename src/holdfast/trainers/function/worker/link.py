@@ -19,7 +19,7 @@ from holdfast.errors import SessionError
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..failure import error_to_wire
+from ..transit import error_to_wire
 from .answers import ControllerAnswers, end_process
 from .report_queue import ReportQueue
 

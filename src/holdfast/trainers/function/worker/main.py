@@ -18,9 +18,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
 from holdfast.writer.frames import Channel, Message
 
-from ..failure import error_to_wire
-from ..location import learn_secrets
-from ..transit import pack_result, takes_config, unpack_call
+from ..transit import error_to_wire, learn_secrets, pack_result, takes_config, unpack_call
 from .group import ALONE_S, process_group
 
 __all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_here", "run_task"]

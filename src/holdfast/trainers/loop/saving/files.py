@@ -24,7 +24,6 @@ from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.format.tensor_file import lay_out
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.load.rank_values import restore_derived
-from holdfast.state.save.plan import Layout, Signature
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import TorchFileWriter, from_plain, to_plain
 from holdfast.state.tree import arrays, rng
@@ -35,7 +34,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
 from ..training.ranks import Ranks
-from .schema import plain_leaf
+from .schema import as_torch_file, plain_leaf
 
 __all__ = ["FileImage", "gathered", "of_rank", "read_note"]
 
@@ -61,6 +60,14 @@ class FileImage:
         """Describe the file that was taken last to the writer, which stores it under a lease of its name."""
         assert self._container is not None
         return replace(self._container, lease=lease)
+
+    def take(self, state: dict[str, Any], container: str, note: Mapping[str, Any]) -> None:
+        """Copy a state of `gathered` for its container, "torch" or "safetensors", which takes the weights alone."""
+        if container == "torch":
+            self.take_torch(as_torch_file(state), note)
+        else:
+            weights = state["state"]["model"]
+            self.take_weights({name: value for name, value in weights.items() if torch.is_tensor(value)}, note)
 
     def take_torch(self, value: Any, note: Mapping[str, Any]) -> None:
         """Copy a state for ``torch.load``; the caller may change its tensors when this returns.
@@ -109,11 +116,7 @@ class FileImage:
             self.close()
             self.arena = Arena.create(size)
         arena = self.arena
-        empty = Signature([], [], [], [], set(), {}, [], [], {})
-        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        layout = Layout(empty, [], list(offsets), sizes, arena.size, sum(sizes))
-        fresh = None if arena.prefaulted.is_set() else arena.fd
-        stage(layout, tensors, arena.address, arena.view, fresh_fd=fresh)
+        stage(tensors, offsets, [tensor.numel() * tensor.itemsize for tensor in tensors], arena)
         arena.prefault()
         return arena
 

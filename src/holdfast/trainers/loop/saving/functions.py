@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from holdfast.checkpointer.functions import save
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
 from holdfast.checkpointer.run_session import answer
@@ -27,7 +25,7 @@ from .files import FileImage, gathered
 from .finder import container_of
 from .load import LoadOptions, load_path
 from .naming import NameTemplate, run_variables
-from .schema import IgnoreKeys, as_torch_file, check_ignore_keys, expand, ignored
+from .schema import IgnoreKeys, check_ignore_keys, expand, ignored
 from .uploads import as_object_store
 
 __all__ = ["LoadCheckpoint", "load_checkpoint", "save_checkpoint"]
@@ -76,11 +74,7 @@ def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any
     head, _, tail = path.rpartition("/")
     image = FileImage()
     try:
-        if container == "torch":
-            image.take_torch(as_torch_file(found), note)
-        else:
-            model = found["state"]["model"]
-            image.take_weights({key: tensor for key, tensor in model.items() if torch.is_tensor(tensor)}, note)
+        image.take(found, container, note)
         storage = resolve(head or ("/" if path.startswith("/") else "."))
         client = WriterClient.start(storage)
         try:

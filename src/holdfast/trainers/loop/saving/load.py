@@ -36,11 +36,10 @@ from holdfast.interop.unpickle import Opaque, read_torch
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
 from holdfast.state.load.stored import Stored, decode_tree, open_stored
-from holdfast.state.memory import move
 from holdfast.state.save.plan import signature
 from holdfast.state.save.torch_file import from_plain
 from holdfast.state.tree import rng
-from holdfast.state.tree.arrays import dtype_name, dtype_of
+from holdfast.state.tree.arrays import dtype_name, dtype_of, move
 from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.objects import is_metric
 from holdfast.state.tree.values import ObjectNode, PerRank, PerRankNode

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from holdfast._log import get_logger
 from holdfast.checkpointer.console import ResumeBlock
+from holdfast.checkpointer.metrics import MetricLog
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S, RankGroup
 from holdfast.checkpointer.resume import first_bad
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -26,6 +30,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
 
+from ..callbacks import LoggerDestination
 from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
@@ -33,8 +38,7 @@ from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .naming import NameTemplate
-from .saver import CheckpointSaver
-from .saver_context import HistoryLogger, SaverContext
+from .saver import CheckpointSaver, SaverContext
 from .schema import IgnoreKeys, check_ignore_keys
 from .uploads import as_object_store
 
@@ -514,3 +518,55 @@ class StartingPoint:
             named = "run_name" in saver.filename.variables
             return saver.names.pattern.fullmatch if named else None
         return saver.remote_names(next(uploader for uploader in self._context.uploaders if uploader.storage is storage))
+
+
+class HistoryLogger(LoggerDestination):
+    """Passes the numbers that are logged to the history of the run that a later life goes on from.
+
+    Tensors are copied on their device and read when something is saved. What is no number is for other loggers.
+
+    Args:
+        state: of the trainer.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._log: MetricLog | None = None
+        self._sessions: tuple[RunSession, ...] = ()
+
+    def begin(self, session: RunSession | None, others: Iterable[RunSession] = ()) -> None:
+        """Write to a run from now on; None: to none.
+
+        Args:
+            session: of the run.
+            others: of all runs that training saves to: each knows how far it has come.
+        """
+        self._log = None if session is None or not session.leads else MetricLog(session)
+        self._sessions = tuple(others)
+        self.stepped()
+
+    def stepped(self) -> None:
+        """Tell the runs how many batches are trained."""
+        for session in self._sessions:
+            session.note_step(self._state.timestamp.count("batch"))
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep a row."""
+        self.stepped()  # the loop logs its losses right after each batch
+        if self._log is None:
+            return
+        stamp = self._state.timestamp
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        if numbers:
+            self._log.add(stamp.count("batch") if step is None else step, stamp.count("epoch"), numbers)
+
+    def flush(self) -> None:
+        """Send what is kept."""
+        if self._log is not None:
+            self._log.flush(self._state.timestamp.count("batch"))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float, str))

@@ -11,13 +11,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
-from holdfast.checkpointer.pending_saves import RunSave, failed
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, RunSave, failed, state_of
 from holdfast.checkpointer.run_session import NamedSave
-from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.model_files import ModelFiles
@@ -154,11 +151,7 @@ class AsyncSaver:
         if found is None:  # rank 0 stores it
             after(b"")
             return
-        if self._container == "torch":
-            self._image.take_torch(as_torch_file(found), note)
-        else:
-            model = found["state"]["model"]
-            self._image.take_weights({key: value for key, value in model.items() if torch.is_tensor(value)}, note)
+        self._image.take(found, self._container, note)
         future: Future[Any]
         try:
             future = self._submit(name)

@@ -11,8 +11,7 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches
 
-from ..callbacks import Logger
-from ..engine import EventEngine
+from ..callbacks import EventEngine, Logger
 from ..events import Event
 from ..state import State
 from ..times.intervals import Every, When

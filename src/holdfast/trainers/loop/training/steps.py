@@ -1,9 +1,12 @@
-"""One batch of training, and one evaluation."""
+"""One batch of training, and one evaluation, in the precision that the trainer was given."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,8 +18,7 @@ from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.data.split import knows_its_rank
 
-from ..callbacks import Logger
-from ..engine import EventEngine
+from ..callbacks import EventEngine, Logger
 from ..events import Event
 from ..state import State
 from ..times.timestamp import Timestamp
@@ -24,11 +26,10 @@ from .data import microbatches, on_device
 from .metrics import Averaged, computed
 from .mixed import clip_gradients
 from .parallel import Parallel, is_sharded
-from .precision import autocast
 from .ranks import Ranks
 from .save_policy import StopPolicy
 
-__all__ = ["Evaluation", "EvaluationShare", "TrainStep", "targets_of"]
+__all__ = ["Evaluation", "EvaluationShare", "Precision", "TrainStep", "check_precision", "make_scaler", "targets_of"]
 
 
 class _Model:
@@ -102,7 +103,7 @@ class TrainStep:
     def _forward_backward(self, share: float) -> Any:
         """Run forward and backward of one part; returns its share of the loss, detached."""
         state, engine, scaler = self._state, self._engine, self._state.scaler
-        with autocast(state.precision, state.device):
+        with _autocast(state.precision, state.device):
             engine.run(Event.BEFORE_FORWARD)
             state.outputs = self._model.forward(state.batch)
             engine.run(Event.AFTER_FORWARD)
@@ -219,7 +220,7 @@ class Evaluation:
         state, engine = self._state, self._engine
         state.batch = batch
         engine.run(Event.EVAL_BATCH_START)
-        with autocast(state.precision, state.device):
+        with _autocast(state.precision, state.device):
             engine.run(Event.EVAL_BEFORE_FORWARD)
             state.outputs = self._forward(batch)
             engine.run(Event.EVAL_AFTER_FORWARD)
@@ -342,3 +343,40 @@ def _can_be_dealt(loader: Any) -> bool:
         and not callable(getattr(loader, "state_dict", None))
         and not knows_its_rank(loader.sampler, loader.batch_sampler)
     )
+
+
+class Precision(str, Enum):
+    """How forward and loss are computed; the value is what ``precision`` of a trainer takes, too."""
+
+    FP32 = "fp32"
+    AMP_BF16 = "amp_bf16"
+    AMP_FP16 = "amp_fp16"
+
+
+_DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+_ALIASES = {None: "fp32", "amp": "amp_fp16", "bf16": "amp_bf16", "fp16": "amp_fp16"}
+
+
+def check_precision(precision: Any) -> str:
+    """Return the name of a precision.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    value = getattr(precision, "value", precision)
+    name = _ALIASES.get(value, value) if value is None or isinstance(value, str) else ""
+    if name != "fp32" and name not in _DTYPES:
+        raise ConfigError(f"precision={precision!r}: use 'fp32', 'amp_bf16' or 'amp_fp16'")
+    return str(name)
+
+
+def _autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context that forward and loss run in."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[precision])
+
+
+def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return a scaler of gradients where they would underflow (float16)."""
+    return torch.amp.GradScaler(device.type) if precision == "amp_fp16" else None

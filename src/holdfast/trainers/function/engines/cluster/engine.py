@@ -32,7 +32,7 @@ from holdfast.trainers.function.engine import (
     Woken,
     node_name,
 )
-from holdfast.trainers.function.failure import error_from_wire
+from holdfast.trainers.function.transit import error_from_wire
 from holdfast.writer.frames import Message
 
 from ..local.logs import LineLimit, LogText, shown_and_kept

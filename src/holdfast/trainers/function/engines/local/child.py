@@ -90,7 +90,7 @@ class Child:
         self.ended = False
 
     def hand_over(self) -> dict[str, int]:
-        """Return the ends that belong to the child, by the names that `forked` knows."""
+        """Return the ends that belong to the child, by the names that the zygote knows."""
         return {"control": self._theirs.fileno(), "stdout": self._out, "stderr": self._err}
 
     def handed_over(self) -> None:

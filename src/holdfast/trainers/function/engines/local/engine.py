@@ -26,7 +26,7 @@ from holdfast.trainers.function.engine import (
     TaskEnded,
     Woken,
 )
-from holdfast.trainers.function.failure import error_from_wire
+from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 

@@ -3,30 +3,37 @@
 It belongs to a driver and ends with it. It starts no thread, runs no tensor operation and never touches an
 accelerator: nothing of that kind survives a fork.
 
-Driver to zygote: {"do": "fork", "id", ...} (see `forked`). Zygote to driver: {"on": "forked", "id", "pid"} with a
-pidfd where the platform has them, or {"on": "not_forked", "id", "error"}; {"on": "ended", "id", "status"} with what
-`os.waitpid` says, once the process and all of its session are gone.
+Driver to zygote: {"do": "fork", "id", "fds": names of its descriptors in order ("control", "stdout", "stderr",
+"listen"), "entry": "module:function", "environment", "directory", "paths", "arguments", "use_gpu"}. Zygote to driver:
+{"on": "forked", "id", "pid"} with a pidfd where the platform has them, or {"on": "not_forked", "id", "error"};
+{"on": "ended", "id", "status"} with what `os.waitpid` says, once the process and all of its session are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
+import io
 import os
+import random
 import selectors
 import signal
 import socket
 import sys
 import time
 import warnings
+from typing import Any
 
 from holdfast.writer.frames import Channel, Message
 
 from .child import end_session
-from .forked import ForkedProcess
 
 __all__ = ["Zygote", "main"]
+
+# What a fresh interpreter does not leave to the kernel.
+_PYTHONS_OWN: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
 
 _FIRST = (
     "torch",
@@ -86,7 +93,7 @@ class Zygote:
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._selector.register(channel, selectors.EVENT_READ)
 
-    def serve(self) -> ForkedProcess:
+    def serve(self) -> _ForkedProcess:
         """Serve the driver until it is gone; returns only in a forked child, with nothing of the zygote left in it."""
         while True:
             idle = bool(self._children) and not self._loaded
@@ -106,7 +113,7 @@ class Zygote:
                     if forked is not None:
                         return forked
 
-    def _fork(self, message: Message) -> ForkedProcess | None:
+    def _fork(self, message: Message) -> _ForkedProcess | None:
         number = message.header["id"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,7 +127,7 @@ class Zygote:
             self._tell({"on": "not_forked", "id": number, "error": str(error)})
         if pid == 0:
             self._forget()
-            return ForkedProcess(message)
+            return _ForkedProcess(message)
         # From now on only the child holds its ends: readers that wait for end of file must not wait for us.
         for fd in message.fds:
             os.close(fd)
@@ -177,3 +184,76 @@ class Zygote:
         self._signalled.close()
         self._channel.forget_in_child()
         self._children.clear()
+
+
+class _ForkedProcess:
+    """A child that has just been forked."""
+
+    def __init__(self, message: Message) -> None:
+        self._request = message.header
+        self._fds = dict(zip(message.header["fds"], message.fds, strict=True))
+
+    def run(self) -> int:
+        """Set this process up, call the entry, and return the exit status."""
+        request = self._request
+        os.setsid()  # a Ctrl-C in the driver's terminal and a kill of the driver's group leave us alone
+        _reset_signals()
+        self._take_output()
+        _take_place(request)
+        _reseed()
+        _limit_threads()
+        module, _, function = request["entry"].partition(":")
+        entry: Any = getattr(importlib.import_module(module), function)
+        channel = Channel(socket.socket(fileno=self._fds["control"]))
+        status = entry(channel, listen_fd=self._fds.get("listen", -1), use_gpu=bool(request.get("use_gpu")))
+        return int(status or 0)
+
+    def _take_output(self) -> None:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            os.dup2(self._fds[name], number)
+            os.close(self._fds.pop(name))
+        for fd in self._fds.values():
+            os.set_inheritable(fd, False)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
+        # A segmentation fault leaves the Python stack in the log.
+        faulthandler.enable(file=2)
+
+
+def _reset_signals() -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # some belong to the C library
+            signal.signal(number, _PYTHONS_OWN.get(number, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _take_place(request: dict[str, Any]) -> None:
+    environment: dict[str, str] = request["environment"]
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    try:
+        os.chdir(request["directory"])
+    except OSError as error:
+        print(f"holdfast: cannot go to the driver's folder {request['directory']}: {error}", file=sys.stderr)  # noqa: T201
+    sys.path[:] = request["paths"]
+    sys.argv[:] = request["arguments"]
+
+
+def _reseed() -> None:
+    """Give every child its own randomness, as a fresh interpreter has: a fork copies the zygote's generators."""
+    random.seed()
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random").seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+
+
+def _limit_threads() -> None:
+    """Tell torch what OMP_NUM_THREADS says here: its pools read the variable when the zygote loaded them."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if "torch" in sys.modules and wanted.isdigit() and int(wanted) > 0:
+        sys.modules["torch"].set_num_threads(int(wanted))

@@ -1,0 +1,272 @@
+"""Samplers and data sets as strangers write them: a resume is exact, or what is not is said."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_data_ledger import life
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import holdfast as hf
+
+SIZE, STEPS = 24, 18  # three epochs of six batches
+SHARED = random.Random(5)  # of this module: no life begins with what the one before has left
+
+
+class Points(Dataset[Any]):
+    """Numbers."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Jittered(Points):
+    """Augmentation from generators of the data set, and of a transform that it holds."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+        self.transform = Flip()
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.rng.random() + self.transform()
+
+
+class Flip:
+    def __init__(self) -> None:
+        self.dice = random.Random(2)
+
+    def __call__(self) -> float:
+        return self.dice.random()
+
+
+class PerClass(Sampler[int]):
+    """Lists of each class that are shuffled in place, a few of each, as metric learning wants them."""
+
+    def __init__(self, rng: Any = random) -> None:
+        self.of_class = {label: list(range(label, SIZE, 4)) for label in range(4)}
+        self.classes, self.rng = list(self.of_class), rng
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        chosen: list[int] = []
+        while len(chosen) < SIZE:
+            self.rng.shuffle(self.classes)
+            for label in self.classes[:2]:
+                self.rng.shuffle(self.of_class[label])
+                chosen += self.of_class[label][:2]
+        return iter(chosen)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of like lengths, made anew for each epoch by a generator that goes on from epoch to epoch."""
+
+    def __init__(self, shuffle: Callable[[list[Any]], None]) -> None:
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return SIZE // 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = []
+        for start in range(0, SIZE, 8):
+            bucket = list(range(start, start + 8))
+            self.shuffle(bucket)
+            batches += [bucket[:4], bucket[4:]]
+        self.shuffle(batches)
+        return iter(batches)
+
+
+class Own:
+    """A generator of somebody's own kind, in an attribute."""
+
+    def __init__(self) -> None:
+        self.number = 7
+
+    def shuffle(self, items: list[Any]) -> None:
+        for place in range(len(items) - 1, 0, -1):
+            self.number = self.number * 1103515245 % (1 << 31) + 12345
+            other = self.number % (place + 1)
+            items[place], items[other] = items[other], items[place]
+
+
+class Ordered(Sampler[int]):
+    """Decides the order of all epochs when it is made."""
+
+    def __init__(self, rng: Any) -> None:
+        self.orders = [rng.sample(range(SIZE), SIZE) for _ in range(3)]
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.orders[self.epoch])
+
+
+class Cursor(Sampler[int]):
+    """Goes on in an endless shuffle where the epoch before has stopped."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.RandomState(3)
+        self.order: list[int] = []
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(16):
+            if self.at == len(self.order):
+                self.order, self.at = self.rng.permutation(SIZE).tolist(), 0
+            self.at += 1
+            yield self.order[self.at - 1]
+
+
+class Buffered(IterableDataset[Any]):
+    """A stream through a shuffle buffer; with a generator of its own it goes on from epoch to epoch."""
+
+    def __init__(self, rng: Any = random) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[int] = []
+        for sample in range(SIZE):
+            buffer.append(sample)
+            if len(buffer) > 5:
+                yield buffer.pop(self.rng.randrange(len(buffer)))
+        self.rng.shuffle(buffer)
+        yield from buffer
+
+
+class Counts(IterableDataset[Any]):
+    """Another part of the data in each pass, counted by the data set itself."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(range(100 * self.passes, 100 * self.passes + SIZE))
+
+
+def twice(generator: torch.Generator) -> Sampler[int]:
+    return RandomSampler(Points(), replacement=True, num_samples=SIZE, generator=generator)
+
+
+def seeded(number: int = 4) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "lists shuffled in place": lambda: DataLoader(Points(), 4, sampler=PerClass()),
+    "lists shuffled by an own generator": lambda: DataLoader(Points(), 4, sampler=PerClass(random.Random(1))),
+    "lists shuffled by NumPy": lambda: DataLoader(Points(), 4, sampler=PerClass(np.random.default_rng(1))),
+    "buckets, python": lambda: DataLoader(Points(), batch_sampler=Buckets(random.shuffle)),
+    "buckets, NumPy": lambda: DataLoader(Points(), batch_sampler=Buckets(np.random.shuffle)),
+    "orders made ahead": lambda: DataLoader(Points(), 4, sampler=Ordered(random.Random(2))),
+    "an endless shuffle": lambda: DataLoader(Points(), 4, sampler=Cursor()),
+    "weighted": lambda: DataLoader(
+        Points(), 4, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), SIZE, generator=seeded())),
+    "weighted, not seeded": lambda: DataLoader(Points(), 4, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
+    "with replacement": lambda: DataLoader(Points(), 4, sampler=twice(seeded())),
+    "subset": lambda: DataLoader(Points(), 4, sampler=SubsetRandomSampler(range(SIZE), generator=seeded())),
+    "batches of batches": lambda: DataLoader(Points(), batch_sampler=BatchSampler(PerClass(), 4, drop_last=True)),
+    "the loader's generator": lambda: DataLoader(Points(), 4, shuffle=True, generator=seeded()),
+    "augmentation by own generators": lambda: DataLoader(Jittered(), 4, shuffle=True),
+    "a stream through a buffer": lambda: DataLoader(Buffered(), 4),
+    "a stream through a buffer, own generator": lambda: DataLoader(Buffered(random.Random(1)), 4),
+}  # fmt: skip
+SAID: dict[str, Callable[[], Any]] = {
+    "lists shuffled by a generator of the module": lambda: DataLoader(Points(), 4, sampler=PerClass(Hides(SHARED))),
+    "buckets, a generator of the module": lambda: DataLoader(Points(), batch_sampler=Buckets(SHARED.shuffle)),
+    "buckets, a generator of an own kind": lambda: DataLoader(Points(), batch_sampler=Buckets(Own().shuffle)),
+    "orders made ahead, not seeded": lambda: DataLoader(Points(), 4, sampler=Ordered(SHARED)),
+    "a stream through a buffer, a generator of the module": lambda: DataLoader(Buffered(Hides(SHARED)), 4),
+    "a stream that counts its passes": lambda: DataLoader(Counts(), 4),
+}
+
+
+class Hides:
+    """Holds a generator where nobody looks."""
+
+    __slots__ = ("rng",)
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rng, name)
+
+
+def begin(make: Callable[[], Any]) -> Any:
+    """Return a loader of a script that seeds what there is to seed."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    return make()
+
+
+def trained(path: Path, make: Callable[[], Any]) -> list[Any]:
+    """Train three epochs: killed in the second one, stopped at its end, killed in the third one."""
+    seen: list[Any] = []
+    for save_at, until in ((8, 10), (12, 12), (15, 17), (STEPS, STEPS)):
+        drawn = life(path, begin(make), until=until, save_at=save_at, epochs=3)
+        seen += drawn[: save_at - len(seen)]
+    return [batch.tolist() for batch in seen]
+
+
+QUICK = (
+    "lists shuffled in place", "buckets, NumPy", "orders made ahead", "an endless shuffle",
+    "a stream through a buffer, own generator",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in EXACT]
+)
+def test_what_strangers_write_goes_on_exactly(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Over kills in two epochs and a stop between them the batches are those of one life, and no alarm is given."""
+    make = EXACT[name]
+    whole = life(tmp_path / "whole", begin(make), until=STEPS, save_at=STEPS, epochs=3)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert trained(tmp_path / "parts", make) == [batch.tolist() for batch in whole]
+    assert [text for text in caplog.messages if "has no state_dict" not in text] == []
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_cannot_be_made_exact_is_said(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the batches are others than those of one life, an error or a warning says so before they are trained."""
+    make = SAID[name]
+    life(tmp_path, begin(make), until=10, save_at=8, epochs=3)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        try:
+            life(tmp_path, begin(make), until=9, epochs=3)
+        except hf.StateMismatchError as error:
+            said = str(error)
+        else:
+            said = "".join(caplog.messages)
+    assert "step 9, epoch 1: " in said
