@@ -25,8 +25,9 @@ def run(context: Context) -> Outcome:
     """Kill the trainer of each kind again and again; `--scale` makes the state of 1.4 GiB smaller."""
     outcome = Outcome()
     nbytes = int((64 << 20) if context.quick else _STATE * context.scale)
-    for mode in _MODES:
-        _lives(context, outcome, mode, nbytes, context.repeat + 1)
+    for turn in range(context.repeat + 1):
+        for mode in _MODES:
+            _life(context, outcome, mode, nbytes, first=not turn)
     median = outcome.median
     step_s = median(_MODES[0], "step_s")
     built_s = median(_MODES[0], "built_s")
@@ -44,8 +45,8 @@ def run(context: Context) -> Outcome:
     return outcome
 
 
-def _lives(context: Context, outcome: Outcome, mode: str, nbytes: int, count: int) -> None:
-    """Kill ``count`` lives of one kind; the first is the cold one."""
+def _life(context: Context, outcome: Outcome, mode: str, nbytes: int, *, first: bool) -> None:
+    """Start a training of one kind, kill it, and see how soon the next life has made a step."""
     home = context.folder("restart")
     home.mkdir(parents=True)
     log = home / "log"
@@ -62,15 +63,15 @@ def _lives(context: Context, outcome: Outcome, mode: str, nbytes: int, count: in
     )  # fmt: skip
     pids: list[int] = []
     try:
-        for turn in range(count):
-            pid = _wait_for_steps(process, log, pids, _KILL_AT)
-            _wait_for_spare(process.pid)
-            killed = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-            pids.append(pid)
-            _wait_for_steps(process, log, pids, 1)
-            outcome.add(mode, first=not turn, **_parts(log, killed, pids))
-            context.say(f"{mode}: {outcome.samples.get(mode, outcome.first)}")
+        pid = _wait_for_steps(process, log, pids, _KILL_AT)
+        _wait_for_spare(process.pid)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        pids.append(pid)
+        _wait_for_steps(process, log, pids, 1)
+        parts = _parts(log, killed, pids)
+        outcome.add(mode, first=first, **parts)
+        context.say(f"{mode}: {parts}")
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
