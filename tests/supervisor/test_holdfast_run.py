@@ -373,3 +373,22 @@ def test_a_command_that_is_no_program_is_told_what_it_should_be(tmp_path: Path, 
     found = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
     assert found.returncode == 2
     assert advice in found.stderr
+
+
+def test_a_script_that_its_guard_takes_back_is_started_again(tmp_path: Path) -> None:
+    """Five times at the same step, with nothing durable in between: no crash loop; 86 without a guard is one."""
+    script = STEPS + "life.stepped(9)\nif int(lives.read_text()) < 6:\n    life.end('rolled back')\n    sys.exit(86)\n"
+    status, _, err = finished(script, tmp_path)
+    assert status == 0, err
+    assert err.count("at step 9: rolled back by its guard (exit status 86)") == 5
+    (tmp_path / "lives").unlink()
+    status, _, err = finished(script.replace("life.end('rolled back')", "pass"), tmp_path)
+    assert status == 86
+    assert (tmp_path / "lives").read_text() == "3"
+
+
+def test_a_script_that_its_guard_gives_up_is_not_started_again(tmp_path: Path) -> None:
+    """One life, its status."""
+    status, _, err = finished(STEPS + "life.stepped(9)\nlife.end('given up')\nsys.exit(1)", tmp_path)
+    assert (status, (tmp_path / "lives").read_text()) == (1, "1"), err
+    assert "not started again: its guard has found a bad step" in err

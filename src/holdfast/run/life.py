@@ -21,6 +21,7 @@ from typing import Any
 
 __all__ = [
     "ARENAS",
+    "GUARD_STATUS",
     "KEPT",
     "VARIABLE",
     "LifeReport",
@@ -33,6 +34,8 @@ __all__ = [
 
 VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
+GUARD_STATUS = 86
+"""Exit status after a guard has found a bad step: the next start goes on from before it."""
 DEATHS = "deaths.json"
 MODULES = "modules.json"
 ARENAS = "arenas-"
@@ -42,8 +45,8 @@ KEPT = "kept.json"
 _FIELDS = struct.Struct("<7q")
 _DURABLE = struct.Struct("<q")  # behind the others: another thread writes it
 _TEXT_AT, _BYTES = 256, 4096
-_ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED = range(6)
-_ENDS = {"finished": _FINISHED, "stopped": _STOPPED}
+_ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED, _ROLLED_BACK, _GIVEN_UP = range(8)
+_ENDS = {"finished": _FINISHED, "stopped": _STOPPED, "rolled back": _ROLLED_BACK, "given up": _GIVEN_UP}
 
 
 class LifeReport:
@@ -189,6 +192,8 @@ class RunReport:
         pid: of the process.
         trains: steps are counted, and the run was not left.
         stopped: the run was left for a signal or a deadline, with all steps saved.
+        rolled_back: the run was left by its guard, which had found a bad step: to be started again.
+        given_up: the run was left by its guard, and must not be started again.
         waits: a save holds the loop.
         step: steps done; -1 if they are not counted.
         moment_s: `time.monotonic` of the last boundary.
@@ -205,6 +210,8 @@ class RunReport:
     pid: int
     trains: bool
     stopped: bool
+    rolled_back: bool
+    given_up: bool
     waits: bool
     step: int
     moment_s: float
@@ -226,7 +233,8 @@ def read_reports(folder: Path) -> list[RunReport]:
             (durable,) = _DURABLE.unpack_from(data, _FIELDS.size)
             report = RunReport(
                 uri=str(about["uri"]), attempt=int(about["attempt"]), rank=int(about["rank"]), pid=int(about["pid"]),
-                trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, waits=state == _WAITS, step=step,
+                trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, rolled_back=state == _ROLLED_BACK,
+                given_up=state == _GIVEN_UP, waits=state == _WAITS, step=step,
                 moment_s=moment / 1e9, longest_s=longest / 1e9, resumed=resumed, durable=durable, requeue=requeue,
                 wait_s=wait_ms / 1e3,
             )  # fmt: skip

@@ -30,7 +30,7 @@ from .processes import (
     prepare_child,
     shell_status,
 )
-from .restarts import GUARD_STATUS, REQUEUE_STATUS, Again, Death, End, after
+from .restarts import REQUEUE_STATUS, Again, Death, End, after
 from .warm import PythonCommand, Spare, is_told
 
 __all__ = ["Supervisor"]
@@ -145,9 +145,11 @@ class Supervisor:
         death = self._death(number, time.monotonic() - began, worst, reports, folder, hang)
         self._deaths.append(death)
         self._hangs = self._hangs + 1 if hang is not None else 0
-        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()]
+        # What a guard has found is in the journal already.
+        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()
+                if not (death.rolled_back or death.given_up)]  # fmt: skip
         self._told += told
-        decision = self._decide(worst)
+        decision = self._decide()
         self._say_death(death, decision)
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(decision, End):
@@ -229,21 +231,22 @@ class Supervisor:
             return worst
         if self._stopping is None:
             return None
-        if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or any(report.stopped for report in reports)):
+        has_stopped = any(report.stopped or report.rolled_back for report in reports)
+        if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or has_stopped):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
             # status for what its ranks did: the job is to be queued again.
-            if not any(report.stopped for report in reports):  # else the script has said it
+            if not has_stopped:  # else the script has said it
                 name = signal.Signals(self._stopping).name
                 _say(f"{name} has ended the script; the same command starts it again (exit status {self._requeue})")
             return self._requeue
         return shell_status(worst)
 
-    def _decide(self, worst: int) -> Again | End:
+    def _decide(self) -> Again | End:
         if not self._alone:
             return End(
                 "this is one rank of several, and its launcher starts all of them again (torchrun --max-restarts)"
             )
-        return Again(0.0) if worst == GUARD_STATUS else after(self._deaths)
+        return after(self._deaths)
 
     def _death(
         self, number: int, seconds: float, worst: int, reports: Sequence[RunReport], folder: Path, hang: str | None
@@ -254,13 +257,17 @@ class Supervisor:
             durable[report.uri] = max(durable.get(report.uri, -1), report.durable)
         text = f"{error['type']}: {error['message']}" if error else ""
         place = f" ({error['place']})" if error.get("place") else ""
+        given_up = hang is None and any(report.given_up for report in reports)
+        rolled_back = hang is None and not given_up and any(report.rolled_back for report in reports)
         cause = "hang" if hang is not None else describe_status(worst)
+        if rolled_back:
+            cause = f"rolled back by its guard ({cause})"
         return Death(
             number=number, seconds=seconds, cause=cause, error=text + place,
             traceback=hang or str(error.get("traceback", "")), step=reports[-1].step if reports else -1,
             durable=durable, trained=any(report.step > report.resumed >= 0 or report.step > 0 > report.resumed
                                          for report in reports),
-            status=1 if hang is not None else shell_status(worst),
+            status=1 if hang is not None else shell_status(worst), rolled_back=rolled_back, given_up=given_up,
         )  # fmt: skip
 
     def _tell(self, death: Death, report: RunReport) -> dict[str, Any]:

@@ -43,6 +43,8 @@ __all__ = ["Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
+_ELEMENTS = 16  # elements of a tensor in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save

@@ -74,7 +74,7 @@ _WORDS: dict[str, dict[str, _Kinds]] = {
 }
 _STANDING = {"done": _INT, "acted": _INT, "target": _INT_OR_NONE, "armed": _BOOL, "kind": _STR}
 _JUDGED = {"about": _STR, "go": _BOOL}
-_WISHES = ("settle", "save", "stop")
+_WISHES = ("settle", "save", "stop", "rollback")
 _OTHER_FILES = 64  # files of a save, shared memory, logs, connections that have not proved yet who they are
 MAX_MESSAGE = 64 << 20
 _CHUNK = 1 << 18
