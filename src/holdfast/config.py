@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast._plugins import tracker
 from holdfast._suggest import suggests_fields
 
 from ._not_here import removed
@@ -555,6 +556,8 @@ class RunConfig:
         _check_kind(self, "failure_config", FailureConfig)
         if isinstance(self.callbacks, (str, bytes)) or not isinstance(self.callbacks, Sequence):
             raise ConfigError(f"RunConfig(callbacks={self.callbacks!r}): give a list of callbacks")
+        named = [tracker(callback, what="RunConfig(callbacks=...)") for callback in self.callbacks]
+        object.__setattr__(self, "callbacks", named)
         for callback in self.callbacks:
             if not any(callable(getattr(callback, hook, None)) for hook in ("after_report", "after_exception")):
                 raise ConfigError(

@@ -22,6 +22,7 @@ from .errors import ConfigError
 from .frameworks import Grafted, Saves, reporting, scalars
 from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.reporting import epochs_between
+from .model_files import Content, ModelFiles
 from .state.gradient_order import fix_or_warn, parallel_modules
 from .trainers.function.types import CheckpointUploadMode
 from .trainers.function.worker.session import report
@@ -132,16 +133,26 @@ class HoldfastCheckpointIO(Grafted):
         unsupported: what to do with values that cannot be stored without pickle, such as an ``nn.Module`` among the
             hyper-parameters: "raise", or "drop" to leave them out and name them in the log.
         timeout_s: bound of every wait.
+        model_files: small files committed with each checkpoint, so that its directory is what another library loads:
+            ``{name: bytes, text or a function}``, or ``holdfast.transformers.model_files(module.lm,
+            item="state_dict/lm")``. Then every checkpoint needs a name of its own. See docs/model-directory.md.
     """
 
     BASES = ("lightning.fabric.plugins:CheckpointIO", "lightning_fabric.plugins:CheckpointIO")
     EXTRA = "lightning"
 
     def __init__(
-        self, root: str | os.PathLike[str] | None = None, *, unsupported: str = "raise", timeout_s: float = 600.0
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        unsupported: str = "raise",
+        timeout_s: float = 600.0,
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         super().__init__()
-        self._saves = Saves(root, unsupported=unsupported, timeout_s=timeout_s, advice=_ADVICE)
+        self._saves = Saves(
+            root, unsupported=unsupported, timeout_s=timeout_s, advice=_ADVICE, model_files=model_files
+        )  # fmt: skip
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Copy the checkpoint aside and write it in the background; raises what failed before. Rank 0 calls it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from ._plugins import MODEL_FILES, made_by_package
 from .errors import ConfigError
 
 __all__ = ["Content", "ModelFiles", "model_files_of"]
@@ -70,6 +71,11 @@ class ModelFiles:
                     "without arguments that returns one of them"
                 )
 
+    def wants(self, name: str) -> bool:
+        """Tell whether other libraries look for a tensor of the state, so that it has to lie whole in one file."""
+        items = tuple(f"{item}{end}" for item in self.indexes.values() for end in "/.")
+        return name.startswith(items) or any(name in names for names in self.named.values())
+
     def resolve(self) -> ModelFiles:
         """Return this with the bytes of every file.
 
@@ -81,19 +87,31 @@ class ModelFiles:
         return replace(self, files={name: _bytes(name, content) for name, content in self.files.items()})
 
 
-def model_files_of(given: Any) -> ModelFiles | None:
-    """Check the argument ``model_files`` of a front door: None, a mapping of names to contents, or a `ModelFiles`.
+def model_files_of(given: Any, state: Mapping[Any, Any] | None = None) -> ModelFiles | None:
+    """Check the argument ``model_files`` of a front door.
+
+    Args:
+        given: None, a mapping of names to contents, a `ModelFiles`, or the name under which an installed package makes
+            them of a state.
+        state: what is saved; None where it is not known yet.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or the package cannot make them.
     """
+    if isinstance(given, str):
+        if state is None:
+            raise ConfigError(
+                f"model_files={given!r}: a name goes where a state is given (Checkpointer, save, report); here give "
+                "what the function of that package returns"
+            )
+        given = made_by_package(MODEL_FILES, given, state, what="model_files")
     if given is None or isinstance(given, ModelFiles):
         return given
     if isinstance(given, Mapping):
         return ModelFiles(files=dict(given))
     raise ConfigError(
-        f"model_files={given!r}: give a dict {{file name: bytes, text or a function}}, or what "
-        "holdfast.transformers.model_files(model, tokenizer) returns"
+        f"model_files={given!r}: give a dict {{file name: bytes, text or a function}}, what "
+        "holdfast.transformers.model_files(model, tokenizer) returns, or the name that an installed package offers"
     )
 
 

@@ -143,6 +143,7 @@ def test_nothing_is_left_running_or_lying_about(tmp_path: Path) -> None:
     assert {thread.name for thread in threading.enumerate()} - before == set()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".ledger",
+        "latest",
         "reports",
         "run.json",
         "step_00000002",

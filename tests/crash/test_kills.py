@@ -74,6 +74,7 @@ def run_until_done(server, home, num_kills, seed):
     while sum(kills.values()) < num_kills:
         who = "writer" if sum(kills.values()) % 3 == 2 else "trainer"
         outcome = life(server, home, "run", (who, chance.uniform(0.0, 0.25)))
+        check_link(home / "run")
         told = outcome.checked()
         assert told["status"] in (0, -signal.SIGKILL), (told, outcome.output)
         assert not (who == "writer" and told["status"] != 0), f"a dead writer must not stop training: {outcome.output}"
@@ -86,6 +87,13 @@ def run_until_done(server, home, num_kills, seed):
     assert outcome.checked()["status"] == 0, outcome.output
     compare(home)
     return kills
+
+
+def check_link(run):
+    """Where there is a link to the newest, it leads to a committed checkpoint, also while a writer still works."""
+    with contextlib.suppress(FileNotFoundError):
+        while not (run / (name := os.readlink(run / "latest")) / "manifest.json").exists():
+            assert os.readlink(run / "latest") != name, f"latest -> {name}, which is no checkpoint"
 
 
 def compare(home):

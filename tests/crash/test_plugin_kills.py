@@ -14,7 +14,7 @@ import pytest
 from holdfast.testing.crash import ForkServer
 
 SCENARIOS = str(Path(__file__).with_name("plugin_scenarios.py"))
-BOX = Path(__file__).parents[1] / "kits" / "box"
+BOX = Path(__file__).parents[2] / "examples" / "plugin"
 MY_STORAGE = """
     from holdfast.errors import StoragePermissionError
     from holdfast_box import BoxStorage

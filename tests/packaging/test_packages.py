@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,23 @@ _TRIED = """
     assert (pathlib.Path(holdfast.__file__).parent / "py.typed").exists()
     print(install_command("s3"))
 """
+
+# What examples/plugin offers: a storage, a tracker, and files of models.
+_PLUGGED = """
+    import json, os, torch, holdfast
+
+    os.environ["HOLDFAST_JOURNAL"] = "journal"
+    model = torch.nn.Linear(2, 2)
+    model.pretrained_cfg, model.num_classes = {"architecture": "line"}, 2
+    place = f"box://{os.getcwd()}/box"
+    with holdfast.Checkpointer(place, {"model": model}, every=1, on_commit="journal", model_files="timm") as ck:
+        for _ in range(2):
+            ck.step()
+    ck.options.on_commit[0].wait()
+    with ck.latest().as_directory() as folder:
+        assert json.load(open(f"{folder}/config.json"))["architecture"] == "line"
+"""
+_ONLY_SOURCE = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -86,6 +104,16 @@ def test_both_work_in_an_environment_with_nothing_else(packages: Path) -> None:
             assert run(python, "tried.py", cwd=folder).strip() == f"pip install 'holdfast[s3] @ {package.as_uri()}'"
             assert "step_00000024" in run(python, "-m", "holdfast", "ls", "runs/first", cwd=folder)
             assert "step_00000024" in run(Path(bare) / "bin" / "holdfast", "verify", "--deep", "runs/first", cwd=folder)
+        plugin = shutil.copytree(ROOT / "examples" / "plugin", Path(bare) / "plugin", ignore=_ONLY_SOURCE)
+        run(
+            sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+            "--disable-pip-version-check", "--wheel-dir", folder, plugin,
+        )  # fmt: skip
+        run(*install, "--no-deps", next(folder.glob("holdfast_box-*.whl")))
+        (folder / "plugged.py").write_text(textwrap.dedent(_PLUGGED))
+        run(python, "plugged.py", cwd=folder)
+        assert "step_00000002" in run(python, "-m", "holdfast", "verify", "--deep", f"box://{folder}/box", cwd=folder)
+        assert len((folder / "journal").read_text().splitlines()) == 2
         wrong = run(python, "-m", "pip", "check", "--disable-pip-version-check")
         assert "No broken requirements" in wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging.handlers
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
@@ -331,3 +333,32 @@ def plain_run(root: str, until: int) -> int:
         while ck.global_step < until:
             ck.step()
     return ck.stats.saves
+
+
+def whole_tensors(root: str) -> dict[str, Any]:
+    """FSDP2 trains, and `model_files` asks for whole tensors: a run of two saves, and one with tied and named ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.Linear(17, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    files = hf.ModelFiles(files={"about.txt": "x"}, indexes={"model.safetensors.index.json": "model"})
+    expected, said = {}, logging.handlers.BufferingHandler(100)
+    logging.getLogger("holdfast").addHandler(said)
+    with hf.Checkpointer(
+        f"{root}/run", {"model": model, "optimizer": optimizer}, every=1, keep=None, model_files=files
+    ) as ck:
+        for step in (1, 2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected[step] = {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
+            ck.step()
+    tied = torch.nn.Linear(4, 5, bias=False)
+    fully_shard(tied, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    named = hf.ModelFiles(named={"one.safetensors": {"a/weight": "w"}})
+    hf.save(f"{root}/named", {"a": tied, "b": tied}, model_files=named)
+    return {
+        "expected": expected,
+        "named": tied.weight.full_tensor().tolist(),
+        "said": [record.getMessage() for record in said.buffer if "put" in record.getMessage()],
+    }

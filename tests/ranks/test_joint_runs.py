@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_a_rank_that_waits_alone_in_a_body_of_several_steps_saves_none_of_its_ow
     found = ranks.checked(f"{CASES}:two_steps_a_batch", str(tmp_path))
     assert [one["steps"] for one in found] == [12, 12]
     assert steps(tmp_path) == [4, 6, 10, 12]
+    assert os.readlink(tmp_path / "latest") == "step_00000012"
     assert all(hf.load(path)["w"][0] == step // 2 for step in (4, 6, 10, 12) for path in tmp_path.glob(f"*{step:08d}"))
 
 

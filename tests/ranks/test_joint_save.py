@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import safetensors.torch
 
 import holdfast as hf
 
@@ -61,3 +64,29 @@ def test_ranks_that_do_not_do_the_same_are_told(ranks, tmp_path):
     assert "ranks='this'" in second["missing"]
     assert first["late"] == "alone"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone"], "half a checkpoint is left"
+
+
+def test_model_files_have_cut_tensors_written_whole(ranks, tmp_path):
+    """What FSDP2 has cut lies whole where another library looks, each tensor once; what it costs is said once.
+
+    The optimizer's state stays cut, and both come back.
+    """
+    found = ranks.checked(f"{CASES}:whole_tensors", str(tmp_path))
+    for step, expected in found[0]["expected"].items():
+        folder = tmp_path / f"run/step_{int(step):08d}"
+        places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        read = {path: safetensors.torch.load_file(folder / path) for path in set(places.values())}
+        assert {name: read[path][name].tolist() for name, path in places.items()} == expected
+        assert sorted(name for tensors in read.values() for name in tensors) == sorted(expected)
+        assert len(read) == 2, "both ranks write a share"
+        checkpoint = hf.Checkpoint(folder)
+        assert checkpoint.verify(deep=True).ok
+        loaded = checkpoint.load()
+        assert {name: tensor.tolist() for name, tensor in loaded["model"].items()} == expected
+        (first, *_) = loaded["optimizer"]["state"].values()
+        assert first["exp_avg"].shape == loaded["model"]["0.weight"].shape
+    named = safetensors.torch.load_file(tmp_path / "named/one.safetensors")
+    assert {name: tensor.tolist() for name, tensor in named.items()} == {"w": found[0]["named"]}
+    assert hf.load(tmp_path / "named")["b"]["weight"].tolist() == found[0]["named"]
+    assert [len(one["said"]) for one in found] == [2, 0]
+    assert found[0]["said"][0].startswith("holdfast: model_files: 4 tensors (692 B) are cut over ranks.")

@@ -33,7 +33,7 @@ def train(home, steps, **options):
 
 
 def kept(home):
-    return sorted(path.name for path in home.iterdir() if (path / MANIFEST_NAME).exists())
+    return sorted(path.name for path in home.iterdir() if path.name != "latest" and (path / MANIFEST_NAME).exists())
 
 
 def forget_name(home):

@@ -24,7 +24,7 @@ from holdfast.storage import (
 from holdfast.storage.plugins import schemes
 from holdfast.testing import StorageTests
 
-BOX = ROOT / "tests" / "kits" / "box"
+BOX = ROOT / "examples" / "plugin"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def box(installed, monkeypatch):
-    """Make the package of tests/kits/box importable, as if it were installed."""
+    """Make the package of examples/plugin importable, as if it were installed."""
     monkeypatch.syspath_prepend(str(BOX))
     installed("box = holdfast_box:BoxStorage.from_uri")
     import holdfast_box

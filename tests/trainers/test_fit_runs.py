@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_the_same_script_again_resumes(tmp_path: Path, capfd: pytest.CaptureFixt
     make(tmp_path, train_loop_config={"epochs": 2}).fit()
     result = make(tmp_path, train_loop_config={"epochs": 4}).fit()
     assert epochs(result) == [0, 1, 2, 3]
+    assert os.readlink(tmp_path / "run" / "latest") == "checkpoint_000003"
     told = capfd.readouterr().err
     assert "run resumes from checkpoint_000001 at report 2 (attempt 2)" in told
     assert "this run had finished after report 2: train_func runs again and goes on from there" in told

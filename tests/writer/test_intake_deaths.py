@@ -61,7 +61,7 @@ def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: lis
     }
     run = json.loads(storage.read("run.json"))
     assert [row[0] for row in run["rows"]] == [directory]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [directory, "reports", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [directory, "latest", "reports", "run.json"]
 
 
 def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:

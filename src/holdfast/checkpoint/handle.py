@@ -32,10 +32,12 @@ from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
+from holdfast.run.names import LATEST
 from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path
+from holdfast.storage.local.links import drop_link, link_at
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
 from holdfast.storage.stream import InputStream
@@ -248,6 +250,8 @@ class Checkpoint:
             self._storage.delete(self._name)
             return
         self._require()
+        if link_at(self._storage, LATEST) == self._name:
+            drop_link(self._storage, LATEST)
         remove(self._storage, self._name)
         # Files of a user, or of a directory that never was ours.
         self._storage.delete_tree(self._name)

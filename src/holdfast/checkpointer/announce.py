@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from holdfast._log import get_logger
+from holdfast._plugins import tracker
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 
@@ -16,13 +17,14 @@ _LOG = get_logger("announce")
 Listener = Callable[[Checkpoint], object]
 
 
-def listeners(given: Listener | Sequence[Listener] | None) -> tuple[Listener, ...]:
-    """Check the argument ``on_commit``.
+def listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[Listener, ...]:
+    """Check the argument ``on_commit``; a text names a tracker of an installed package.
 
     Raises:
         ConfigError: something cannot be called.
     """
-    found = () if given is None else (given,) if callable(given) else tuple(given)
+    several = () if given is None else (given,) if callable(given) or isinstance(given, str) else given
+    found = tuple(tracker(listener, what="on_commit") for listener in several)
     for listener in found:
         if not callable(listener):
             raise ConfigError(f"on_commit={listener!r}: give a function of one argument, the committed checkpoint")

@@ -16,7 +16,7 @@ from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, HoldfastError, SessionError, TrainingError
-from holdfast.model_files import Content, ModelFiles
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.data_ring import DataRing
@@ -80,8 +80,8 @@ class Checkpointer:
         silence_s: a rank that says nothing for so long, or cannot be reached, is given up; see docs/parallel.md.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
-            nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
-            is at the remote.
+            nothing up, and what they raise is logged. See `holdfast.trackers`; a text names a tracker that an installed
+            package offers (docs/extending.md). Where the ranks share no disk, once it is at the remote.
         strict: refuse any difference between the checkpoint and ``state``; False takes what fits.
         allow_missing: names or globs of ``state`` that the checkpoint need not have.
         skip: names or globs that are not restored; the live value stays.
@@ -91,8 +91,8 @@ class Checkpointer:
             others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
             say, else all ranks. See docs/parallel.md.
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
-            loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`. See
-            docs/model-directory.md.
+            loads: ``{name: bytes, text or a function}``, `holdfast.transformers.model_files`, or the name that an
+            installed package offers. See docs/model-directory.md.
         rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
             process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
             memory copy a snapshot, and memory for two copies of the state; see docs/run.md. Several ranks count steps.
@@ -137,14 +137,14 @@ class Checkpointer:
         timeout_s: float = 600.0,
         silence_s: float = 30.0,
         seed_samples: bool = True,
-        on_commit: Listener | Sequence[Listener] | None = None,
+        on_commit: Listener | str | Sequence[Listener | str] | None = None,
         strict: bool = True,
         allow_missing: str | Sequence[str] = (),
         skip: str | Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
         on_data_mismatch: str = "raise",
         rescue: IntervalLike | Sequence[IntervalLike] | None = None,
         guard: Guard | None = None,
@@ -159,7 +159,7 @@ class Checkpointer:
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files, on_data_mismatch=on_data_mismatch,
+            alike=alike, model_files=model_files_of(model_files, state or {}), on_data_mismatch=on_data_mismatch,
             rescue=rescue, guard=guard,
         )  # fmt: skip
         self.state = check_state(state)

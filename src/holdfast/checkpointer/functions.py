@@ -83,7 +83,7 @@ def save(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
-    model_files: ModelFiles | Mapping[str, Content] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
 ) -> Checkpoint:
     """Save ``state`` as one checkpoint; durable when this returns.
 
@@ -116,7 +116,7 @@ def save(
         >>> save(f"{folder}/first", {"weights": torch.ones(3)}).keys()
         ['weights']
     """
-    beside = _beside(model_files, overwrite=overwrite)
+    beside = _beside(model_files, state, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with place.broadcast_errors():
         group = place.group(alike)
@@ -151,7 +151,7 @@ def save_async(
     ranks: str = "all",
     unsupported: str = "raise",
     alike: Alike = None,
-    model_files: ModelFiles | Mapping[str, Content] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
 ) -> SaveHandle:
     """Copy ``state`` aside and return; the writer makes it durable. The caller may change the state at once.
 
@@ -163,7 +163,7 @@ def save_async(
             made. Let the handler set a flag, or call `save`.
     """
     global _copying
-    beside = _beside(model_files, overwrite=overwrite)
+    beside = _beside(model_files, state, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     with _lock, place.broadcast_errors():
         if _copying:
@@ -302,8 +302,8 @@ def load(
     return loaded.state
 
 
-def _beside(given: ModelFiles | Mapping[str, Content] | None, *, overwrite: bool) -> ModelFiles | None:
-    model_files = model_files_of(given)
+def _beside(given: Any, state: Mapping[str, Any], *, overwrite: bool) -> ModelFiles | None:
+    model_files = model_files_of(given, state)
     if model_files is not None and overwrite:
         raise ConfigError(
             "overwrite=True with model_files: these files keep their names, so the old checkpoint could not stay "

@@ -127,7 +127,7 @@ class CheckpointerOptions:
         timeout_s: float,
         silence_s: float,
         seed_samples: bool,
-        on_commit: Listener | Sequence[Listener] | None = None,
+        on_commit: Listener | str | Sequence[Listener | str] | None = None,
         strict: bool = True,
         allow_missing: str | Sequence[str] = (),
         skip: str | Sequence[str] = (),

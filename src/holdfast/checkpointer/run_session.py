@@ -175,13 +175,16 @@ class RunSession:
 
     # -- the run
 
-    def open(self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None) -> RunOpened:
+    def open(
+        self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None, links: bool = True
+    ) -> RunOpened:
         """Take the lease of the run on rank 0, and check that all ranks see its storage.
 
         Args:
             keep: rules of retention; None keeps everything.
             root: root of the run, if saves go elsewhere first.
             mirror: rules of a mirrored run, whose other side is ``remote``.
+            links: whether a run on a disk has a link to its newest checkpoint.
 
         Raises:
             RunBusyError: another live process holds the run.
@@ -194,7 +197,7 @@ class RunSession:
         def open_here() -> dict[str, Any] | None:
             if not self.leads:
                 return None
-            future = self._request(keep, lease_s, mirror)
+            future = self._request(keep, lease_s, mirror, links=links)
             far = storage if mirror is None or self.remote is None else self.remote
             opened: RunOpened = self.answer(future, far, lease_s + self.timeout_s)
             names = sorted(_taken(storage, opened))
@@ -220,11 +223,13 @@ class RunSession:
         future.add_done_callback(take)
         return future
 
-    def _request(self, keep: Keep | None, lease_s: float, mirror: Mirror | None = None) -> Future[RunOpened]:
+    def _request(
+        self, keep: Keep | None, lease_s: float, mirror: Mirror | None = None, *, links: bool = True
+    ) -> Future[RunOpened]:
         return self.client.open_run(
             self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
             wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
-            memory=self.memory.arena,
+            memory=self.memory.arena, links=links,
         )  # fmt: skip
 
     def note_step(self, step: int) -> None:

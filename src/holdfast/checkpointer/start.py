@@ -219,6 +219,8 @@ def _agree_on_rescue(session: RunSession, snapshotter: Snapshotter, options: Che
         why = "several ranks keep the same steps, give a number of steps (rescue=50)"
     elif snapshotter.streams and options.max_staging_bytes is not None:
         why = "the state does not fit into max_staging_bytes"
+    elif snapshotter.model_files is not None and meeting.world_size > 1:
+        why = "with model_files the ranks put tensors together, which they do at saves alone"
     elif not snapshotter.rescues and meeting.world_size > 1:
         why = "memory is short on a rank"
     agreed: str = meeting.agree("rescue", lambda: why, lambda reasons: next(filter(None, reasons), ""))

@@ -144,6 +144,7 @@ def copy_run(
             yield outcome
         # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
         _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
+        Catalog(target).point_latest()
 
 
 def check_apart(source: Storage, target: Storage) -> None:

@@ -20,12 +20,14 @@ from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, sta
 from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
 from holdfast.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     HoldfastError,
     IncompleteCheckpointError,
     UnsupportedStateError,
 )
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -51,13 +53,20 @@ class Saves:
         unsupported: "raise" or "drop", as in `holdfast.save`.
         timeout_s: bound of every wait.
         advice: what the user can do about a value that cannot be saved.
+        model_files: small files committed with each checkpoint, for other libraries; none then replaces another.
 
     Raises:
         ConfigError: an argument is wrong.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str] | None = None, *, unsupported: str, timeout_s: float, advice: str = ""
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        unsupported: str,
+        timeout_s: float,
+        advice: str = "",
+        model_files: ModelFiles | Mapping[str, Content] | None = None,
     ) -> None:
         if unsupported not in ("raise", "drop"):
             raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
@@ -66,6 +75,7 @@ class Saves:
         self._given = root if root is None or "://" in os.fspath(root) else os.path.abspath(root)
         self._root: Storage | None = None if self._given is None else resolve(self._given)
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
+        self._model_files = model_files_of(model_files)
         self._handles: dict[str, SaveHandle] = {}
         self._marks: dict[str, Callable[[], None]] = {}
         self._given_as: dict[str, str] = {}  # target -> the path that this training has for it
@@ -79,6 +89,7 @@ class Saves:
             "unsupported": self._unsupported,
             "timeout_s": self._timeout_s,
             "advice": self._advice,
+            "model_files": self._model_files,
         }
         return partial(Saves, **options), (self._given,)
 
@@ -92,6 +103,7 @@ class Saves:
         Raises:
             UnsupportedStateError: a value cannot be saved.
             ConfigError: another path that is in use has the same last part, and so the same place in the root.
+            CheckpointExistsError: with ``model_files``, there is a checkpoint at this path.
             HoldfastError: an earlier save or removal failed otherwise, or it was the tenth in a row that was lost.
         """
         drop_link(path)
@@ -107,10 +119,17 @@ class Saves:
         self._marks[target.uri] = unmark_it = mark(path, target)
         try:
             self._handles[target.uri] = save_async(
-                target, state, step=step, metrics=metrics, overwrite=True, ranks="this", unsupported=self._unsupported
-            )
+                target, state, step=step, metrics=metrics, overwrite=self._model_files is None, ranks="this",
+                unsupported=self._unsupported, model_files=self._model_files,
+            )  # fmt: skip
         except BaseException as error:
             unmark_it()
+            if isinstance(error, CheckpointExistsError):
+                raise CheckpointExistsError(
+                    f"{target.uri} is a checkpoint already, and files of model_files keep their names, so none can "
+                    "replace another: give every checkpoint a name of its own (ModelCheckpoint: {step} in filename, "
+                    'save_last="link")'
+                ) from error
             if isinstance(error, UnsupportedStateError):
                 raise UnsupportedStateError(f"{error} ({self._advice})") from error
             raise

@@ -200,6 +200,7 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
         catalog = Catalog(storage, doomed=lease.predecessor.doomed)
         catalog.announce = beat.announce
         yield catalog
+        catalog.point_latest()
         if catalog.index.journal.waiting():
             catalog.index.save()  # the events of deletions
         beat.verify()

@@ -17,9 +17,11 @@ from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.format.many import names_under, remove_listed
 from holdfast.format.names import start_id_of
 from holdfast.storage.base import Storage
+from holdfast.storage.local.links import drop_link, link_at, put_link
 from holdfast.storage.together import together
 
 from .index import RunIndex
+from .names import LATEST
 from .record import METRICS_FILE
 from .retention import RetentionIndex, Verdict, warn_unranked
 from .trash import Trash
@@ -45,6 +47,7 @@ class Keeper(RunView):
         confirm: called if `prune` or `discard` has nothing to delete.
         trash: where deleted checkpoints go; None: nowhere.
         side: "local" or "remote" in a mirrored run, else "".
+        links: whether to make the link to the newest checkpoint; one that is there is kept right anyway.
     """
 
     def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
@@ -53,7 +56,7 @@ class Keeper(RunView):
         self.confirm: Callable[[], object] | None = None
         self.num_behind = 0
         self.trash: Trash | None = None
-        self.side = ""
+        self.side, self.links = "", False
         self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
         self._says_unranked = True
         # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
@@ -209,7 +212,33 @@ class Keeper(RunView):
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:
             self.confirm()
+        self.point_latest()
         return True
+
+    def point_latest(self) -> None:
+        """Let the link `LATEST` of a run on a disk lead to the newest checkpoint; without one it goes.
+
+        Called when the checkpoints are known to count, and before any of them is deleted. The next save of the index
+        makes the link durable. A link is a convenience: where there can be none, that is said once.
+        """
+        storage = self.storage
+        if storage.local_root is None or ((text := link_at(storage, LATEST)) is None and not self.links):
+            return
+        newest = self.newest()
+        try:
+            if text is not None and not _is_ours(storage, text):
+                return
+            if newest is not None:
+                put_link(storage, LATEST, newest.name, durable=False)
+            else:
+                drop_link(storage, LATEST)
+        except FileExistsError:
+            self.links = False  # a user's own, or a copy of a run whose link became what it led to
+        except OSError as error:
+            self.links = False
+            _log.warning(
+                "%s/%s, the link to the newest checkpoint, could not be set: %s", storage.uri, LATEST, error.strerror
+            )
 
     def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
         """Delete checkpoints by few requests, if the storage can; after False some of them may be gone."""
@@ -267,3 +296,9 @@ class Keeper(RunView):
             return False
         self._half.pop(name, None)
         return True
+
+
+def _is_ours(storage: Storage, text: str) -> bool:
+    """Tell whether a link may be changed: one out of the run, or to a file, is somebody else's."""
+    root = storage.local_root
+    return root is not None and "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()

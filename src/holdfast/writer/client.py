@@ -382,6 +382,7 @@ class WriterClient:
         mirror: Mirror | None = None,
         remote: Storage | None = None,
         memory: Arena | None = None,
+        links: bool = True,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -393,6 +394,7 @@ class WriterClient:
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
             memory: see `step_memory`: the writer records what it says when the trainer has died.
+            links: whether a run on a disk has a link to its newest checkpoint.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -401,7 +403,7 @@ class WriterClient:
             self._talk.check()
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
-            header["wait_s"] = wait_s
+            header |= {"wait_s": wait_s, "links": links}
             if memory is not None:
                 self._talk.memory = memory
                 self._talk.tell_arena(memory)

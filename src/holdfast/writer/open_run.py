@@ -100,6 +100,7 @@ class Run:
         pause: Callable[[float], None] = time.sleep,
         remote: RemoteSide | None = None,
         later: Callable[[Callable[[], object]], object] = _at_once,
+        links: bool = True,
     ) -> tuple[Run, RunOpened]:
         """Take the lease, find the checkpoints, register the attempt, sweep the remains of dead lives.
 
@@ -112,6 +113,7 @@ class Run:
             pause: how to wait; may raise to give up.
             remote: the remote side of a mirrored run; ``storage`` and ``keep`` are then those of the local side.
             later: runs a call on the working thread, now or soon.
+            links: whether a run on a disk has the link `LATEST`.
         """
         if not owner.get("start_id"):
             raise ConfigError("open_run needs an owner with a start_id")
@@ -122,7 +124,7 @@ class Run:
             lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
             run = cls(lease, rules)  # now, for its heartbeat: reading and sweeping may take longer than a lease lasts
             run._later = later
-            opened = run._begin(storage, owner["start_id"], far, again)
+            opened = run._begin(storage, owner["start_id"], far, again, links=links)
             if remote is not None and far is not None:
                 opened = run._begin_mirror(opened, far, remote.limits, later)
         except BaseException:
@@ -135,7 +137,9 @@ class Run:
             raise
         return run, opened
 
-    def _begin(self, storage: Storage, start_id: str, far: RemoteRun | None, again: dict[str, Any] | None) -> RunOpened:
+    def _begin(
+        self, storage: Storage, start_id: str, far: RemoteRun | None, again: dict[str, Any] | None, *, links: bool
+    ) -> RunOpened:
         """Find the checkpoints and register the attempt."""
         doomed = self._heartbeat.lease.predecessor.doomed
         looks: list[Callable[[], Any]] = [lambda: Catalog(storage, doomed=doomed), lambda: highest_attempt(storage)]
@@ -144,6 +148,7 @@ class Run:
         self._catalog = catalog
         catalog.announce = self._announce
         catalog.confirm = self._confirm
+        catalog.links = links
         swept: list[str] = []
         index = catalog.index
         last = None if index.damage is not None else index.current
@@ -172,6 +177,7 @@ class Run:
             early = {name: of for name, of in catalog.guests.items() if not catalog.others[name].name}
             if early != index.notes.get(GUESTS, {}):  # once their original is deleted nothing else tells what they are
                 index.note(GUESTS, early or None)
+        catalog.point_latest()  # whoever was here before may have died first
         self._start_id = attempt.start_id
         waited_s = self._heartbeat.lease.waited_s + (0.0 if far is None else far.heartbeat.lease.waited_s)
         return RunOpened(
@@ -380,7 +386,7 @@ class Run:
         needed = self._protected if mirror is None else self._protected | mirror.queue.needed()
         with self._lock:
             if self._keep is None:
-                together(catalog.storage, [self._confirm, catalog.index.save])
+                together(catalog.storage, [self._confirm, catalog.point_latest, catalog.index.save])
             elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
             behind = catalog.num_behind
@@ -476,6 +482,7 @@ class Run:
             self._mirror.quarantine(name, reason)
         else:
             self._catalog.index.quarantine(name, reason)
+            self._catalog.point_latest()
 
     def _resumed(self, name: str, step: int, attempt: int | None = None, *, hold: bool = True) -> None:
         mirror = self._mirror

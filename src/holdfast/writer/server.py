@@ -474,6 +474,7 @@ class WriterLoop:
             again=header.get("again") if isinstance(header.get("again"), dict) else None,
             remote=remote,
             later=self._work_later,
+            links=header.get("links", True),
         )
         if (number := header.get("memory")) is not None:
             run.memory = partial(self._handed.view, number)

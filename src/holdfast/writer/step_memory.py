@@ -35,7 +35,7 @@ class StepMemory:
 
     def __init__(self) -> None:
         self._arena = Arena.create(_SIZE)
-        self._owner = os.getpid()  # a forked child has not got that memory
+        self._owner = os.getpid()  # a forked child does not have that memory
         self._end = _ROWS
         self._kind: tuple[Any, ...] | None = None  # names and codes of the last record "N"
         self._packed = _STAMP

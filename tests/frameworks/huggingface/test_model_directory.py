@@ -8,9 +8,12 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from hf_kit import run_script
 
 import holdfast as hf
-from holdfast.transformers import model_files
+from holdfast.accelerate import Checkpointer
+from holdfast.transformers import HoldfastCallback, model_files
 
 # PEFT calls what Transformers deprecates, and looks for extensions of CUDA.
 pytestmark = [
@@ -270,3 +273,44 @@ def test_a_wrapped_model_of_a_loop_trainer(tmp_path):
     with loop_trainer(model, tmp_path, model_files=model_files(model.lm, item="model/lm")) as trainer:
         trainer.fit()
     assert_same(type(model.lm).from_pretrained(trainer.saved_checkpoints[-1]), model.lm)
+
+
+def test_weights_that_fsdp2_has_cut(tmp_path):
+    """Two ranks train a model whose layers are cut over them: each checkpoint of the run loads, bit by bit."""
+    assert run_script("sharded_model.py", {"folder": str(tmp_path)}, ranks=2) == 0
+    trained = torch.load(tmp_path / "weights.pt")
+    for step in (2, 4):
+        folder = tmp_path / f"run/step_{step:08d}"
+        found, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in trained[step].items())
+        assert not {kind: names for kind, names in info.items() if names}
+        assert hf.Checkpoint(folder).verify(deep=True).ok
+
+
+def test_a_checkpointer_of_accelerate_writes_models(tmp_path):
+    """`model_files` goes through; the newest checkpoint, by the run's link, is the model."""
+    accelerator = Accelerator(cpu=True)
+    model = made("LlamaForCausalLM").train()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    files = model_files(accelerator.unwrap_model(prepared))
+    tokens = torch.arange(3, 13)[None]
+    with Checkpointer(tmp_path / "run", accelerator, every=2, model_files=files) as ck:
+        while ck.global_step < 2:
+            accelerator.backward(prepared(tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            ck.step()
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest"), model)
+
+
+def test_what_a_trainer_saves_is_a_model_as_it_lies_there(tmp_path):
+    """`HoldfastCallback` keeps directories that Transformers wrote: they need no more files."""
+    model = made("GPT2LMHeadModel").train()
+    rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)} for _ in range(4)]
+    callback = HoldfastCallback(tmp_path / "run")
+    arguments = transformers.TrainingArguments(
+        tmp_path / "out", max_steps=2, save_steps=2, save_total_limit=1, use_cpu=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(callback.checkpoints()[0].path), model)

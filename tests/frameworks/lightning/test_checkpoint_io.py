@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import EPOCHS, TREES, keeper, make_model, make_trainer, same, weights
 
 import holdfast as hf
@@ -307,3 +309,29 @@ def test_markers_and_files_of_others(tmp_path: Path) -> None:
     io.teardown()
     assert os.listdir(tmp_path / "root") == []
     assert os.listdir(path.parent) == ["best.ckpt.before-holdfast"]
+
+
+def test_model_files_make_each_checkpoint_a_model(tmp_path: Path) -> None:
+    """An index names the module's tensors as another library calls them; two checkpoints of one name are refused."""
+    tree = TREES[0]
+    files = hf.ModelFiles(files={"config.json": "{}"}, indexes={"model.safetensors.index.json": "state_dict/net"})
+    model = make_model(tree)
+    io = HoldfastCheckpointIO(model_files=files)
+    folder = tmp_path / "checkpoints"
+    trainer = make_trainer(tree, tmp_path, plugins=io, callbacks=[keeper(tree, folder, save_last="link")], max_epochs=3)
+    trainer.fit(model)
+    newest = folder / "last.ckpt"
+    assert newest.is_symlink()
+    places = json.loads((newest / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: load_file(newest / path)[name] for name, path in places.items()}
+    assert_state_equal(found, dict(model.net.state_dict()))
+    assert (newest / "config.json").read_text() == "{}"
+    assert hf.Checkpoint(newest).verify().ok
+    again = make_trainer(tree, tmp_path, plugins=HoldfastCheckpointIO(model_files=files), callbacks=[], max_epochs=4)
+    again.fit(make_model(tree), ckpt_path=newest)
+    assert again.current_epoch == 4
+    named = keeper(tree, tmp_path / "named", save_last=True)
+    with pytest.raises(hf.CheckpointExistsError, match='save_last="link"'):
+        make_trainer(
+            tree, tmp_path, plugins=HoldfastCheckpointIO(model_files=files), callbacks=[named], max_epochs=3
+        ).fit(make_model(tree))

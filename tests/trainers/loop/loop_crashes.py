@@ -16,6 +16,7 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.storage import LocalStorage
+from holdfast.storage.local import links as links_module
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
 from holdfast.trainers.loop.saving import folder as folder_module
@@ -68,7 +69,7 @@ def use(ops: ArmedOps, *, remote: bool) -> None:
             with ops._operation("replace", str(target)):
                 os.replace(source, target, **where)
 
-    folder_module.resolve, folder_module.os = storage, CountedOs()  # type: ignore[assignment]
+    folder_module.resolve, links_module.os = storage, CountedOs()  # type: ignore[assignment]
 
 
 def prepare(root: str, *, remote: bool = False) -> None:

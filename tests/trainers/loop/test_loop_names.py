@@ -78,6 +78,14 @@ def test_a_link_with_the_suffix_of_files(tmp_path: Path, how: str) -> None:
     assert os.readlink(tmp_path / "latest-rank0.pt") == "ep3.pt"
 
 
+def test_a_saver_names_its_link_itself(tmp_path: Path) -> None:
+    """The link `latest` of a run is not made beside it; a saver's own of that name leads to what that saver saved."""
+    plain(tmp_path / "a", save_filename="b{batch}", max_duration="1ba").fit()
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.is_symlink()] == ["latest-rank0"]
+    plain(tmp_path / "b", save_filename="b{batch}", save_latest_filename="latest", max_duration="1ba").fit()
+    assert os.readlink(tmp_path / "b" / "latest") == "b1"
+
+
 def test_a_link_that_leads_out_of_the_folder_is_said(tmp_path: Path) -> None:
     """A checkpoint behind a link to another folder is never passed over for an older one in silence."""
     options: dict[str, Any] = {"save_filename": "ep{epoch}.pt", "autoresume": True}

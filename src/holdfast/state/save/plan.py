@@ -269,7 +269,8 @@ def plan(
         if beside.indexes:
             layouts = [(files, place)]
             for other in range(1, num_ranks):
-                their_share = share_of(sig, sizes, rank=other, num_ranks=num_ranks, held=named)
+                # Of the tensors that an index names none is cut; of the others this rank cannot say who writes what.
+                their_share = share_of(replace(sig, regions={}), sizes, rank=other, num_ranks=num_ranks, held=named)
                 layouts.append(lay_out_tensors(other, their_share))
             indexes = {
                 path: _foreign_index(sig, sizes, item, layouts, depth=path.count("/"))
@@ -372,9 +373,9 @@ def _named(sig: Signature, model_files: ModelFiles, alike: tuple[int, ...] | Non
     for number, region in sig.regions.items():
         if region.box.shape != region.shape and (number in named or sig.files[number] in items):
             raise UnsupportedStateError(
-                f"model_files: {sig.names[number]!r} is cut over {region.spread.num_ranks} ranks (FSDP, tensor "
-                "parallelism), and other libraries read whole tensors: leave model_files out here, and use "
-                "`holdfast export` afterwards"
+                f"model_files: {sig.names[number]!r} is cut over {region.spread.num_ranks} ranks, and other libraries "
+                "read whole tensors: a DTensor (FSDP2, tensor parallelism) that all ranks save together is put "
+                "together, this one is not; leave model_files out here, and use `holdfast export` afterwards"
             )
     return named
 

@@ -23,7 +23,7 @@ from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
@@ -37,14 +37,12 @@ from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
 from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, copy_window, stage
+from .staging import AsideCopy, copy_window, fingerprints, stage
 
-__all__ = ["Snapshotter", "Submitted", "fingerprints"]
+__all__ = ["Snapshotter", "Submitted"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
@@ -116,7 +114,7 @@ class Snapshotter:
         self.stable: frozenset[str] = frozenset()
         self.copies: device_copies.DeviceCopies | None = None
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
-        self._observed = False
+        self._observed = self._has_said_whole = False
         self._reported: tuple[str, ...] = ()  # the paths last logged as left out
         self.rescues = rescues
         self._spares: list[Arena] = []  # take turns with `arena`
@@ -218,12 +216,12 @@ class Snapshotter:
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
         if arena is None:
+            waits = self._given_up is not None and not self._given_up.done()
+            late = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
             if not self._has_missed:
-                self._has_missed = True
-                what = "the writer is slow to take messages"
-                if self._given_up is not None and not self._given_up.done():
-                    what = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
+                what = late if waits else "the writer is slow to take messages"
                 _LOG.warning("%s: a snapshot (rescue=) is left out, as are later ones", what)
+            self._has_missed = True
             return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
@@ -341,6 +339,7 @@ class Snapshotter:
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
         self._fit_memory(state, layout)
+        self._put_together(flat, layout)
         on_device = device_copies.needed(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
@@ -566,7 +565,11 @@ class Snapshotter:
         """
         if layout.division is None:
             return None
-        chosen = [position for position in layout.sampled if wait or flat.tensors[position].is_cpu]
+        chosen = [
+            position
+            for position in layout.sampled
+            if position not in flat.whole and (wait or flat.tensors[position].is_cpu)
+        ]
         digests = fingerprints([flat.tensors[position] for position in chosen])
         samples = {_sample_name(flat, position): digest for position, digest in zip(chosen, digests, strict=True)}
         return replace(layout.division, samples=samples).to_json()
@@ -574,7 +577,21 @@ class Snapshotter:
     # -- layout and arena
 
     def _flatten(self, state: Mapping[Any, Any], unsupported: str | None = None) -> Flat:
-        return flatten(state, unsupported=unsupported or self.unsupported, rank=self.rank, shared=self.world_size > 1)
+        shared = self.world_size > 1
+        whole = self.model_files.wants if shared and self.model_files is not None else None
+        refused = unsupported or self.unsupported
+        return flatten(state, unsupported=refused, rank=self.rank, shared=shared, whole=whole)
+
+    def _put_together(self, flat: Flat, layout: Layout) -> None:
+        """Put the tensors together that are cut over ranks and saved whole: a collective, in one order on all ranks.
+
+        Only the rank that writes a tensor keeps it.
+        """
+        for number in sorted(flat.whole, key=flat.names.__getitem__):
+            with torch.no_grad():
+                full = flat.whole[number].full_tensor().detach()  # type: ignore[attr-defined]
+            if layout.offsets[number] >= 0:
+                flat.tensors[number] = full.contiguous()
 
     def _layout(self, flat: Flat) -> Layout:
         alike = self.alike
@@ -593,6 +610,14 @@ class Snapshotter:
                 alike=alike,
                 model_files=model_files,
             )
+            if flat.whole and self.rank == 0 and not self._has_said_whole:
+                self._has_said_whole = True
+                size = sum(self.layout.sizes[number] for number in flat.whole)
+                _LOG.warning(
+                    "model_files: %d tensors (%s) are cut over ranks. Each save puts them together, by collectives of "
+                    "the process group for which training waits, and one rank writes each of them whole",
+                    len(flat.whole), format_bytes(size),
+                )  # fmt: skip
         return self.layout
 
     def _drop_layout(self) -> None:
@@ -752,28 +777,3 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
 def _sample_name(flat: Flat, number: int) -> str:
     region = flat.regions.get(number)
     return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"
-
-
-def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
-
-    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
-    """
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    digests = [""] * len(tensors)
-    for device, numbers in by_device.items():
-        steps = torch.arange(_ELEMENTS, device=device)
-        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
-        for number, row in zip(numbers, rows.numpy(), strict=True):
-            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
-    return digests
-
-
-def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
-    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ class Flat:
         replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
         loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
+        whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
+            is something of its shape without its values.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -67,10 +69,18 @@ class Flat:
     replicated: list[int] = field(default_factory=list)
     loose: list[int] = field(default_factory=list)
     groups: set[tuple[int, ...]] = field(default_factory=set)
+    whole: dict[int, torch.Tensor] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
 
 
-def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int = 0, shared: bool = False) -> Flat:
+def flatten(
+    state: Mapping[Any, Any],
+    *,
+    unsupported: str = "raise",
+    rank: int = 0,
+    shared: bool = False,
+    whole: Callable[[str], bool] | None = None,
+) -> Flat:
     """Take ``state`` apart.
 
     Args:
@@ -78,6 +88,7 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         unsupported: "raise", or "drop" to leave out what cannot be saved.
         rank: this rank; part of the names of tensors that each rank stores for itself.
         shared: several ranks save this state together: find out what is replicated.
+        whole: tells by its name whether a tensor that is spread over ranks is to be saved whole.
 
     Raises:
         UnsupportedStateError: a value is of no supported kind; the message names its path, its type and what to do.
@@ -88,6 +99,7 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         )
     modules: Modules = {}  # kept, because it takes long to go through them
     walker = _Walker(parameter_names(state, modules), modules, drop=unsupported == "drop", rank=rank, shared=shared)
+    walker.whole = whole
     if shared:
         walker.asked = objects.ask_in_order(state)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
@@ -110,6 +122,8 @@ class _Walker:
         self.spread = sharded.spread_types()
         self.listed = frozenset({torch.Tensor, *self.spread})
         self.regions = sharded.Regions()
+        self.whole: Callable[[str], bool] | None = None
+        self.parted: dict[int, torch.Tensor] = {}  # id of what stands for a tensor that is to be saved whole -> this
         self.owned = False  # within a value that each rank stores for itself
         self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
         self.inner: list[range] = []  # positions of what objects hold
@@ -303,7 +317,7 @@ class _Walker:
         prefix = f"{name}/" if name else ""
         names = [prefix + key for key in value]
         spread = not arrays.all_dense(value.values())
-        parts = self._parts(value.values()) if spread else None
+        parts = self._parts(names, value.values()) if spread else None
         if not self.taken.isdisjoint(names) or (spread and parts is None):
             # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
             nodes = self._items(value, name, path)
@@ -328,24 +342,24 @@ class _Walker:
         self.flat.files.extend([self.file] * len(rows.names))
         return rows.tree
 
-    def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
+    def _parts(self, names: Iterable[str], tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
         """Return the parts of tensors some of which are spread over ranks; None if any of them cannot be saved."""
         parts: list[sharded.Parts] = []
         try:
-            for tensor in tensors:
+            for name, tensor in zip(names, tensors, strict=True):
                 if type(tensor) is torch.Tensor:
                     parts.append([(None, tensor)])
                     if not arrays.is_dense(tensor):
                         return None
                 else:
-                    parts.append(self._spread(tensor, ""))
+                    parts.append(self._spread(tensor, name, ""))
         except UnsupportedStateError:
             return None
         return parts
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
         if isinstance(value, self.spread):
-            node = self._add(self._spread(value, path), name)
+            node = self._add(self._spread(value, name, path), name)
         else:
             arrays.check_tensor(value, f"state{path}")
             node = self._add([(None, value.detach())], name)
@@ -354,7 +368,7 @@ class _Walker:
             node["rg"] = int(value.requires_grad)
         return node
 
-    def _spread(self, value: torch.Tensor, path: str) -> sharded.Parts:
+    def _spread(self, value: torch.Tensor, name: str, path: str) -> sharded.Parts:
         """Take a tensor apart that is spread over ranks."""
         if self.owned:
             raise UnsupportedStateError(
@@ -364,6 +378,11 @@ class _Walker:
             parts = self.regions.of(value)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(f"state{path}: {error}") from None
+        if self.whole is not None and hasattr(value, "full_tensor") and self.whole(name):
+            stand_in = sharded.stand_in(value)
+            self.parted[id(stand_in)] = value
+            self.flat.groups.update(region.spread.ranks for region, _ in parts if region is not None)
+            return [(None, stand_in)]
         for _, part in parts:
             if not arrays.is_dense(part):
                 arrays.check_tensor(part, f"state{path}")
@@ -374,6 +393,8 @@ class _Walker:
         for region, part in parts:
             if region is not None:
                 flat.regions[len(flat.names)] = region
+            elif id(part) in self.parted:
+                flat.whole[len(flat.names)] = self.parted[id(part)]
             flat.names.append(name)
             flat.tensors.append(part)
             flat.files.append(file)
@@ -384,8 +405,10 @@ class _Walker:
         held = bytearray(len(self.flat.names))
         for rows in self.inner:
             held[rows.start : rows.stop] = b"\1" * len(rows)
-        for number in (*self.flat.own, *regions):
+        for number in (*self.flat.own, *regions, *self.flat.whole):
             held[number] = 1
+        self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole})
+        self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})

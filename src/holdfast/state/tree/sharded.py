@@ -36,6 +36,7 @@ __all__ = [
     "reshard",
     "spread_of",
     "spread_types",
+    "stand_in",
 ]
 
 # torch < 2.5 has the first name only.
@@ -114,6 +115,13 @@ def _local(value: Any) -> torch.Tensor:
         return local  # a fiftieth of the time of to_local
     with torch.no_grad():
         return value.to_local().detach()  # type: ignore[no-any-return]
+
+
+def stand_in(value: torch.Tensor) -> torch.Tensor:
+    """Return something of the shape of a whole DTensor that takes no memory, and the same memory for tied tensors."""
+    local = _local(value)
+    base = local if local.numel() else local.new_empty(1)
+    return base.as_strided(value.shape, (0,) * len(value.shape))
 
 
 def local_parts(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:

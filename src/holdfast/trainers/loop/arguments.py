@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from holdfast._not_here import answering
+from holdfast._plugins import tracker
 from holdfast.errors import ConfigError
 
 __all__ = [
@@ -186,6 +187,8 @@ def several(value: Any, what: str) -> list[Any]:
     if value is None:
         return []
     found = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if what == "callbacks":
+        found = [tracker(each, what=what) for each in found]
     methods, kind = _KINDS[what]
     for number, given in enumerate(found):
         if isinstance(given, type):

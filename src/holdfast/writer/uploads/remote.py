@@ -53,7 +53,7 @@ class RemoteRun:
     def __init__(self, heartbeat: Heartbeat, storage: Storage, local: Storage, keep: Keep | None) -> None:
         self.heartbeat = heartbeat
         self.catalog = Catalog(storage, doomed=heartbeat.lease.predecessor.doomed)
-        self.catalog.announce = heartbeat.announce
+        self.catalog.announce, self.catalog.links = heartbeat.announce, True
         self._storage, self._local, self._keep = storage, local, keep
         self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
         self._own: set[str] = set()  # those that came from here
@@ -214,6 +214,7 @@ class RemoteRun:
         self.bring_head(save=False)
         if self._keep is not None:
             return self.catalog.prune(self._keep)
+        self.catalog.point_latest()
         self.catalog.index.save()
         return []
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.run.names import RUN_NAMES, is_checkpoint_name
+from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import Record, metric_value
 from holdfast.storage.base import check_path
 
@@ -95,7 +95,7 @@ class KnownCheckpoints:
         if not is_checkpoint_name(check_path(name)):
             raise ConfigError(
                 f"checkpoint_dir_name={name!r}: it becomes the name of a directory of the run; give a plain name "
-                f"that does not begin with a dot and is none of {', '.join(RUN_NAMES)}"
+                f"that does not begin with a dot and is none of {', '.join((*RUN_NAMES, LATEST))}"
             )
         if name in self.kept or name in self._pending or (name in self._taken and not uploaded):
             raise ConfigError(

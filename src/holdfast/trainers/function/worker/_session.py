@@ -93,7 +93,7 @@ class Session:
         checkpoint: Checkpoint | None = None,
         *,
         state: Mapping[Any, Any] | None = None,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
         checkpoint_dir_name: str | None = None,
         checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
         delete_local_checkpoint_after_upload: bool | None = None,

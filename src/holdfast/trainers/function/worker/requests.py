@@ -10,7 +10,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
-from holdfast.run.names import RUN_NAMES, is_checkpoint_name
+from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.storage.base import check_path
 
 from ..types import CheckpointUploadMode
@@ -41,7 +41,7 @@ def check_request(
     checkpoint: Checkpoint | None,
     *,
     state: Mapping[Any, Any] | None,
-    model_files: ModelFiles | Mapping[str, Content] | None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None,
     name: str | None,
     mode: CheckpointUploadMode,
     delete: bool | None,
@@ -88,7 +88,7 @@ def check_request(
         metrics=plain_metrics(metrics),
         checkpoint=checkpoint,
         state=state,
-        model_files=model_files_of(model_files),
+        model_files=model_files_of(model_files, state),
         name=None if name is None else _check_name(name),
         mode=mode,
         delete=delete,
@@ -125,7 +125,7 @@ def _check_name(name: str) -> str:
     if not fine:
         raise ConfigError(
             f"checkpoint_dir_name={name!r}: give the name of one directory below the run, without '/', not starting "
-            f"with '.', and none of {', '.join(RUN_NAMES)}"
+            f"with '.', and none of {', '.join((*RUN_NAMES, LATEST))}"
         )
     return name
 

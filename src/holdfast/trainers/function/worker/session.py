@@ -39,7 +39,7 @@ def report(
     validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     *,
     state: Mapping[Any, Any] | None = None,
-    model_files: ModelFiles | Mapping[str, Content] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
     **values: Any,
 ) -> None:
     """Report metrics, and with them a checkpoint: a directory (`checkpoint`) or live objects (`state`).

@@ -25,11 +25,9 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNot
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.remains import PROBE, is_remains
-from holdfast.storage.base import TEMPORARY, Storage
-from holdfast.storage.local.beneath import Beneath
-from holdfast.storage.local.beneath import OpenDirectory as OpenFolder
-from holdfast.storage.local.local_tree import make_durable
-from holdfast.storage.local.ops import POSIX, errors_of
+from holdfast.storage.base import Storage
+from holdfast.storage.local.links import link_at, put_link, sweep_links
+from holdfast.storage.local.ops import errors_of
 from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import SaveFuture, SharedWriter, WriterClient
 from holdfast.writer.messages import SaveJob
@@ -44,7 +42,6 @@ __all__ = ["LEASE_S", "FileLeases", "SaveFolder", "check_link", "link_latest", "
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0
 _PROBED = re.compile(re.escape(PROBE) + r"[0-9a-f]{8,64}")
-_LINKED = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 
 
 class SaveFolder:
@@ -132,7 +129,7 @@ class SaveFolder:
             client=self._writer.client(self.storage, for_run=True),
         )  # fmt: skip
         try:
-            opened = session.open(keep=None)
+            opened = session.open(keep=None, links=False)  # a saver names its own
         except BaseException:
             session.close("closed")
             raise
@@ -310,17 +307,17 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
         storage.put(f"{latest}.symlink", f"{storage_prefix(storage)}{name}".encode())
         return
     with errors_of("link", str(root / latest)):
-        _link(root, latest, name)
+        _refuse_other(root / latest)
+        put_link(storage, latest, name)
 
 
 def linked_by(storage: Storage, latest: str) -> str | None:
     """Return the name that ``latest``, a link of `link_latest` or an upload's pointer, means; None for none in here."""
     root = storage.local_root
     if root is not None:
-        try:
-            name = os.path.normpath(os.path.join(os.path.dirname(latest), os.readlink(root / latest)))
-        except OSError:  # none, or something else has its name
+        if (text := link_at(storage, latest)) is None:  # or something else has its name
             return None
+        name = os.path.normpath(os.path.join(os.path.dirname(latest), text))
         if os.path.isabs(name) or (root / name).is_symlink():
             return None
     else:
@@ -343,15 +340,9 @@ def check_link(storage: Storage, latest: str) -> None:
     """
     if (root := storage.local_root) is None:
         return
-    link = root / latest
-    with errors_of("link", str(link)):
-        with contextlib.suppress(FileNotFoundError):
-            Beneath(str(root)).folder(_folder_of(latest)).close()  # no link leads out of the save folder
-        _refuse_other(link)
-        for path in link.parent.glob(f"{TEMPORARY}*") if link.parent.is_dir() else ():
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                if _LINKED.fullmatch(path.name) and path.is_symlink() and path.lstat().st_mtime < time.time() - _OLD_S:
-                    path.unlink()
+    with errors_of("link", str(root / latest)):
+        sweep_links(storage, latest.rpartition("/")[0], older_s=_OLD_S)  # no link leads out of the save folder
+        _refuse_other(root / latest)
 
 
 def _refuse_other(link: Path) -> None:
@@ -361,41 +352,6 @@ def _refuse_other(link: Path) -> None:
             f"save_latest_filename: {link} is a {kind}, so no link can be made of it (a copy of the folder that "
             "followed links?): move it away, or use another name"
         )
-
-
-def _folder_of(latest: str) -> str:
-    return "" if (above := PurePosixPath(latest).parent.as_posix()) == "." else above
-
-
-def _link(root: Path, latest: str, name: str) -> None:
-    link = root / latest
-    _refuse_other(link)
-    target = os.path.relpath(root / name, link.parent)
-    inside, door = _folder_of(latest), Beneath(str(root))
-    for is_last in (False, True):
-        make_durable(POSIX, door, inside)
-        try:
-            with door.folder(inside) as folder:
-                _put_link(folder, link.name, target)
-                POSIX.fsync_dir(folder.here)
-            return
-        except FileNotFoundError:  # somebody has cleaned up here
-            if is_last:
-                raise
-
-
-def _put_link(folder: OpenFolder, name: str, target: str) -> None:
-    with contextlib.suppress(OSError):
-        if os.readlink(name, dir_fd=folder.fd) == target:
-            return
-    temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
-    os.symlink(target, temporary, dir_fd=folder.fd)
-    try:
-        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder.fd)
-        raise
 
 
 def storage_prefix(storage: Storage) -> str:
