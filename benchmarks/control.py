@@ -122,7 +122,14 @@ def _measure(count: int) -> dict[str, float]:
         committed.set()
         server.committed(save, value={})
 
-    server = ControlServer(listener, token=_TOKEN, world_size=count, timeout_s=_LIMIT_S, commit=commit)
+    server = ControlServer(
+        listener,
+        token=_TOKEN,
+        world_size=count,
+        timeout_s=_LIMIT_S,
+        commit=commit,
+        newest=lambda: -1,
+    )
     started = time.perf_counter()
     writers = _Writers(port, count)
     try:

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "frozen": ("frozen", "run"),
     "startup": ("startup", "run"),
     "startup_trainer": ("startup_trainer", "run"),
+    "restart": ("restart", "run"),
     "trainer": ("trainer", "run"),
     "remote": ("remote", "run"),
     "growth": ("growth", "run"),

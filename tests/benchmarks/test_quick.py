@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "save", "first", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
     "growth_local", "growth", "goodput", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
+    "restart",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -34,6 +35,7 @@ METHODS = {
     "frozen": {"holdfast", "torch.save"},
     "startup": {"interpreter", "import holdfast", "writer process alone"},
     "startup_trainer": {"2 interpreters import torch", "2 workers, to the first line"},
+    "restart": {"holdfast run", "holdfast run, rescue=1", "torchrun, torch.save"},
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
     "loop": {"by hand", "Trainer", "directory", "pt"},
     "goodput": {"holdfast, every auto", "torch.save, every 20", "DCP async_save, every 20"},

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from object_kit import BUCKET, moto, s3_environment
 
+from holdfast.run.life import VARIABLE, LifeReport
+from holdfast.supervisor.kept import KeptArenas
 from holdfast.testing import FaultProxy
+from holdfast.writer.arena import Arena
 
 # The first life is killed once the supervisor has its memory; the second one does `between` and shows what it has.
 SCRIPT = """
@@ -92,6 +95,28 @@ def test_a_life_loads_what_the_one_before_has_left_in_memory(tmp_path: Path) -> 
     """A rescued snapshot whose tensors are all spoilt on the disk is loaded: not a byte came from there."""
     err = run(tmp_path, str(tmp_path / "run"), '{"every": null, "rescue": 1}', SPOIL)
     assert "12.0 MiB were still in memory, 0 B were read" in err
+
+
+def test_arenas_that_a_process_has_given_up_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new layout replaces the arenas of the one before, and a run that has finished holds none."""
+    folder = tmp_path / "life"
+    folder.mkdir()
+    monkeypatch.setenv(VARIABLE, str(folder))
+    kept, report = KeptArenas(), LifeReport(str(folder), {"uri": "run"})
+
+    def held() -> int:
+        kept.look(folder)
+        links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdigit()
+                 and os.path.exists(f"/proc/self/fd/{name}")]  # fmt: skip
+        return sum("memfd:holdfast-arena" in link for link in links) - 2 * 2  # each mapping has its descriptor too
+
+    with Arena.create(1 << 16) as first, Arena.create(1 << 16) as second:
+        for arenas, number in (([first], 1), ([first, second], 2), ([second], 1)):
+            report.keeps([(arena.fd or -1, arena.size) for arena in arenas], list)
+            assert held() == number
+        report.end("finished")
+        assert held() == 0
+    kept.close()
 
 
 @pytest.mark.slow

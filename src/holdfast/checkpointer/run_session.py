@@ -424,6 +424,7 @@ class RunSession:
         step: int,
         epoch: int,
         metrics: Mapping[str, Any],
+        named: NamedSave | None = None,
     ) -> bool:
         """Copy a state and have the writer hold the copy, which it commits only if this process dies.
 
@@ -433,20 +434,22 @@ class RunSession:
             step: steps done.
             epoch: current epoch.
             metrics: of this step.
+            named: as for `save_state`.
 
         Returns:
             False if memory is too short for it.
         """
         begun = time.perf_counter()
+        named = named or NamedSave(name=self._free_name(step), saves=self.saves)
         fields = self._manifest(
-            uuid.uuid4().hex, step, epoch, metrics, parent=self.saves.parent, world_size=self.meeting.world_size
+            uuid.uuid4().hex, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
         )
-        if self.extra:
-            fields["extra"] = dict(self.extra)
-        joint = self.team is not None
+        if extra := {**self.extra, **(named.extra or {})}:
+            fields["extra"] = extra
+        joint, in_run = self.team is not None, "/" not in named.name
         job = SaveJob(
-            directory=self._free_name(step), save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
-            reuse=True, run=self.leads, part=joint, joint=joint,
+            directory=named.name, save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
+            overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
         )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._tell_memory(snapshotter)

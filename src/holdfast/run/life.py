@@ -144,6 +144,8 @@ class LifeReport:
 
     def end(self, reason: str = "closed") -> None:
         """Report that the run was left; the first reason counts."""
+        if reason == "finished":
+            self.keeps([], list)  # no life goes on from there
         if self._state <= _WAITS and self._owner == os.getpid():
             self._state = _ENDS.get(reason, _CLOSED)
             self._write()

@@ -23,26 +23,31 @@ class KeptArenas:
     """The arenas of the present life, and of the last life before it that had any."""
 
     def __init__(self) -> None:
-        self._held: dict[Path, list[tuple[int, dict[str, Any]]]] = {}  # of the present life, by what names them
+        self._held: dict[str, list[tuple[int, dict[str, Any]]]] = {}  # of the present life, by run and process
+        self._seen: set[str] = set()  # files that were read
         self._before: list[tuple[int, dict[str, Any]]] = []
 
     def begin(self, folder: Path) -> None:
         """Name to a life that is about to begin in ``folder`` what lives before have left."""
-        if self._held:
+        held = [one for of_run in self._held.values() for one in of_run]
+        if held:
             _close(self._before)
-            self._before = [one for held in self._held.values() for one in held]
-            self._held = {}
+            self._before = held
+        self._held, self._seen = {}, set()
         named = [{**about, "path": f"/proc/{os.getpid()}/fd/{fd}"} for fd, about in self._before]
         (folder / KEPT).write_text(json.dumps(named), encoding="utf-8")
 
     def look(self, folder: Path) -> None:
         """Open what the processes of the present life have named since the last look."""
-        for path in folder.glob(f"{ARENAS}*"):
-            if path in self._held:
+        for path in sorted(folder.glob(f"{ARENAS}*"), key=lambda path: path.stat().st_mtime_ns):
+            if path.name in self._seen:
                 continue
+            self._seen.add(path.name)
+            run = path.name.rpartition("-")[0]
+            _close(self._held.pop(run, []))  # it has other arenas now, or none
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 named = json.loads(path.read_bytes())
-                self._held[path] = [*filter(None, (_open(named["pid"], arena) for arena in named["arenas"]))]
+                self._held[run] = [*filter(None, (_open(named["pid"], arena) for arena in named["arenas"]))]
 
     def close(self) -> None:
         """Give everything back; idempotent."""

@@ -33,7 +33,7 @@ from .options import (
     seed_ranks,
 )
 from .saving.functions import save_checkpoint
-from .saving.saver import CheckpointSaver, default_saver
+from .saving.saver import CheckpointSaver, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
@@ -100,6 +100,9 @@ class Trainer:
         save_metrics: save what metrics have gathered.
         model_files: small files committed with each checkpoint in ``save_folder``, so that its directory is what
             another library loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`.
+        rescue: how often a snapshot is kept in memory, as ``save_interval``; None: never. It is written only if this
+            process dies, or training raises: as the checkpoint that ``save_folder`` would have got then. Directories
+            and one process only; see docs/run.md.
         load_path: checkpoint to start from.
         load_object_store: where ``load_path`` lies, if that is no path and no URI.
         load_weights_only: take its weights alone.
@@ -170,6 +173,7 @@ class Trainer:
         load_strict: bool | None = None,
         autoresume: bool = False,
         model_files: ModelFiles | Mapping[str, Content] | None = None,
+        rescue: Any = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
@@ -199,6 +203,8 @@ class Trainer:
             *(callback for callback in given if isinstance(callback, CheckpointSaver)),
         ]
         first = next((saver for saver in savers if saver.is_full), None)  # the saver that autoresume goes by
+        if rescue is not None:
+            rescue_with(first, rescue)
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
         name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
         seed = seed_ranks(seed, ranks)

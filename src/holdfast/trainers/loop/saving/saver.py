@@ -17,6 +17,7 @@ import xxhash
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
+from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import passing_error, state_of
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
@@ -44,7 +45,7 @@ from .saves import AsyncSaver, PostCommit
 from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
 
-__all__ = ["CheckpointSaver", "SaverContext", "default_saver"]
+__all__ = ["CheckpointSaver", "SaverContext", "default_saver", "rescue_with"]
 
 
 class SaverContext:
@@ -216,7 +217,8 @@ class CheckpointSaver(Callback):
         self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
-        self._last_batch = -1
+        self._last_batch = self._last_kept = -1
+        self.keeps: Every | None = None  # see `rescue_with`
         self._ready = False
         self._looked: set[str] = set()
         self._said_bare = False
@@ -393,7 +395,7 @@ class CheckpointSaver(Callback):
         post_commit, now = self._post_commit, context.state.timestamp
         self._saves = AsyncSaver(
             folder, self.container, claim=self.claim, parent=self._parent or context.parent,
-            make_room=post_commit.make_room, model_files=self.model_files,
+            make_room=post_commit.make_room, model_files=self.model_files, rescues=self.keeps is not None,
         )  # fmt: skip
         if (latest := names.destinations(now).latest) is not None:
             folder.ranks.lead("link", lambda: check_link(folder.storage, latest))
@@ -438,14 +440,25 @@ class CheckpointSaver(Callback):
         saves.glance()
         if self.is_due(event) if isinstance(self.every, Every) else self.every(state, event):
             self.save_now()
+        elif self._ready and self.keeps is not None and self._is_crossed(self.keeps, event):
+            self._keep()
         elif not self._ready:  # the state of optimizers exists from the first batch on
             saves.prepare(self._live())
         self._ready = True
+
+    def rescue(self, why: str) -> None:
+        """Commit the newest snapshot, if it is newer than what is saved: training has raised."""
+        if self._saves is not None and self.keeps is not None:
+            self._saves.rescue(why)
 
     def is_due(self, event: Event) -> bool:
         """Tell whether it is time by the interval; a function is not asked."""
         state, every = self._context.state, self.every
         return isinstance(every, Every) and every.due(event, state.previous_timestamp, state.timestamp, state.span)
+
+    def _is_crossed(self, every: Every, event: Event) -> bool:
+        state = self._context.state
+        return every.due(event, state.previous_timestamp, state.timestamp, state.span)
 
     def make_up(self, event: Event) -> None:
         """Save what was due at the moment training goes on from, if the life that ended there did not come to it."""
@@ -463,9 +476,7 @@ class CheckpointSaver(Callback):
         batch = state.timestamp.count("batch")
         if batch == self._last_batch:
             return
-        content = "weights" if self.weights_only else "full"
-        extra = {"content": content, "training": context.training_of(is_source=is_source)}
-        about: dict[str, Any] = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
+        about, extra = self._described()
         saved = FolderEntry(
             name=self.names.at(state.timestamp), container=self.container, attempt=self.place.attempt, step=batch,
             created=time.time(), weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
@@ -484,6 +495,26 @@ class CheckpointSaver(Callback):
 
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
+
+    def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return step, epoch and metrics of this moment, and what its manifest says beside them."""
+        context, state = self._context, self._context.state
+        now = state.timestamp
+        about = {"step": now.count("batch"), "epoch": now.count("epoch"), "metrics": metrics_of(state)}
+        content = "weights" if self.weights_only else "full"
+        return about, {"content": content, "training": context.training_of(is_source=self._is_source)}
+
+    def _keep(self) -> None:
+        """Keep the state of this moment in memory, once, unless it is saved."""
+        assert self._saves is not None
+        about, extra = self._described()
+        if about["step"] in (self._last_batch, self._last_kept):
+            return
+        self._last_kept = about["step"]
+        self._context.flush_logs()
+        name = self.names.at(self._context.state.timestamp)
+        if not self._saves.keep(name, self._live(), about=about, extra=extra):
+            self.keeps = None
 
     def retry_lost(self) -> None:
         """Try the save of this moment once more, if it was begun and lost. All ranks call it."""
@@ -627,3 +658,23 @@ def _check_number(number: Any, keep: Any) -> None:
 
 def _join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if folder.strip("/") else f"/{name}"
+
+
+def rescue_with(saver: CheckpointSaver | None, interval: Any) -> None:
+    """Have a saver keep snapshots in memory, which are written only if this process dies.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    every = parse_every(interval, "rescue")
+    if saver is None or saver.container != "directory":
+        raise ConfigError(
+            f"rescue={interval!r} needs a save_folder with whole checkpoints that are directories: give one, with a "
+            "save_filename without suffix and save_weights_only=False"
+        )
+    if saver.model_files is not None:
+        raise ConfigError(f"rescue={interval!r} with model_files: files of fixed names cannot be kept; leave one out")
+    if current_ranks().world_size > 1:
+        _LOG.warning("rescue=%r is left out: it works for one process; Checkpointer(rescue=) for several", interval)
+        return
+    saver.keeps = every

@@ -268,7 +268,8 @@ class SaverGroup:
         """End after an error: what is under way finishes; the error is the one to see."""
         waits: list[Callable[[], object]] = []
         if patient and self._open:
-            waits = [*(saver.settle for saver in self.savers), *self._waits]
+            rescue = [partial(saver.rescue, f"{type(error).__name__}: {error}") for saver in self.savers]
+            waits = [*(saver.settle for saver in self.savers), *rescue, *self._waits]
         try:
             self._close(f"{type(error).__name__}: {error}", waits, patient=patient)
         except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training

@@ -46,6 +46,7 @@ class AsyncSaver:
         parent: id of the checkpoint that training goes on from.
         make_room: deletes what the rules of retention do not keep; tells whether anything has gone.
         model_files: committed beside the tensors of a directory.
+        rescues: see `keep`.
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class AsyncSaver:
         parent: str | None,
         make_room: Callable[[], bool],
         model_files: ModelFiles | None = None,
+        rescues: bool = False,
     ) -> None:
         self._folder, self._container, self._claim = folder, container, claim
         self._make_room = make_room
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
-            max_file_bytes=folder.storage.traits.max_file_bytes, model_files=model_files,
+            max_file_bytes=folder.storage.traits.max_file_bytes, model_files=model_files, rescues=rescues,
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
@@ -118,6 +120,21 @@ class AsyncSaver:
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
             self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
+
+    def keep(
+        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str]
+    ) -> bool:  # fmt: skip
+        """Copy the state as `save` does, for the case that this process dies; False if memory is too short for it."""
+        with _in_our_words():
+            named = NamedSave(name=name, saves=self._saves, overwrite=True, extra=extra)
+            return self._folder.session.keep_state(lambda: live, self._snapshotter, **about, named=named)
+
+    def rescue(self, why: str) -> None:
+        """Commit the newest state that was kept, if it is newer than what is saved."""
+        session = self._folder.session
+        name = session.answer(session.client.rescue(why))
+        if name is not None:
+            _LOG.warning("training raised; the state of the last snapshot is saved as %s", name)
 
     def _save_file(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],

@@ -1,0 +1,84 @@
+"""`Trainer(rescue=)`: a snapshot in memory becomes the checkpoint that the folder would have got."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.run.index import RunIndex
+from holdfast.storage import LocalStorage
+from holdfast.testing import assert_state_equal
+from holdfast.testing.crash import ForkServer, wait_until
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
+
+from loop_kit import Crash, everything, names, plain, rich
+
+import holdfast as hf
+from holdfast.callbacks import Callback
+
+
+class KillAt(Callback):
+    """Kills this process after so many batches in all."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: str, batch: int) -> int:
+    """Train in a child that is killed before batch ``batch``; its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        rich(folder, rescue="1ba", save_interval="1ep", callbacks=[KillAt(batch)]).fit()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("torch", "holdfast.core", __file__)) as one:
+        yield one
+
+
+def test_a_killed_training_loses_no_batch(server: ForkServer, tmp_path: Path) -> None:
+    """Killed in the middle of an epoch: the batch before is a checkpoint, and the end is bitwise that of a twin."""
+    twin = rich(tmp_path / "twin", save_interval="1ep")
+    twin.fit()
+    run = tmp_path / "run"
+    assert server.run(f"{__file__}:killed", str(run), 9).checked() == -signal.SIGKILL
+    assert wait_until(lambda: RunIndex.load(LocalStorage(run)).attempts[-1].ended is not None)
+    assert "ep1-ba9" in names(run)
+    found = hf.Checkpoint(run / "ep1-ba9")
+    assert found.manifest is not None
+    assert "the trainer died" in found.manifest.extra["rescued"]
+    again = rich(run, save_interval="1ep", autoresume=True)
+    assert again.state.timestamp.count("batch") == 9
+    again.fit()
+    assert_state_equal(everything(twin), everything(again))
+
+
+def test_training_that_raises_keeps_its_last_batch(tmp_path: Path) -> None:
+    """The snapshot of the batch before is saved when a callback raises."""
+    trainer = rich(tmp_path, rescue="1ba", save_interval="1ep", crash_at=4)
+    with pytest.raises(Crash):
+        trainer.fit()
+    trainer.close()
+    assert names(tmp_path) == ["ep0-ba3"]
+
+
+@pytest.mark.parametrize("options", [{"save_filename": "b{batch}.pt"}, {"save_weights_only": True}, {"rescue": "soon"}])
+def test_what_cannot_be_rescued_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Before training: single files, weights alone, no interval."""
+    with pytest.raises(ConfigError, match="rescue"):
+        plain(tmp_path, **{"rescue": "1ba", **options})
