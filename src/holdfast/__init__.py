@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .config import CheckpointConfig as CheckpointConfig
     from .config import CheckpointStrategy as CheckpointStrategy
     from .config import FailureConfig as FailureConfig
+    from .config import Guard as Guard
     from .config import Keep as Keep
     from .config import Mirror as Mirror
     from .config import RunConfig as RunConfig
@@ -81,6 +82,7 @@ _HOME = {
     "CheckpointConfig": "config",
     "CheckpointStrategy": "config",
     "FailureConfig": "config",
+    "Guard": "config",
     "Keep": "config",
     "Mirror": "config",
     "RunConfig": "config",

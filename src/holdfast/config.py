@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointStrategy",
     "FailureConfig",
+    "Guard",
     "Keep",
     "Mirror",
     "Rule",
@@ -173,6 +174,53 @@ def stored_keep(data: Mapping[str, Any] | None) -> Keep:
         return Keep.from_json(dict(data or {}))
     except (ConfigError, TypeError, ValueError, AttributeError):
         return Keep()
+
+
+@suggests_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Watches a metric, and takes the run back to a sound checkpoint when it breaks; see docs/run.md.
+
+    A value is bad if it is not finite, or lies more than ``spike`` times the scale above the median of the last
+    ``window`` sound values. The scale is their median absolute deviation, and at least 1 % of the median.
+
+    Example:
+        >>> Guard(metric="loss", spike=8.0, action="rollback", skip="bad").max_rollbacks
+        5
+
+    Attributes:
+        metric: name of the metric, as `holdfast.Checkpointer.step` or `report` gets it; ``/`` leads into nested ones.
+        spike: how many deviations above the median are bad, from the 20th value on; None: only what is not finite.
+        window: number of values that the median is taken of.
+        patience: bad values in a row before anything is done; the first of them is the bad step.
+        action: "rollback" (end with status 86; the next start goes on from before the bad step), "stop" (end with an
+            error; the bad state is not saved) or "warn".
+        max_rollbacks: for how many bad steps a run may be taken back in all; the next one is an error.
+        skip: which batches are left out when a step was bad again after a rollback: "bad" (those of that step) or
+            "since" (all since the checkpoint before it).
+    """
+
+    metric: str = "loss"
+    spike: float | None = 8.0
+    window: int = 200
+    patience: int = 1
+    action: str = "rollback"
+    max_rollbacks: int = 5
+    skip: str = "bad"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"Guard(metric={self.metric!r}): give the name of a metric, as in metric='loss'")
+        spike = self.spike
+        if spike is not None and (isinstance(spike, bool) or not isinstance(spike, (int, float)) or not spike > 0):
+            raise ConfigError(f"Guard(spike={spike!r}): give a number of deviations above 0, or None")
+        for name, least in (("window", 2), ("patience", 1), ("max_rollbacks", 0)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ConfigError(f"Guard({name}={value!r}): give a whole number of at least {least}")
+        for name, words in (("action", ("rollback", "stop", "warn")), ("skip", ("bad", "since"))):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"Guard({name}={getattr(self, name)!r}): use one of {', '.join(map(repr, words))}")
 
 
 @suggests_fields

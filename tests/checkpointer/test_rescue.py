@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +173,46 @@ def test_a_snapshot_is_not_written_over_before_the_writer_knows(server: ForkServ
     assert found.load()["w"].unique().tolist() == [3.0]
 
 
+def torn_life(run: str, grows: bool) -> int:
+    """Be killed within the copying of step 7, while the save of step 5 is still being written, or with a new layout."""
+    pid = os.fork()
+    if pid == 0:
+        state = {"w": torch.zeros(24 << 20, dtype=torch.uint8)}
+        copy = snapshot.stage
+
+        def torn(*args: Any, **options: Any) -> None:
+            copy(*args, **options)
+            if int(state["w"][0]) == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        snapshot.stage = torn  # type: ignore[assignment]
+        with hf.Checkpointer(run, state, every=None if grows else 5, rescue=1) as ck:
+            for step in range(1, 8):
+                state["w"] += 1
+                if grows and step == 7:
+                    state["more"] = torch.zeros(1)
+                ck.step()
+                writer = ck._course._session.client.process_id  # type: ignore[union-attr]
+                if step == 5 and writer is not None and not grows:
+                    os.kill(writer, signal.SIGSTOP)
+                    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
+        os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_newest_snapshot_is_kept_until_the_next_one_is_sealed(
+    server: ForkServer, tmp_path: Path, grows: bool
+) -> None:
+    """A kill within the copy of step 7 leaves step 6, also with a save in one of the two arenas, or a new layout."""
+    outcome = server.run(f"{__file__}:torn_life", str(tmp_path / "run"), grows)
+    assert outcome.checked() == -signal.SIGKILL
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step == 6
+    assert found.load()["w"].unique().tolist() == [6]
+
+
 def rows_life(run: str) -> int:
     """Be killed right after rows were sent, before the memory that the writer has too forgets them."""
     pid = os.fork()
@@ -256,6 +298,22 @@ def test_memory_for_one_copy_only_leaves_it_out_and_says_so(
     assert "memory is short for rescue=" in capfd.readouterr().err
 
 
+def test_a_state_that_streams_leaves_it_out_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `max_staging_bytes` there is no whole copy of the state: said at the start, or once the state has grown."""
+    state = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
+    with hf.Checkpointer(tmp_path / "a", state, every=None, rescue=1, max_staging_bytes="2MiB") as ck:
+        ck.step()
+    assert "rescue= is left out: the state does not fit into max_staging_bytes" in capfd.readouterr().err
+    state = {"w": torch.zeros(4)}
+    with hf.Checkpointer(tmp_path / "b", state, every=None, rescue=1, max_staging_bytes="2MiB") as ck:
+        ck.step()
+        state["w"] = torch.zeros(1 << 20)
+        ck.step()
+    assert "rescue= is left out from here on" in caplog.text
+
+
 def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty snapshots and saves of 24 MiB, some while a save is being written, make two arenas."""
     made: list[int] = []
@@ -273,7 +331,7 @@ def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([size for size in made if size > 24 << 20]) == 2
 
 
-@pytest.mark.parametrize("rescue", ["auto", "5tok", 0, "soon"])
+@pytest.mark.parametrize("rescue", ["auto", "5tok", "1ep", 0, "soon"])
 def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
     """Before training, with what is right."""
     with pytest.raises(ConfigError):
@@ -282,18 +340,24 @@ def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_kills_at_random_moments(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ballast", "num_kills", "after_s", "every"), [(0, 100, 0.12, 100), (32 << 20, 12, 0.9, 7)], ids=["small", "big"]
+)
+def test_kills_at_random_moments(
+    server: ForkServer, tmp_path: Path, ballast: int, num_kills: int, after_s: float, every: int
+) -> None:
     """Never more than the step in flight is lost, and the end is bitwise that of a twin that nobody touched."""
     chance = random.Random(5)
     (tmp_path / "twin").mkdir()
-    assert run_life(server, tmp_path / "twin", every=100) == 0
+    assert run_life(server, tmp_path / "twin", every=every, ballast=ballast) == 0
     twin = settled(tmp_path / "twin")
     assert twin is not None
     kills = 0
-    while kills < 100:
+    while kills < num_kills:
         (tmp_path / f"{kills}").mkdir()
         home, done = tmp_path / f"{kills}", 0
-        while (status := run_life(server, home, every=100, after_s=chance.uniform(0.0, 0.12))) != 0:
+        options = {"every": every, "ballast": ballast}
+        while (status := run_life(server, home, after_s=chance.uniform(0.0, after_s), **options)) != 0:
             assert status == -signal.SIGKILL
             kills += 1
             steps = read(str(home / "done"))
@@ -305,3 +369,4 @@ def test_a_hundred_kills_at_random_moments(server: ForkServer, tmp_path: Path) -
         for own in (left, right):
             del own["holdfast"]["progress"]  # names the lives that there were
         assert_state_equal(left, right)
+        shutil.rmtree(home)

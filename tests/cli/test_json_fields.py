@@ -193,6 +193,24 @@ with hf.Checkpointer("run", {"model": model}, every=1) as ck:
 
 
 @pytest.mark.slow
+def test_attacking_a_script(tmp_path) -> None:
+    """One that survives, with a power cut, and one that fails."""
+    (tmp_path / "train.py").write_text(
+        "import time, torch, holdfast\nmodel = torch.nn.Linear(1, 1)\ntorch.nn.init.ones_(model.weight)\n"
+        "torch.nn.init.zeros_(model.bias)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "with holdfast.Checkpointer('run', {'model': model, 'optimizer': optimizer}, every=2) as ck:\n"
+        "    while ck.global_step < 8:\n        model(torch.ones(1, 1)).sum().backward()\n        time.sleep(0.02)\n"
+        "        optimizer.step()\n        ck.step()\n"
+    )
+    options = ["attack", "--kills", 2, "--power-cuts", 1, "--json", "--", sys.executable, "train.py"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        whole = told(*options)
+        failed = told("attack", "--json", "--cold", "--", sys.executable, "-c", "raise SystemExit(3)", code=1)
+    check("attack", whole, failed)
+
+
+@pytest.mark.slow
 def test_verifying_a_resume(tmp_path) -> None:
     """An exact one, one that is not, and a script that fails."""
     (tmp_path / "train.py").write_text(SCRIPT)

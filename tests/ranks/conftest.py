@@ -15,5 +15,6 @@ from ranks_kit import RankServer  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks():
-    with RankServer(preload=[str(HERE / "joint_cases.py"), str(HERE / "fault_cases.py")]) as server:
+    preload = [str(HERE / f"{name}_cases.py") for name in ("joint", "fault", "rescue")]
+    with RankServer(preload=preload) as server:
         yield server

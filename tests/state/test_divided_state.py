@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parts_kit import Tied, train
 
 from holdfast.state.save.plan import divide, plan, share_of, signature
-from holdfast.state.save.snapshot import fingerprints
+from holdfast.state.save.staging import fingerprints
 from holdfast.state.tree.flatten import flatten
 
 sizes_and_ranks = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 9))

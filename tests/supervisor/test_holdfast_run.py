@@ -215,6 +215,46 @@ if int(lives.read_text()) == 1:
     assert "waits_in_a_thread" in err
 
 
+def test_ctrl_z_stops_the_script_too_and_is_no_hang(tmp_path: Path) -> None:
+    """Both stand still until the supervisor is continued, as by `fg`, and the time in between does not count."""
+    script = STEPS + "advance(); advance()\n(here / 'pid').write_text(str(os.getpid()))\n(here / 'up').touch()\n"
+    script += "while not (here / 'go').exists():\n    time.sleep(0.1); advance()\nprint('done')"
+    process = supervise(script, tmp_path, "--hang", "1s")
+    wait_for(tmp_path / "up")
+    pids = [process.pid, int((tmp_path / "pid").read_text())]
+    process.send_signal(signal.SIGTSTP)
+    wait_for_state(pids, "T")
+    time.sleep(1.2)
+    (tmp_path / "go").touch()
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def wait_for_state(pids: list[int], state: str) -> None:
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != state for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_life_that_hangs_tells_what_was_committed_meanwhile(tmp_path: Path) -> None:
+    """The loop hangs in the step after a save, and takes nothing in: the supervisor knows of the checkpoint."""
+    script = """
+import sys, time
+from pathlib import Path
+import holdfast, torch
+here = Path(sys.argv[1])
+if (here / "run" / "run.json").exists(): sys.exit(0)
+with holdfast.Checkpointer(here / "run", {"w": torch.zeros(4)}, every=3) as ck:
+    for _ in range(3): ck.step()
+    time.sleep(60)
+"""
+    status, _, err = finished(script, tmp_path, "--hang", "1s", "--no-warm")
+    assert status == 0, err
+    assert "the newest durable step it knew is 3;" in err
+
+
 def test_hangs_are_looked_for_only_where_steps_are_counted(tmp_path: Path) -> None:
     """A script that has entered no run may be silent for longer than --hang."""
     status, out, _ = finished("import time; time.sleep(2.5); print('fine')", tmp_path, "--hang", "1s")
@@ -333,3 +373,22 @@ def test_a_command_that_is_no_program_is_told_what_it_should_be(tmp_path: Path, 
     found = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
     assert found.returncode == 2
     assert advice in found.stderr
+
+
+def test_a_script_that_its_guard_takes_back_is_started_again(tmp_path: Path) -> None:
+    """Five times at the same step, with nothing durable in between: no crash loop; 86 without a guard is one."""
+    script = STEPS + "life.stepped(9)\nif int(lives.read_text()) < 6:\n    life.end('rolled back')\n    sys.exit(86)\n"
+    status, _, err = finished(script, tmp_path)
+    assert status == 0, err
+    assert err.count("at step 9: rolled back by its guard (exit status 86)") == 5
+    (tmp_path / "lives").unlink()
+    status, _, err = finished(script.replace("life.end('rolled back')", "pass"), tmp_path)
+    assert status == 86
+    assert (tmp_path / "lives").read_text() == "3"
+
+
+def test_a_script_that_its_guard_gives_up_is_not_started_again(tmp_path: Path) -> None:
+    """One life, its status."""
+    status, _, err = finished(STEPS + "life.stepped(9)\nlife.end('given up')\nsys.exit(1)", tmp_path)
+    assert (status, (tmp_path / "lives").read_text()) == (1, "1"), err
+    assert "not started again: its guard has found a bad step" in err

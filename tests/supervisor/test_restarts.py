@@ -63,3 +63,17 @@ def test_a_long_life_of_a_script_without_a_run_counts_as_progress() -> None:
     """Nothing is known of its steps: a life of ten minutes is no crash at the start."""
     lives = [Death(number=number, seconds=700.0, cause="killed by SIGKILL") for number in range(5)]
     assert after(lives) == Again(0.0)
+
+
+def test_a_life_that_its_guard_took_back_is_no_death() -> None:
+    """Any number of them at the same step go on at once; deaths before and after are not counted together."""
+    taken_back = at(57, 50, rolled_back=True, cause="rolled back by its guard (exit status 86)")
+    killed = at(57, 50)
+    assert after(deaths(*[taken_back] * 20)) == Again(0.0)
+    assert after(deaths(killed, killed, taken_back, killed)) == Again(0.0)
+    assert isinstance(after(deaths(taken_back, killed, killed, killed)), End)
+
+
+def test_a_life_that_its_guard_gave_up_is_the_last_one() -> None:
+    """The reason stands above, in its error."""
+    assert isinstance(after(deaths(at(57, 50, given_up=True))), End)

@@ -14,9 +14,12 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
 from holdfast.errors import StorageError
+from holdfast.run.life import GUARD_STATUS
 from holdfast.run.trash import Trash
 from holdfast.state.save.snapshot import Snapshotter
 
+from .console import show_rollback
+from .guard import GuardWatch
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
@@ -51,6 +54,10 @@ class StepBoundary:
         log: metrics of the run.
         watcher: called at every boundary while a resume is verified.
         snapshots: when the state is kept in memory, for the case that this process dies.
+        rescues_later: the writer is to be left alone: the writers of all ranks rescue what they hold.
+        guard: watches a metric; None without one, and on ranks whose metrics do not count.
+        left_for: what the guard has found, once the body is left for it; else "".
+        saves_at: steps that are saved because the next one was bad in an earlier life: little is lost if it is again.
     """
 
     def __init__(
@@ -76,6 +83,12 @@ class StepBoundary:
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
         self.snapshots: Schedule | None = None
+        self.rescues_later = False
+        self._stopped = False  # for a signal or the deadline, with everything saved
+        self.guard: GuardWatch | None = None
+        self.saves_at: frozenset[int] = frozenset()
+        self.left_for = ""
+        self._told_ranks = False
 
     # -- boundaries
 
@@ -108,6 +121,8 @@ class StepBoundary:
 
     def boundary(self) -> None:
         """Act on the last step, if its body has just ended."""
+        if self.guard is not None and self.guard.alarm is not None:
+            self._go_back()
         if 0 < self._num_open <= _MAX_OPEN:
             self._per_body = self._num_open
         self._num_open = 0
@@ -117,11 +132,13 @@ class StepBoundary:
     def _bound(self) -> None:
         is_new, self._open, self._early = self._open or not self._wanted, False, False
         now, session = time.monotonic(), self._session
+        if self.guard is not None and self.guard.look() is not None:
+            self._go_back()
         if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
             self.attend(now, self._step_s)
         elif session.unsettled:
             session.glance()
-        if self._wanted:
+        if self._wanted or self._progress.step in self.saves_at:
             self._wanted = False
             self.save(force=True)
         if self.snapshots is not None:
@@ -131,20 +148,29 @@ class StepBoundary:
 
     def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
         """Keep the state of this step in memory, if that is due and the step is not saved."""
-        progress = self._progress
-        if not snapshots.due(step=progress.step, samples=progress.samples, now=now):
+        progress, is_one = self._progress, self._session.team is None
+        # Several ranks keep the same steps: they count neither time nor samples alike.
+        if not snapshots.due(
+            step=progress.step, samples=progress.samples if is_one else 0, now=now if is_one else float("-inf")
+        ):
             return
         snapshots.saved(step=progress.step, samples=progress.samples, now=now)
         if self._session.last_step == progress.step:
             return
-        begun = time.perf_counter()
+        begun, life = time.perf_counter(), self._session.life
+        if life is not None and self._session.saves.busy:  # which it may have to wait for
+            life.waits(True)
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         kept = self._session.keep_state(
             self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
             metrics=self.log.of_step(progress.step)(),
         )  # fmt: skip
+        if life is not None:
+            life.waits(False)
         if not kept:
             self.snapshots = None
+            if self._snapshotter.shortage is None:  # else it has said so
+                _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
         self.held_s += time.perf_counter() - begun
 
     def watch(self) -> None:
@@ -178,6 +204,8 @@ class StepBoundary:
             self._snapshotter.prepare(self._state(), session.client)
             session.journal("began", step=self._progress.step)
         call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
+        if call == "rollback":
+            self._leave()
         if call == "stop":
             self.stop()
         if call == "settle":
@@ -215,6 +243,8 @@ class StepBoundary:
         Args:
             force: wait for a busy writer, also with ``when_busy="skip"``.
         """
+        if self.guard is not None and self.guard.look() is not None:
+            self._go_back()
         begun = time.perf_counter()
         step, life = self._progress.step, self._session.life
         if life is not None:
@@ -231,7 +261,13 @@ class StepBoundary:
     def _start_save(self, *, force: bool) -> bool:
         """Hand the current step over; False if it is skipped because the writer is busy."""
         session, progress = self._session, self._progress
-        step, team = progress.step, session.team
+        step, team, guard = progress.step, session.team, self.guard
+
+        def announce(name: str) -> None:
+            self.log.flush(step, name=name)
+            if guard is not None:
+                guard.saving(step, name)
+
         may_skip = self._options.when_busy == "skip" and not force
         if may_skip and (
             session.saves.busy if team is None else not team.may_save(step)
@@ -244,7 +280,7 @@ class StepBoundary:
             return False
         session.save_state(
             self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
-            announce=lambda name: self.log.flush(step, name=name),
+            announce=announce,
         )  # fmt: skip
         progress.ledger.saved()
         return True
@@ -305,9 +341,54 @@ class StepBoundary:
     def stop(self) -> None:
         """Save the current step, wait until it is safe, and leave the body."""
         self.pace.stopping = True
+        guard = self.guard
+        if guard is not None and guard.look(waits=True) is not None:
+            if self._session.team is None:
+                self._leave()
+            guard.decide()  # all ranks save this step, and the next start goes back behind it
         self.save(force=True)
         self.wait()
+        self._stopped = True
         raise SystemExit(self._options.exit_code)
+
+    # -- the guard
+
+    def judge_rest(self, *, alone: bool) -> None:
+        """Wait for the last values of the metric, where a body has ended, and leave if one is bad.
+
+        Args:
+            alone: do nothing where ranks save together, which have to make the final save first.
+        """
+        if self.guard is not None and alone == (self._session.team is None) and self.guard.look(waits=True) is not None:
+            self._leave()
+
+    def _go_back(self) -> None:
+        """Leave the body for a bad step: at once, or at a step that all ranks agree on."""
+        team = self._session.team
+        if team is None:
+            self._leave()
+        elif not self._told_ranks:
+            self._told_ranks = True
+            team.client.tell_ranks("want", kind="rollback")
+
+    def _leave(self) -> None:
+        """Leave the body, so that the next start goes on from before the bad step; nothing is saved.
+
+        Raises:
+            SystemExit: with the status of a rollback, or of a stop that was asked for.
+            TrainingError: the run must not go on.
+        """
+        session, guard = self._session, self.guard
+        # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
+        status = self._options.exit_code if self.pace.stop_asked else GUARD_STATUS
+        self.left_for = "a bad step, found by the guard of rank 0"
+        if guard is not None and guard.alarm is not None:
+            step, self.left_for = guard.alarm.step, guard.alarm.why
+            self.left_for = found = guard.decide().in_words()
+            show_rollback(step, found, session.root, status)
+        if session.life is not None and status == GUARD_STATUS:
+            session.life.end("rolled back")
+        raise SystemExit(status)
 
     def _save_when_space(self) -> None:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""
@@ -342,6 +423,8 @@ class StepBoundary:
             if session.saves.wants_retry:
                 self._save_when_space()
         self.wait()
+        if session.team is not None and not self.pace.stop_asked:
+            self.judge_rest(alone=False)
         self._say_lost()
         if step > 0 and session.last_step != step:
             error = session.saves.lost.error
@@ -359,13 +442,15 @@ class StepBoundary:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
-            if self.snapshots is not None and not self.pace.stopping:
+            if self.snapshots is not None and not self._stopped and not self.left_for:
                 name = session.answer(session.client.rescue(reason))
+                self.rescues_later = session.team is not None
                 if name is not None:
                     _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
 
         def end() -> None:
-            session.end("stopped" if self.pace.stopping else reason, details=self._last_details())
+            why = f"the guard: {self.left_for}" if self.left_for else reason
+            session.end("stopped" if self.pace.stopping else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
         for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):

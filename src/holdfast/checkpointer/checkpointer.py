@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
@@ -15,13 +14,14 @@ from holdfast._ranks import current_ranks
 from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.config import Guard, Keep, Mirror
+from holdfast.errors import ConfigError, HoldfastError, SessionError, TrainingError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
+from holdfast.run.life import GUARD_STATUS
 from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
@@ -35,6 +35,7 @@ from .announce import Listener
 from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
 from .console import show_interval, show_stop
+from .guard import GuardWatch, Judge
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -94,7 +95,9 @@ class Checkpointer:
             installed package offers. See docs/model-directory.md.
         rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
             process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
-            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. One process only.
+            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. Several ranks count steps.
+        guard: watches a metric, and takes the run back to a sound checkpoint when it is not finite or jumps; bad data
+            are left out and remembered. A `holdfast.Guard`; see docs/run.md.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
             what was trained says: "raise" (what is certain is an error: a batch that was trained already comes again,
             batches are left out, other indices; what only looks different is a warning), "warn", or "ignore".
@@ -144,6 +147,7 @@ class Checkpointer:
         model_files: ModelFiles | Mapping[str, Content] | str | None = None,
         on_data_mismatch: str = "raise",
         rescue: IntervalLike | Sequence[IntervalLike] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
         if self._watcher is not None:
@@ -156,7 +160,7 @@ class Checkpointer:
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
             alike=alike, model_files=model_files_of(model_files, state or {}), on_data_mismatch=on_data_mismatch,
-            rescue=rescue,
+            rescue=rescue, guard=guard,
         )  # fmt: skip
         self.state = check_state(state)
         # Root of the run, which is the local side of a mirrored run; and its remote side.
@@ -186,12 +190,14 @@ class Checkpointer:
             seed_samples=options.seed_samples, rank=rank, world_size=world_size,
             on_data_mismatch=options.on_data_mismatch,
         )  # fmt: skip
+        if options.guard is not None:
+            self._progress.judge = Judge(options.guard)
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike, model_files=options.model_files, rescues=bool(options.rescue) and world_size == 1,
+            alike=alike, model_files=options.model_files, rescues=bool(options.rescue),
         )  # fmt: skip
         session = self._session = RunSession(
             self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
@@ -225,7 +231,7 @@ class Checkpointer:
 
         Raises:
             HoldfastError: the final step could not be saved.
-            SystemExit: a signal came or the deadline is near.
+            SystemExit: a signal came or the deadline is near, or the guard has found a bad step (86).
         """
         self.__exit__(None, None, None)
 
@@ -244,8 +250,15 @@ class Checkpointer:
         reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
-                with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
+                try:
                     course.boundary()
+                    course.judge_rest(alone=True)
+                except SystemExit:  # a stop at the last boundary: raised below, in the end
+                    pass
+                except TrainingError as ended:
+                    course.end_after(str(ended))
+                    raise
+            if kind is None and not course.left_for:
                 if not course.pace.stop_asked:
                     self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
                 self._progress.finish()
@@ -258,7 +271,7 @@ class Checkpointer:
             course.close()
             self._progress.ledger.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
-            limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
+            limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
@@ -266,6 +279,8 @@ class Checkpointer:
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
+        if kind is None and course.left_for:
+            raise SystemExit(GUARD_STATUS)
 
     def _reason(self, session: RunSession, error: BaseException) -> str:
         """Say why the body was left: a rank that is gone before the error that this is to the others."""
@@ -284,7 +299,9 @@ class Checkpointer:
             **metrics: numbers of this step; tensors are read when they are written out.
 
         Raises:
-            SystemExit: a signal came or the deadline is near; the step is saved and safe.
+            SystemExit: a signal came or the deadline is near, and the step is saved and safe; or the guard has found a
+                bad step (86).
+            TrainingError: the guard has found a bad step, and the run must not go on.
             HoldfastError: a save in the background failed.
         """
         entered = time.perf_counter()
@@ -300,6 +317,8 @@ class Checkpointer:
         session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
         session.note_step(progress.step)
+        if course.guard is not None:
+            course.guard.stepped(progress.step, progress.place)
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
@@ -497,7 +516,8 @@ class Checkpointer:
         ring = None if place is None else DataRing(place, session.meeting.rank, run_id=run_id)
         progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
-        log = MetricLog(session) if session.leads else NoLog()
+        guard = self._watch_metric(session, started) if session.leads else None
+        log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
         if options.auto and session.leads:
@@ -514,7 +534,10 @@ class Checkpointer:
             snapshots = Schedule(options.rescue, now=time.monotonic())
             snapshots.start(step=progress.step, samples=progress.samples)
             self._course.snapshots = snapshots
-        self._course.watcher = self._watcher
+        self._course.watcher, self._course.guard = self._watcher, guard
+        if options.guard is not None and options.guard.skip == "bad":
+            again = (rollback.step - 1 for rollback in started.rollbacks if not rollback.left_out)
+            self._course.saves_at = frozenset(step for step in again if step > progress.step)
         if started.has_generators:
             self._generators = rng.capture()
         self._owner = os.getpid()
@@ -525,6 +548,20 @@ class Checkpointer:
             source = self.resumed_from
             self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
         self._left = time.perf_counter()
+
+    def _watch_metric(self, session: RunSession, started: StartedRun) -> GuardWatch | None:
+        """Make the guard of this life, on the rank whose metrics count."""
+        guard, progress = self.options.guard, self._progress
+        if guard is None or progress.judge is None:
+            return None
+        watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step, before=started.before)
+        manifest = None if started.checkpoint is None else started.checkpoint.manifest
+        if manifest is not None and started.is_own and isinstance(self.options.resume, str):
+            watch.begin(manifest.metrics, progress.place)
+        return watch
+
+    def _to_guard(self, guard: GuardWatch) -> Callable[[int, Mapping[str, Any]], None]:
+        return lambda step, metrics: guard.take(step, metrics, self._progress.place)
 
     def _live_course(self) -> StepBoundary:
         if self._course is None or not self._open:

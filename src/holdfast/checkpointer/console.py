@@ -15,7 +15,7 @@ from holdfast.storage.base import Storage
 
 from .progress import RESERVED
 
-__all__ = ["ResumeBlock", "listed", "load_bar", "show_interval", "show_stop"]
+__all__ = ["ResumeBlock", "listed", "load_bar", "show_interval", "show_rollback", "show_stop"]
 
 _SHOWN = 8
 _OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
@@ -78,6 +78,21 @@ def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -
     ResumeBlock(
         headline=f"stopped by {signal or 'the deadline'}: {safe}; the same command goes on from there "
         f"(exit status {exit_code})"
+    ).show()
+
+
+def show_rollback(step: int, found: str, storage: Storage, exit_code: int) -> None:
+    """Print, on stderr, that the guard has ended this process, and how to go on.
+
+    Args:
+        step: the bad one.
+        found: what was bad, and what follows.
+        storage: where the run is.
+        exit_code: exit status of the process.
+    """
+    ResumeBlock(
+        headline=f"rolled back at step {step}: {found}. The same command goes on in {storage.uri} from before that "
+        f"step (exit status {exit_code}); `holdfast run` starts it again"
     ).show()
 
 

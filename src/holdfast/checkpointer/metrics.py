@@ -36,10 +36,11 @@ class MetricLog:
 
     Args:
         session: the run; failures surface in its `settle`.
+        take: gets the step and the metrics of each row, as plain numbers where nothing has to be waited for.
     """
 
-    def __init__(self, session: RunSession) -> None:
-        self._session = session
+    def __init__(self, session: RunSession, take: Callable[[int, Mapping[str, Any]], object] | None = None) -> None:
+        self._session, self._take = session, take
         self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
         self._current_step, self._current = -1, _EMPTY
         self._num_late = 0  # rows with values whose reading makes this thread wait
@@ -66,6 +67,8 @@ class MetricLog:
                 memory.add_row(step, epoch, now, plain)
         rows = self._rows
         rows.append((step, epoch, now, metrics if plain is None else plain))  # what is read is not read again
+        if self._take is not None:
+            self._take(step, metrics if plain is None else plain)
         if self._current_step == step:
             self._current = {**self._current, **metrics}
         else:

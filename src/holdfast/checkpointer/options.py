@@ -13,7 +13,7 @@ from holdfast._ranks import current_ranks, job_end
 from holdfast._suggest import closest
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep, Mirror, check_silence
+from holdfast.config import Guard, Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.selection import Selection, covers
@@ -86,6 +86,7 @@ class CheckpointerOptions:
         model_files: what is committed beside the tensors.
         on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
         rescue: when a snapshot is kept in memory.
+        guard: what is watched, and what follows.
     """
 
     intervals: tuple[Interval, ...]
@@ -108,6 +109,7 @@ class CheckpointerOptions:
     model_files: ModelFiles | None = None
     on_data_mismatch: str = "raise"
     rescue: tuple[Interval, ...] = ()
+    guard: Guard | None = None
 
     @classmethod
     def check(
@@ -135,6 +137,7 @@ class CheckpointerOptions:
         model_files: ModelFiles | Mapping[str, Content] | None = None,
         on_data_mismatch: str = "raise",
         rescue: IntervalLike | Sequence[IntervalLike] | None = None,
+        guard: Guard | None = None,
     ) -> CheckpointerOptions:
         """Check every argument.
 
@@ -150,6 +153,8 @@ class CheckpointerOptions:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
+        if guard is not None and not isinstance(guard, Guard):
+            raise ConfigError(f"guard={guard!r}: give a holdfast.Guard, as in Guard(metric='loss'), or None")
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
         check_silence(silence_s)
@@ -167,6 +172,8 @@ class CheckpointerOptions:
                 "rescue='auto': give an interval, as in rescue=50 or '30s'; a snapshot costs a memory copy"
             )
         snapshots = parse_intervals(rescue)
+        if any(interval.unit == "ep" for interval in snapshots):
+            raise ConfigError(f"rescue={rescue!r}: give steps, samples or a time (rescue=50); every='1ep' saves epochs")
         now = time.monotonic()
         Schedule(intervals, now=now)
         Schedule(snapshots, now=now)
@@ -209,6 +216,7 @@ class CheckpointerOptions:
             model_files=model_files_of(model_files),
             on_data_mismatch=on_data_mismatch,
             rescue=snapshots,
+            guard=guard,
         )
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
+from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
+from .guard import Judge
 from .ledger import DataLedger
 
 __all__ = ["RESERVED", "Batches", "NumberedBatches", "Progress"]
@@ -47,6 +49,8 @@ class Progress:
         added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
         ledger: what was trained on, compared with what resumed loaders give.
+        judge: judges the metric that a guard watches; its window is part of the state.
+        place: with a judge, the batches of the last step.
         first_seed: seed of the order of the data in a new run; all ranks need the same. None: a single process follows
             `torch.manual_seed`, several ranks (which may be seeded differently) take 0.
     """
@@ -79,12 +83,21 @@ class Progress:
         self._added_before: list[str] = []
         self.counted_by_user = False
         self._reminded: set[str] = set()
+        self.judge: Judge | None = None
+        self.place: tuple[BatchSpan, ...] = ()
+        self._left_out: set[BatchSpan] = set()  # batches that no life trains
 
     def stepped(self) -> None:
         """Count one optimizer step: what has been yielded so far is trained."""
         self.step += 1
         self.num_steps += 1
         self.epoch_steps += 1
+        if self.judge is not None:
+            self.place = tuple(
+                BatchSpan(name, self.epoch, self._trained[name][1], marks[0][1])
+                for name, marks in self._marks.items()
+                if marks[0][1] > self._trained[name][1]
+            )
         for name, marks in self._marks.items():
             at = marks[0]
             draws = self._draws[name]
@@ -140,6 +153,8 @@ class Progress:
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
             "steps_an_epoch": self._steps_an_epoch,
+            "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
+            "guard": None if self.judge is None else [self.judge.state_dict(), [list(span) for span in self.place]],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,6 +165,12 @@ class Progress:
         self._seed = state["seed"]
         self._added_before = list(state.get("added", ()))
         self.ledger.load_state_dict(state.get("ledger"))
+        num_ranks, left_out = state.get("left_out", (0, ()))
+        if num_ranks == self._world_size:  # each rank counts its own batches
+            self.leave_out(map(BatchSpan.from_json, left_out))
+        if self.judge is not None and (known := state.get("guard")) is not None:
+            self.judge.load_state_dict(known[0])
+            self.place = tuple(map(BatchSpan.from_json, known[1]))
         self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
         self._forget_passes()
         stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
@@ -284,6 +305,26 @@ class Progress:
         marks.append((self._live[name].samples, self._drawn[name]))
         if marks.maxlen == 1:
             self._body, self._body_thread = name, threading.get_ident()
+
+    def leave_out(self, spans: Iterable[BatchSpan]) -> None:
+        """Train these batches no more: loops do not see them."""
+        self._left_out.update(spans)
+
+    def leaves_out(self, name: str) -> bool:
+        """Tell whether the batch drawn just now is one that no life trains; if so its place counts as done."""
+        if not self._left_out:
+            return False
+        at, here = self._drawn[name], (name, self.epoch)
+        if not any(span[:2] == here and span.first <= at < span.end for span in self._left_out):
+            return False
+        marks = self._marks[name]
+        before, after = marks[-1], (self._live[name].samples, at + 1)
+        self._drawn[name] += 1
+        self._draws[name][0] += 1
+        marks[-1] = after
+        if self._trained[name] == before:
+            self._trained[name] = after
+        return True
 
     def exhausted(self, name: str, loader: Any) -> None:
         """Note that ``name`` has no more batches: what was drawn ahead moves up.
@@ -480,6 +521,8 @@ class Batches:
             self._drawn = iter(progress.open(self._loader, name, split=self._split, ahead=self._ahead))
         try:
             batch = next(self._drawn)
+            while progress.leaves_out(name):
+                batch = next(self._drawn)
         except StopIteration:
             self._ended = True
             progress.exhausted(name, self._loader)

@@ -40,6 +40,7 @@ __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
@@ -391,6 +392,7 @@ class RunSession:
                 submitted = snapshotter.submit(
                     state(), self.client, self.storage, job, metrics=late, lazy=follow is None
                 )
+                self._tell_memory(snapshotter)
                 future = submitted.future
                 self._sender.save_begun(name, submitted.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
@@ -441,12 +443,20 @@ class RunSession:
         )
         if self.extra:
             fields["extra"] = dict(self.extra)
+        joint = self.team is not None
         job = SaveJob(
-            directory=self._free_name(step), save_id=self.next_save_id(), manifest=fields, reuse=True, run=True
-        )
+            directory=self._free_name(step), save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
+            reuse=True, run=self.leads, part=joint, joint=joint,
+        )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, self.storage, job)
+        self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept
+
+    def _tell_memory(self, snapshotter: Snapshotter) -> None:
+        """Let `holdfast run` keep the memory of the newest saves for the next life."""
+        if self.life is not None:
+            self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,
@@ -521,8 +531,10 @@ class RunSession:
         *,
         follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
     ) -> None:
-        def ended(_: Future[Any]) -> None:
+        def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
+            if self.life is not None and not done.cancelled() and done.exception() is None:
+                self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
         save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
@@ -618,8 +630,6 @@ class RunSession:
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
-        if self.life is not None:
-            self.life.durable(stats.last_durable_step)
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost

@@ -20,7 +20,7 @@ from .signals import StopSignals
 
 __all__ = ["Call", "Deadline", "DistributedSavePolicy", "SavePolicy", "Schedule", "agreed"]
 
-Call = Literal["save", "stop", "settle"] | None
+Call = Literal["save", "stop", "settle", "rollback"] | None
 _LOOK_S = 0.0005
 
 

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
+from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
+from holdfast.run.life import kept_bytes
 from holdfast.run.process import memory_name
+from holdfast.run.record import metric_value, unpack
+from holdfast.run.rollbacks import Rollback, choose, in_words, is_sound, left_out_by, read_rollbacks
 from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
@@ -70,12 +74,16 @@ class StartedRun:
         has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
         is_own: the checkpoint is one of this run.
+        rollbacks: what the run remembers of bad steps.
+        before: step and name of the sound checkpoint of this run before the one that was resumed.
     """
 
     checkpoint: Checkpoint | None
     has_generators: bool
     finished_epochs: int | None
     is_own: bool
+    rollbacks: Sequence[Rollback] = ()
+    before: tuple[int, str] | None = None
 
 
 _DEEP = 6  # levels of a state in which parameters are looked for
@@ -105,7 +113,10 @@ def start_run(
     _open(session, options)
     live = state()
     probes = _begin_probes(session) if session.leads else {}
-    outcome = _resume(session, live, home, replace(options.fit, apart=apart), options)
+    rollbacks = [] if options.resume == "never" else read_rollbacks(session.opened.notes)
+    names, unsound = _candidates(session, options, rollbacks)
+    outcome = _resume(session, live, home, replace(options.fit, apart=apart), options, names, unsound)
+    progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     resumed = None
@@ -119,7 +130,9 @@ def start_run(
 
     def need() -> list[Any]:
         # Before any rank takes memory: each looks at what all of them share.
-        short.append(snapshotter.look_at_memory(live, reserve=_future_optimizer_bytes(live.values(), on="cpu")))
+        freed = kept_bytes(session.root.uri) // current_ranks().local_world_size
+        to_come = _future_optimizer_bytes(live.values(), on="cpu") - freed
+        short.append(snapshotter.look_at_memory(live, reserve=to_come))
         own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
@@ -132,6 +145,7 @@ def start_run(
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
+    left_out = _agree_on_rescue(session, snapshotter, options)
     inexact = _fix_gradient_orders(live, meeting)
     finished, before = None, session.opened.finished
     if mine and before and before.get("step") == progress.step:
@@ -140,13 +154,78 @@ def start_run(
         block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
-        if options.rescue and meeting.world_size > 1:
-            block.notes.append(
-                f"rescue= is left out: it works for one process, and {meeting.world_size} ranks save together"
-            )
+        if left_out:
+            block.notes.append(f"rescue= is left out: {left_out}")
+        block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(outcome.checkpoint, has_generators, finished, is_own=mine)
+    resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
+    earlier = _before(resumed_name, names, {**session.quarantined, **unsound}, session)
+    return StartedRun(
+        outcome.checkpoint, has_generators, finished, is_own=mine, rollbacks=rollbacks, before=earlier,
+    )  # fmt: skip
+
+
+def _before(
+    resumed: str | None, names: Sequence[str], bad: Mapping[str, str], session: RunSession
+) -> tuple[int, str] | None:
+    """Return the checkpoint that would have been resumed if ``resumed`` were not there."""
+    later = names[names.index(resumed) + 1 :] if resumed in names else ()
+    name = next((name for name in later if name not in bad), None)
+    return next(((row[2], name) for row in session.opened.records if row[0] == name), None) if name else None
+
+
+def _candidates(
+    session: RunSession, options: CheckpointerOptions, rollbacks: Sequence[Rollback]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the checkpoints to try, in their order, and why others of the run are not sound."""
+    rows, guard = session.opened.records, options.guard
+    bad, doubtful = choose(rows, rollbacks)
+    if guard is not None and guard.action != "warn":
+        for row in rows:
+            if row[0] not in bad and not is_sound(value := metric_value(unpack(row).metrics, guard.metric)):
+                bad[row[0]] = f"its {guard.metric} is {value}"
+    is_fresh = bool(rows and rollbacks) and rollbacks[-1].began == 0 and bad.keys() == {row[0] for row in rows}
+    if is_fresh and not session.opened.quarantined:
+        return [], {}  # the life with the bad step had begun afresh, and nothing was saved before that step
+    return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
+
+
+def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int, num_ranks: int) -> list[str]:
+    """Say what the guard has found in earlier lives."""
+    notes = [f"not taken, its files are left alone: {name}: {why}" for name, why in list(unsound.items())[:3]]
+    if len(unsound) > len(notes):
+        notes.append(f"not taken for such reasons: {len(unsound) - len(notes)} more")
+    if rollbacks and step < rollbacks[-1].step and not rollbacks[-1].left_out:
+        notes.append(f"rolled back from step {rollbacks[-1].step}: {rollbacks[-1].in_words()}")
+    if left_out := left_out_by(rollbacks, num_ranks=num_ranks):
+        notes.append(f"left out, as the guard has found: {in_words(left_out)}")
+    for others in {rollback.num_ranks for rollback in rollbacks if rollback.left_out} - {num_ranks}:
+        notes.append(
+            f"NOT left out, as {num_ranks} rank(s) count batches otherwise than {others}: "
+            f"{in_words(left_out_by(rollbacks, num_ranks=others))}"
+        )
+    return notes
+
+
+def _agree_on_rescue(session: RunSession, snapshotter: Snapshotter, options: CheckpointerOptions) -> str:
+    """Let all ranks keep snapshots, or none; return why there are none, "" if there are, or nobody asked for them."""
+    if not options.rescue:
+        return ""
+    why, meeting = "", session.meeting
+    if session.staged:
+        why = "the ranks share no disk"
+    elif meeting.world_size > 1 and all(interval.unit != "ba" for interval in options.rescue):
+        why = "several ranks keep the same steps, give a number of steps (rescue=50)"
+    elif snapshotter.streams and options.max_staging_bytes is not None:
+        why = "the state does not fit into max_staging_bytes"
+    elif snapshotter.model_files is not None and meeting.world_size > 1:
+        why = "with model_files the ranks put tensors together, which they do at saves alone"
+    elif not snapshotter.rescues and meeting.world_size > 1:
+        why = "memory is short on a rank"
+    agreed: str = meeting.agree("rescue", lambda: why, lambda reasons: next(filter(None, reasons), ""))
+    snapshotter.rescues = snapshotter.rescues and not agreed
+    return agreed
 
 
 def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:
@@ -202,15 +281,17 @@ def _probe(session: RunSession, storage: Storage) -> Future[Any]:
 
 
 def _resume(
-    session: RunSession, live: Mapping[Any, Any], home: Mapping[str, Any], fit: Fit, options: CheckpointerOptions
-) -> ResumeResult:
+    session: RunSession, live: Mapping[Any, Any], home: Mapping[str, Any], fit: Fit, options: CheckpointerOptions,
+    candidates: Sequence[str], unsound: Mapping[str, str],
+) -> ResumeResult:  # fmt: skip
     """Load the checkpoint to go on from, and put plain values back into the mapping that the user gave."""
+    quarantined = session.opened.quarantined
     outcome = resume_run(
         session.root,
         live,
         options.resume,
-        candidates=[row[0] for row in session.opened.records],
-        quarantined=session.opened.quarantined,
+        candidates=candidates,
+        quarantined={**quarantined, **unsound},
         quarantine=session.quarantine,
         meeting=session.meeting,
         sides=lambda name: _sides(name, session),
@@ -513,6 +594,8 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
                 "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
                 "Pin them, or use another directory, to keep them"
             )
+        if options.resume != "never":
+            return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} hold a bad step"
         return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
     # Whoever expected a resume has to see why there is none.
     found = RunView(storage)

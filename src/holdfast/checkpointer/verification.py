@@ -68,4 +68,4 @@ def watcher(path: Any) -> Watcher | None:
     plan = os.environ.get(VERIFY_VARIABLE)
     if not plan:
         return None
-    return cast("Watcher", importlib.import_module(_HOME).Witness(plan, path))
+    return cast("Watcher | None", importlib.import_module(_HOME).witness(plan, path))

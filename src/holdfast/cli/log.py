@@ -93,7 +93,8 @@ def log(
         return
     if as_json:
         picked = [_picked(row, names) for row in shown]
-        print_json({"path": catalog.storage.uri, "metrics": names, "rows": picked, "deaths": _deaths(catalog)})
+        about = {"path": catalog.storage.uri, "metrics": names, "rows": picked}
+        print_json({**about, "deaths": _events(catalog, "died"), "guard": _events(catalog, "guard")})
     elif kind == "jsonl":
         for row in shown:
             click.echo(json.dumps(strict(_picked(row, names)), allow_nan=False, default=str))
@@ -101,7 +102,9 @@ def log(
         _csv(shown, names)
     else:
         _table(shown[-30:] if tail is None else shown, names, len(rows))
-        for death in _deaths(catalog):
+        for found in _events(catalog, "guard"):
+            click.echo(printable(f"attempt {found['attempt']}, step {found['step']}: the guard: {found['why']}"))
+        for death in _events(catalog, "died"):
             where = "" if death["step"] is None else f" at step {death['step']}"
             click.echo(printable(f"attempt {death['attempt']} died{where}: {death['why']}"))
             for line in death["stacks"].splitlines():
@@ -137,9 +140,9 @@ def _follow(
             time.sleep(pause_s)
 
 
-def _deaths(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return what `holdfast run` has seen of the ends of attempts, in order of time."""
-    events = [event for event in catalog.index.read_history().events if event.what == "died"]
+def _events(catalog: Catalog, what: str) -> list[dict[str, Any]]:
+    """Return the events of a kind, in order of time: ends of attempts ("died"), or what a guard has found ("guard")."""
+    events = [event for event in catalog.index.read_history().events if event.what == what]
     names = ("attempt", "time", "step", "why", "stacks")
     return [{name: getattr(event, name) for name in names} for event in events]
 

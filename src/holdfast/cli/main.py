@@ -11,6 +11,7 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
+from .attack import attack
 from .average import average
 from .diff import diff
 from .doctor import doctor
@@ -36,7 +37,7 @@ __all__ = ["cli", "main"]
 _GROUPS = {
     "Train": ("run",),
     "Look": ("ls", "show", "diff", "log", "stats", "page", "latest", "best"),
-    "Check": ("verify", "verify-resume", "doctor"),
+    "Check": ("verify", "verify-resume", "attack", "doctor"),
     "Follow": ("watch",),
     "Keep": ("pin", "unpin", "prune", "rm"),
     "Move": ("push", "pull", "cp", "sweep"),
@@ -96,6 +97,7 @@ def cli(context: click.Context) -> None:
         click.echo("holdfast --help lists the commands", err=True)
 
 
+cli.add_command(attack)
 cli.add_command(average)
 cli.add_command(best)
 cli.add_command(cp)

@@ -24,6 +24,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide
+from holdfast.run.rollbacks import read_rollbacks
 from holdfast.run.status import run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
@@ -380,6 +381,8 @@ def _attempts(rows: Sequence[dict[str, Any]], on_path: set[int]) -> list[dict[st
 
 def _warnings(catalog: Catalog) -> list[str]:
     warnings = [f"{name}: {reason}" for name, reason in catalog.bad().items()]
+    for rollback in read_rollbacks(catalog.index.notes):
+        warnings.append(f"the guard, step {rollback.step} of attempt {rollback.attempt}: {rollback.in_words()}")
     if catalog.rebuilt:
         warnings.append("run.json could not be used; what is shown was read from the checkpoints themselves")
     if strangers := sorted(catalog.others.keys() - catalog.guests.keys()):

@@ -24,7 +24,7 @@ MOST_READ = 200_000
 _MOST_WAITING = 500
 _FULL_BYTES = 8 << 10
 _LONGEST = 300
-_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted", "died")
+_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted", "died", "guard")
 _MOST_STACKS = 6000
 
 
@@ -35,7 +35,8 @@ class JournalEvent:
     Attributes:
         what: "began" (the first step of an attempt was done), "saved" (a checkpoint was committed), "cost" (the times
             of that save as the trainer saw them), "lost" (a save failed), "skipped" (a save was due while an earlier
-            one was being written) or "deleted".
+            one was being written), "deleted", "died" (what `holdfast run` saw of the end of an
+            attempt) or "guard" (a bad step, and what followed).
         time: seconds since 1970 by the clock of the host.
         attempt: the attempt that did it; of a deletion, the attempt that had saved the checkpoint.
         name: of the checkpoint.

@@ -14,21 +14,39 @@ import struct
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "LifeReport", "RunReport", "deaths_before", "read_reports"]
+__all__ = [
+    "ARENAS",
+    "GUARD_STATUS",
+    "KEPT",
+    "VARIABLE",
+    "LifeReport",
+    "RunReport",
+    "deaths_before",
+    "kept_arenas",
+    "kept_bytes",
+    "read_reports",
+]
 
 VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
+GUARD_STATUS = 86
+"""Exit status after a guard has found a bad step: the next start goes on from before it."""
 DEATHS = "deaths.json"
 MODULES = "modules.json"
-_FIELDS = struct.Struct("<8q")
+ARENAS = "arenas-"
+"""Begins the names of files in which a process names its arenas: {"pid", "arenas": [{"fd", "size", "uri", "files"}]}"""
+KEPT = "kept.json"
+"""The arenas of the life before: [{"path", "size", "uri", "files": [[stem, suffix, offset], ...]}]."""
+_FIELDS = struct.Struct("<7q")
+_DURABLE = struct.Struct("<q")  # behind the others: another thread writes it
 _TEXT_AT, _BYTES = 256, 4096
-_ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED = range(6)
-_ENDS = {"finished": _FINISHED, "stopped": _STOPPED}
+_ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED, _ROLLED_BACK, _GIVEN_UP = range(8)
+_ENDS = {"finished": _FINISHED, "stopped": _STOPPED, "rolled back": _ROLLED_BACK, "given up": _GIVEN_UP}
 
 
 class LifeReport:
@@ -42,17 +60,21 @@ class LifeReport:
     def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
         self._owner = os.getpid()
         self._state, self._step, self._longest, self._resumed, self._durable = _ENTERED, -1, 0, -1, -1
-        self._moment, self._requeue, self._wait_ms = time.monotonic_ns(), -1, 0
-        self._fd = -1
+        self._moment, self._limits = time.monotonic_ns(), (-1, 0)  # requeue status, milliseconds that a save may hold
+        self._fd, self._name = -1, f"{self._owner}-{time.monotonic_ns()}"
+        self._arenas: tuple[tuple[int, int], ...] = ()
+        self._num_told = 0  # how often arenas were named
+        self._folder, self._uri = folder, str(about.get("uri", ""))
         text = json.dumps({**about, "pid": self._owner}).encode()
         if len(text) > _BYTES - _TEXT_AT:
             return
         with contextlib.suppress(OSError):
-            name = f"run-{self._owner}-{time.monotonic_ns()}"
+            name = f"run-{self._name}"
             fd = os.open(f"{folder}/.{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.pwrite(fd, text.ljust(_BYTES - _TEXT_AT), _TEXT_AT)
             self._fd = fd
             self._write()
+            self.durable(-1)
             os.rename(f"{folder}/.{name}", f"{folder}/{name}")
 
     @classmethod
@@ -73,10 +95,13 @@ class LifeReport:
             requeue: exit status after a signal.
             wait_s: bound of the waits for a save.
         """
-        self._resumed = self._durable = step
-        self._requeue, self._wait_ms, self._state = requeue, int(wait_s * 1000), _TRAINS
+        self._resumed, self._limits, self._state = step, (requeue, int(wait_s * 1000)), _TRAINS
         self._step, self._moment = step, time.monotonic_ns()
         self._write()
+        self.durable(step)
+        for arena in kept_arenas(self._uri):  # all ranks have loaded: the memory is needed
+            with contextlib.suppress(OSError):
+                os.truncate(arena["path"], 0)
 
     def stepped(self, step: int) -> None:
         """Report the boundary of a step."""
@@ -93,9 +118,29 @@ class LifeReport:
             self._write()
 
     def durable(self, step: int) -> None:
-        """Report that the checkpoint of a step is committed."""
+        """Report that the checkpoint of a step is committed; may be called on another thread."""
+        if self._fd < 0 or self._owner != os.getpid():
+            return
         self._durable = max(self._durable, step)
-        self._write()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, _DURABLE.pack(self._durable), _FIELDS.size)
+
+    def keeps(self, arenas: Sequence[tuple[int, int]], files: Callable[[], Sequence[tuple[str, str, int]]]) -> None:
+        """Name the memory that saves of this run are copied to, so that it may outlive this process.
+
+        Args:
+            arenas: (descriptor, bytes) of each arena.
+            files: returns (name before the id of a save, name after it, first byte in an arena) of each file.
+        """
+        if tuple(arenas) == self._arenas or self._owner != os.getpid():
+            return
+        self._arenas = tuple(arenas)
+        about = [{"fd": fd, "size": size, "uri": self._uri, "files": files()} for fd, size in arenas]
+        with contextlib.suppress(OSError):
+            path = Path(self._folder, f".{self._name}")
+            path.write_text(json.dumps({"pid": self._owner, "arenas": about}), encoding="utf-8")
+            path.rename(Path(self._folder, f"{ARENAS}{self._name}-{self._num_told}"))
+            self._num_told += 1
 
     def end(self, reason: str = "closed") -> None:
         """Report that the run was left; the first reason counts."""
@@ -106,9 +151,9 @@ class LifeReport:
     def _write(self) -> None:
         if self._fd < 0 or self._owner != os.getpid():
             return
-        fields = (self._state, self._step, self._moment, self._longest, self._resumed, self._durable)
+        fields = (self._state, self._step, self._moment, self._longest, self._resumed)
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, _FIELDS.pack(*fields, self._requeue, self._wait_ms), 0)
+            os.pwrite(self._fd, _FIELDS.pack(*fields, *self._limits), 0)
 
 
 def _tell_imports(folder: Path) -> None:
@@ -145,6 +190,8 @@ class RunReport:
         pid: of the process.
         trains: steps are counted, and the run was not left.
         stopped: the run was left for a signal or a deadline, with all steps saved.
+        rolled_back: the run was left by its guard, which had found a bad step: to be started again.
+        given_up: the run was left by its guard, and must not be started again.
         waits: a save holds the loop.
         step: steps done; -1 if they are not counted.
         moment_s: `time.monotonic` of the last boundary.
@@ -161,6 +208,8 @@ class RunReport:
     pid: int
     trains: bool
     stopped: bool
+    rolled_back: bool
+    given_up: bool
     waits: bool
     step: int
     moment_s: float
@@ -178,10 +227,12 @@ def read_reports(folder: Path) -> list[RunReport]:
         try:
             data = path.read_bytes()
             about = json.loads(data[_TEXT_AT:])
-            state, step, moment, longest, resumed, durable, requeue, wait_ms = _FIELDS.unpack_from(data)
+            state, step, moment, longest, resumed, requeue, wait_ms = _FIELDS.unpack_from(data)
+            (durable,) = _DURABLE.unpack_from(data, _FIELDS.size)
             report = RunReport(
                 uri=str(about["uri"]), attempt=int(about["attempt"]), rank=int(about["rank"]), pid=int(about["pid"]),
-                trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, waits=state == _WAITS, step=step,
+                trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, rolled_back=state == _ROLLED_BACK,
+                given_up=state == _GIVEN_UP, waits=state == _WAITS, step=step,
                 moment_s=moment / 1e9, longest_s=longest / 1e9, resumed=resumed, durable=durable, requeue=requeue,
                 wait_s=wait_ms / 1e3,
             )  # fmt: skip
@@ -189,6 +240,22 @@ def read_reports(folder: Path) -> list[RunReport]:
             continue
         found.append((int(path.name.rpartition("-")[2]), report))
     return [report for _, report in sorted(found, key=lambda pair: pair[0])]
+
+
+def kept_arenas(uri: str | None = None) -> list[dict[str, Any]]:
+    """Return the arenas that the life before has left, of one run or of all; [] without a supervisor."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return []
+    try:
+        return [arena for arena in json.loads(Path(folder, KEPT).read_bytes()) if uri in (None, arena["uri"])]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def kept_bytes(uri: str) -> int:
+    """Return how much memory the life before has left for one run, which is given back when steps begin."""
+    return sum(int(arena["size"]) for arena in kept_arenas(uri))
 
 
 def deaths_before(uri: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from types import FrameType
 __all__ = ["STOPS", "HeldSignals", "hold"]
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
-_PASSED = (*STOPS, "SIGUSR2")
+_PASSED = (*STOPS, "SIGUSR2", "SIGTSTP")
 
 
 class HeldSignals:

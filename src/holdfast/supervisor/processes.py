@@ -107,6 +107,12 @@ class LifeProcesses:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 
+    def send_groups(self, number: int) -> None:
+        """Send a signal to the process groups: what we started, and its children."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, number)
+
     @property
     def kill_line(self) -> str:
         """The line for a shell that ends all processes of this life."""
@@ -137,9 +143,7 @@ class LifeProcesses:
 
     def end(self) -> None:
         """Kill what is left of the process groups: data loader workers, ranks that wait for a dead one."""
-        for process in self._processes:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
+        self.send_groups(signal.SIGKILL)
         self.poll(waits=True)
 
     def reap(self) -> None:

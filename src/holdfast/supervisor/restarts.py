@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["GUARD_STATUS", "REQUEUE_STATUS", "Again", "Death", "End", "after"]
+__all__ = ["REQUEUE_STATUS", "Again", "Death", "End", "after"]
 
 REQUEUE_STATUS = 85
-GUARD_STATUS = 86
 _PAUSES_S = (0.0, 1.0, 5.0, 30.0)
 _SAME = 3  # lives that end alike
 _IDLE = 10  # lives in a row without a new durable step
@@ -30,6 +29,8 @@ class Death:
         durable: newest durable step of each run, by its URI, as far as is known.
         trained: a step was made in this life.
         status: exit status in the manner of a shell.
+        rolled_back: its guard has found a bad step, and the next life goes on from before that.
+        given_up: its guard has found a bad step, and there must be no next life.
     """
 
     number: int
@@ -41,6 +42,8 @@ class Death:
     durable: Mapping[str, int] = field(default_factory=dict)
     trained: bool = False
     status: int = 1
+    rolled_back: bool = False
+    given_up: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -77,6 +80,10 @@ def after(deaths: Sequence[Death]) -> Again | End:
         >>> after([Death(number=1, seconds=9.0, cause="killed by SIGKILL", step=7, durable={"run": 5})])
         Again(pause_s=0.0)
     """
+    if deaths[-1].given_up:
+        return End("its guard has found a bad step, and says above why the run must not go on")
+    if deaths[-1].rolled_back:
+        return Again(0.0)  # no crash: how often is bounded by `holdfast.Guard.max_rollbacks`
     idle = _without_progress(deaths)
     last = idle[-_SAME:]
     if len(last) == _SAME:
@@ -101,6 +108,9 @@ def _without_progress(deaths: Sequence[Death]) -> list[Death]:
     known: dict[str, int] = {}
     idle: list[Death] = []
     for death in deaths:
+        if death.rolled_back:  # what was durable before the bad step is the measure no more
+            known, idle = {}, []
+            continue
         is_new = any(step > known.get(uri, -1) for uri, step in death.durable.items())
         if is_new or (not death.is_known and death.seconds >= _LONG_S):
             idle = []

@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.run.life import DEATHS, RunReport, read_reports
 
 from .early import STOPS, HeldSignals
+from .kept import KeptArenas
 from .processes import (
     LifeProcesses,
     describe_status,
@@ -29,7 +30,7 @@ from .processes import (
     prepare_child,
     shell_status,
 )
-from .restarts import GUARD_STATUS, REQUEUE_STATUS, Again, Death, End, after
+from .restarts import REQUEUE_STATUS, Again, Death, End, after
 from .warm import PythonCommand, Spare, is_told
 
 __all__ = ["Supervisor"]
@@ -75,9 +76,11 @@ class Supervisor:
         self._stopping: int | None = None  # the signal that asked for it
         self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
+        self._continued = 0.0  # when we were last continued after a Ctrl-Z
         self._hangs = 0  # in a row: each doubles the time for the next life
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
+        self._kept = KeptArenas()
         self._python = PythonCommand.parse(command) if warm and num_ranks is None and self._alone else None
         self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
         self._wake, wake = os.pipe()
@@ -103,6 +106,7 @@ class Supervisor:
             if self._spare is not None:
                 self._spare.close()
             self._reap()
+            self._kept.close()
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _reap(self) -> None:
@@ -118,6 +122,7 @@ class Supervisor:
         folder = self._home / f"life-{number}"
         folder.mkdir()
         (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
+        self._kept.begin(folder)
         began = time.monotonic()
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -140,9 +145,11 @@ class Supervisor:
         death = self._death(number, time.monotonic() - began, worst, reports, folder, hang)
         self._deaths.append(death)
         self._hangs = self._hangs + 1 if hang is not None else 0
-        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()]
+        # What a guard has found is in the journal already.
+        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()
+                if not (death.rolled_back or death.given_up)]  # fmt: skip
         self._told += told
-        decision = self._decide(worst)
+        decision = self._decide()
         self._say_death(death, decision)
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(decision, End):
@@ -171,6 +178,7 @@ class Supervisor:
                 sys.stderr.flush()
                 return f"{why}\n{stacks}"
             self._get_ready(folder)
+            self._kept.look(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
         if self._stopping is not None:
             # The command was a shell that died of the signal: the script itself has yet to save.
@@ -205,7 +213,7 @@ class Supervisor:
             first = report.step <= report.resumed
             limit_s = self._hang_s or (_FIRST_S if first else max(_HANG_S, _HANG_STEPS * report.longest_s))
             limit_s = limit_s * 2**self._hangs + (report.wait_s if report.waits else 0.0)
-            silent_s = now - report.moment_s
+            silent_s = now - max(report.moment_s, self._continued)
             if silent_s > limit_s:
                 return (
                     f"rank {report.rank} of {report.uri} has ended no step for {format_duration(silent_s)} "
@@ -223,21 +231,22 @@ class Supervisor:
             return worst
         if self._stopping is None:
             return None
-        if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or any(report.stopped for report in reports)):
+        has_stopped = any(report.stopped or report.rolled_back for report in reports)
+        if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or has_stopped):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
             # status for what its ranks did: the job is to be queued again.
-            if not any(report.stopped for report in reports):  # else the script has said it
+            if not has_stopped:  # else the script has said it
                 name = signal.Signals(self._stopping).name
                 _say(f"{name} has ended the script; the same command starts it again (exit status {self._requeue})")
             return self._requeue
         return shell_status(worst)
 
-    def _decide(self, worst: int) -> Again | End:
+    def _decide(self) -> Again | End:
         if not self._alone:
             return End(
                 "this is one rank of several, and its launcher starts all of them again (torchrun --max-restarts)"
             )
-        return Again(0.0) if worst == GUARD_STATUS else after(self._deaths)
+        return after(self._deaths)
 
     def _death(
         self, number: int, seconds: float, worst: int, reports: Sequence[RunReport], folder: Path, hang: str | None
@@ -248,13 +257,17 @@ class Supervisor:
             durable[report.uri] = max(durable.get(report.uri, -1), report.durable)
         text = f"{error['type']}: {error['message']}" if error else ""
         place = f" ({error['place']})" if error.get("place") else ""
+        given_up = hang is None and any(report.given_up for report in reports)
+        rolled_back = hang is None and not given_up and any(report.rolled_back for report in reports)
         cause = "hang" if hang is not None else describe_status(worst)
+        if rolled_back:
+            cause = f"rolled back by its guard ({cause})"
         return Death(
             number=number, seconds=seconds, cause=cause, error=text + place,
             traceback=hang or str(error.get("traceback", "")), step=reports[-1].step if reports else -1,
             durable=durable, trained=any(report.step > report.resumed >= 0 or report.step > 0 > report.resumed
                                          for report in reports),
-            status=1 if hang is not None else shell_status(worst),
+            status=1 if hang is not None else shell_status(worst), rolled_back=rolled_back, given_up=given_up,
         )  # fmt: skip
 
     def _tell(self, death: Death, report: RunReport) -> dict[str, Any]:
@@ -289,6 +302,9 @@ class Supervisor:
         """Pass on the signals that have come; True if one of them asks to stop, now or before."""
         while self._held.waiting:
             number = self._held.waiting.pop(0)
+            if number == signal.SIGTSTP:
+                self._stand_still(processes)
+                continue
             if number in _STOPS:
                 self._stopping = self._stopping or number
                 self._stops += 1
@@ -297,6 +313,15 @@ class Supervisor:
                 if number in _STOPS and self._stops == _MANY_STOPS:
                     _say(f"the script was sent each signal and has not ended; to end it now: {processes.kill_line}")
         return self._stopping is not None
+
+    def _stand_still(self, processes: LifeProcesses | None) -> None:
+        """Stop with all processes of this life, as a Ctrl-Z asks, until we are continued (fg, bg)."""
+        if processes is not None:
+            processes.send_groups(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if processes is not None:
+            processes.send_groups(signal.SIGCONT)
+        self._continued = time.monotonic()
 
     def _stopped_between(self) -> int:
         """Return the exit status after a signal while no life was there."""

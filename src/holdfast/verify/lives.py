@@ -23,7 +23,17 @@ from holdfast.errors import ConfigError
 
 from .plan import LifePlan, Row
 
-__all__ = ["Command", "Forked", "Life", "LifeFailedError", "Watch", "run_life"]
+__all__ = [
+    "Command",
+    "Forked",
+    "Life",
+    "LifeFailedError",
+    "Process",
+    "Watch",
+    "end_with_parent",
+    "observed_environment",
+    "run_life",
+]
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
@@ -33,9 +43,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies: nothing runs on for a verifier that is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def observed_environment(env: Mapping[str, str] | None, *, observed: bool = True) -> dict[str, str]:
+    """Return the environment of a life, in which each interpreter loads the observer."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+    if observed:
+        path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(_START), *([path] if path else [])])
+    return environment
 
 
 class LifeFailedError(AssertionError):
@@ -67,6 +86,18 @@ class Life:
         return self.output.read_text(errors="replace").strip()[-limit:]
 
 
+class Process(Protocol):
+    """What a life runs in."""
+
+    def start(self, plan: Path, output: Path) -> int:
+        """Start it with its output in the file ``output``; return its process id, which is that of its session."""
+        ...
+
+    def wait(self) -> int:
+        """Return its exit status; it has ended."""
+        ...
+
+
 class Command:
     """A command, such as ``["python", "train.py"]``.
 
@@ -91,15 +122,13 @@ class Command:
 
     def start(self, plan: Path, output: Path) -> int:
         """Start the command with its output in the file ``output``; return its process id."""
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, VERIFY_VARIABLE: str(plan)}
-        if self._observed:
-            path = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join([str(_START), *([path] if path else [])])
+        environment = observed_environment(self._env, observed=self._observed)
+        environment[VERIFY_VARIABLE] = str(plan)
         with open(output, "ab") as file:
             try:
                 self._process = subprocess.Popen(
                     self._command, env=environment, cwd=self._cwd, start_new_session=True, stdin=subprocess.DEVNULL,
-                    stdout=file, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
+                    stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
                 raise ConfigError(f"{self._command[0]!r} cannot be started: {error}") from error
@@ -133,7 +162,7 @@ class Forked:
     def _child(self, plan: Path, output: Path) -> NoReturn:
         status = 1
         try:
-            _end_with_parent()
+            end_with_parent()
             os.setsid()
             os.environ[VERIFY_VARIABLE] = str(plan)
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -154,7 +183,7 @@ class Forked:
 
 
 def run_life(
-    target: Command | Forked,
+    target: Process,
     plan: LifePlan,
     *,
     timeout_s: float,
@@ -188,7 +217,9 @@ def run_life(
         sessions = {pid}
         try:
             came = _until_it_ends(pid, pipe, sessions, begun + timeout_s, watch)
-            if came == "moment" and plan.gentle:
+            if came == "due" and watch is not None:
+                _kill_at_once(pid, watch)
+            elif came == "moment" and plan.gentle:
                 _terminate(pid, Path(f"{plan.signal}.go"))
         finally:
             _kill(pid, sessions)
@@ -198,7 +229,7 @@ def run_life(
         os.close(alive)
         for fifo in fifos:
             os.unlink(fifo)
-    killed = came == "moment"
+    killed = came in ("moment", "due")
     if came == "late":
         raise LifeFailedError(f"the script did not end within {timeout_s:.0f} s{_said(output)}")
     if failure_counts and not killed and status != 0:
@@ -209,7 +240,13 @@ def run_life(
 
 
 class Watch(Protocol):
-    """Something to read while a life runs."""
+    """Something to read while a life runs.
+
+    Attributes:
+        due: when, by the monotonic clock, everything that the life has started is killed; None: not yet.
+    """
+
+    due: float | None
 
     def fileno(self) -> int:
         """Return what to wait for."""
@@ -219,16 +256,22 @@ class Watch(Protocol):
         """Read what is there."""
         ...
 
+    def stopped(self) -> None:
+        """Look at what is left, just before the kill that was due: all processes stand still."""
+        ...
+
 
 def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float, notes: Watch | None) -> str:
-    """Wait until the process has "ended", all ranks are at the "moment", or it is too "late"."""
+    """Wait until the process has "ended", all ranks are at the "moment", the kill is "due", or it is too "late"."""
     watch = os.pidfd_open(pid)
     sources = [watch, pipe] if notes is None else [watch, pipe, notes.fileno()]
     waiting: dict[int, int] = {}  # rank -> process
     world, text = 1, b""
     try:
         while len(waiting) < world:
-            ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+            due = None if notes is None else notes.due
+            until = deadline if due is None else min(deadline, due)
+            ready, _, _ = select.select(sources, [], [], max(0.0, until - time.monotonic()))
             if notes is not None and notes.fileno() in ready:
                 notes.read()
             if pipe in ready:
@@ -241,7 +284,9 @@ def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float, not
                     deadline = min(deadline, time.monotonic() + _OTHERS_S)
             elif watch in ready:
                 return "ended"
-            elif not ready:
+            elif notes is not None and notes.due is not None and time.monotonic() >= notes.due:
+                return "due"
+            elif not ready and time.monotonic() >= deadline:
                 return "moment" if waiting else "late"
         return "moment"
     finally:
@@ -258,6 +303,21 @@ def _terminate(pid: int, go: Path) -> None:
     finally:
         os.close(watch)
         go.unlink()
+
+
+def _kill_at_once(pid: int, watch: Watch) -> None:
+    """Kill a process and all that descends from it, in whichever session: none gets on with its work in between."""
+    tree = [pid]
+    for one in tree:  # a stopped process starts no other
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGSTOP)
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                tree += [int(child) for child in Path(f"/proc/{one}/task/{thread}/children").read_text().split()]
+    watch.stopped()
+    for one in tree:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _kill(pid: int, sessions: set[int]) -> None:

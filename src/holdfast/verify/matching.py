@@ -14,7 +14,7 @@ from typing import Any
 
 from .records import Record, Step, stages
 
-__all__ = ["Finding", "Match", "compare_fresh", "match_life"]
+__all__ = ["Finding", "Match", "compare_fresh", "find_state", "is_followed", "match_life"]
 
 _ROUNDED = 0.02  # relative: bfloat16 keeps 8 bits
 _FEW = 3  # steps of which the data are looked for
@@ -94,6 +94,30 @@ def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, 
         return Match(began=0, steps=len(life.steps), findings=(Finding(kind="starts over", step=0, facts=facts),))
     findings, notes = _compare_steps(reference, life, began, to_end=to_end)
     return Match(began=began, steps=len(life.steps), findings=tuple(findings), notes=tuple(notes))
+
+
+def find_state(reference: Record, life: Record, *, killed_at: int) -> tuple[int | None, bool]:
+    """Find the state before the first step of a life among those of the uninterrupted one.
+
+    Returns:
+        The step, None if the weights are those of no step, or are not those that belong to the optimizer state; and
+        whether the rest of the state is that of the step, too.
+    """
+    first, steps = life.steps[0], reference.steps
+    began = _locate(steps, first, killed_at)
+    if began is None:
+        return None, False
+    if first["s"] and not _same_state(steps[began], first) and any(_same_state(step, first) for step in steps):
+        return None, False
+    return began, not _unequal_state(steps[began], first)
+
+
+def is_followed(reference: Record, life: Record, began: int) -> bool:
+    """Tell whether each state of a life, from its first step on, is that of the uninterrupted one."""
+    pairs = zip(reference.steps[began:], life.steps, strict=False)
+    return len(life.steps) <= len(reference.steps) - began and not any(
+        name in ("w", "s") for left, right in pairs for name in _unequal_state(left, right)
+    )
 
 
 # ---- where a life goes on

@@ -440,7 +440,7 @@ class Observer:
         if id(optimizer) in self._stack:  # its last step ended with an error
             del self._stack[self._stack.index(id(optimizer)) :]
         self._stack.append(id(optimizer))
-        if len(self._stack) == 1:
+        if len(self._stack) == 1 and not _makes_state(optimizer):
             closure = any(callable(one) for one in [*args[1:], kwargs.get("closure")])
             self._guarded(lambda: self._row(optimizer, closure=closure))
             self._stop_here()
@@ -463,7 +463,8 @@ class Observer:
         sample = trained.weights.sample(weights)
         ((_, raw),) = trained.weights.parts([len(weights)])
         row: dict[str, Any] = {
-            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "w": sample, "wv": raw,
+            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "now": time.time(),
+            "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "e": trained.others.sample(trained.other_tensors),
             "r": self._generators(), "ep": self._num_ended,
@@ -478,7 +479,7 @@ class Observer:
             float(one._scale) for one in scales if one is not None and one._scale is not None and one._scale.is_cpu
         ]
         began = time.perf_counter()
-        if began - self._whole_at > _SHARE * self._whole_s or self._num_rows < 2:
+        if began - self._whole_at > _SHARE * self._whole_s or self._num_rows < 2 or self._plan.get("whole"):
             row["whole"] = self._whole(trained)
             self._whole_at = time.perf_counter()
             self._whole_s = self._whole_at - began
@@ -613,6 +614,18 @@ class Observer:
         go = self._plan["signal"] + ".go"
         while not (self._plan.get("gentle") and os.path.exists(go)):
             time.sleep(0.01)
+
+
+def _makes_state(optimizer: Any) -> bool:
+    """Tell whether torch's `get_state_dict` makes this step, without gradients, to have a state that can be loaded."""
+    frame = None if optimizer.state else sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _weights(optimizer: Any) -> Iterator[Any]:

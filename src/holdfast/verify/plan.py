@@ -51,6 +51,8 @@ class LifePlan:
         stop: where to stop, for good.
         every: record the state after every so many steps.
         observe: record the steps of torch's optimizers too (`observer`).
+        witness: a Checkpointer of the script is watched; else it saves as ever, and the observer alone records.
+        whole: sum weights and state whole at each observed step, whatever it costs.
         seed: of the generators that every fresh process seeds by chance; None leaves them alone.
         kill_at: number of the observed step before which to stop, for good; counted in each process from 0.
         gentle: the process goes on once the file ``signal`` + ".go" is there, which follows a SIGTERM.
@@ -66,6 +68,8 @@ class LifePlan:
     stop: Moment | None = None
     every: int = 1
     observe: bool = False
+    witness: bool = True
+    whole: bool = False
     seed: int | None = None
     kill_at: int | None = None
     gentle: bool = False

@@ -27,7 +27,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 
 from .causes import likely_causes
 from .comparison import Difference, Unsteady, first_difference, unsteady
-from .lives import Command, Forked, Life, LifeFailedError, Watch, run_life
+from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
 from .moments import Kill, choose
 from .plan import LifePlan, Moment, Row
 
@@ -284,7 +284,7 @@ def examine(
         LifeFailedError: a life ended with an error.
     """
     check_arguments(command, kills=kills, steps=steps, every=every, timeout_s=timeout_s)
-    runner: Command | Forked
+    runner: Process
     if callable(command):
         body = command
         runner = _forked(lambda: _alone(body))
@@ -347,7 +347,7 @@ class Twins:
     """
 
     home: Path
-    target: Callable[[Path], Command | Forked]
+    target: Callable[[Path], Process]
     timeout_s: float
     every: int
     redirect: bool = False

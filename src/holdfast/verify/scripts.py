@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lives import Command, Forked, Life, LifeFailedError, run_life
+from .lives import Command, Life, LifeFailedError, Process, run_life
 from .matching import Finding, Match, compare_fresh, match_life
 from .plan import LifePlan, Moment
 from .records import Record, read_records, saved_after, stages
@@ -22,9 +22,9 @@ from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
 from .workplace import OutputWatch, Workplace
 
-__all__ = ["KillAt", "assert_resumes", "choose_steps", "verify_script"]
+__all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
 
-_COPY_BYTES = 2 << 30
+COPY_BYTES = 2 << 30
 _ANEW = (
     "cannot resume",
     "no training",
@@ -93,8 +93,8 @@ def verify_script(
     cwd: str | os.PathLike[str] | None = None,
     keep_in: str | os.PathLike[str] | None = None,
     in_place: bool = False,
-    copy_limit_bytes: int = _COPY_BYTES,
-    starter: Callable[[Sequence[str], Path], Command | Forked] | None = None,
+    copy_limit_bytes: int = COPY_BYTES,
+    starter: Callable[[Sequence[str], Path], Process] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Run a script uninterrupted and killed, and say how its resume differs.
@@ -126,7 +126,7 @@ def verify_script(
         place = Path(cwd or ".")
         workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes)
         starter = starter or (lambda parts, folder: Command(parts, env=env, cwd=folder, observed=True))
-        chains = _Chains(command, resume or command, home, place, workplace, starter)
+        chains = Chains(command, resume or command, home, place, workplace, starter)
         end = None if steps is None else Moment(step=steps)
         twins = Twins(
             home, lambda run: chains.command("a"), timeout_s=timeout_s, every=every, redirect=True, end=end, say=say
@@ -199,7 +199,7 @@ def assert_resumes(
     return report
 
 
-class _Chains:
+class Chains:
     """The commands of the chains of lives, each in a copy of the working directory of its own."""
 
     def __init__(
@@ -209,7 +209,7 @@ class _Chains:
         home: Path,
         cwd: Path,
         workplace: Workplace | None,
-        starter: Callable[[Sequence[str], Path], Command | Forked],
+        starter: Callable[[Sequence[str], Path], Process],
     ) -> None:
         self.home = home
         self.has_run = any("{run}" in part for part in command)
@@ -218,10 +218,12 @@ class _Chains:
         self._places: dict[str, Path] = {}
 
     def make(self, name: str) -> None:
+        """Make the copy for the chain called ``name``."""
         self._places[name] = self._cwd if self._workplace is None else self._workplace.copy(name)
         (self.home / name / "run").mkdir(parents=True, exist_ok=True)
 
-    def command(self, name: str, *, again: bool = False) -> Command | Forked:
+    def command(self, name: str, *, again: bool = False) -> Process:
+        """Return what starts a life of a chain."""
         place = self._places[name]
         run = str(self.home / name / "run")
         parts = [part.replace("{run}", run) for part in (self._resume if again else self._command)]
@@ -235,7 +237,7 @@ class _Lives:
 
     def __init__(
         self,
-        chains: _Chains,
+        chains: Chains,
         first: Life,
         watch: OutputWatch,
         *,
@@ -252,7 +254,7 @@ class _Lives:
             say,
         )
         self._first = first
-        self._reference = _useful(read_records(Path(first.plan.trace), 0), first)
+        self._reference = check_records(read_records(Path(first.plan.trace), 0), first)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
         self._saves = saved_after(self._reference[0], watch.changes)
         self._lives: list[LifeReport] = []
@@ -383,7 +385,7 @@ class _Lives:
         )  # fmt: skip
 
 
-def _useful(records: dict[int, Record], first: Life) -> dict[int, Record]:
+def check_records(records: dict[int, Record], first: Life) -> dict[int, Record]:
     """Return the records of a life that can be verified.
 
     Raises:

@@ -22,7 +22,7 @@ from holdfast.checkpointer.progress import RESERVED
 from .plan import Counter, LifePlan
 from .state import digests as digests_of
 
-__all__ = ["Witness"]
+__all__ = ["Witness", "witness"]
 
 _COUNTER = Counter()
 _LEDGER = f"{RESERVED}/progress/ledger"
@@ -32,6 +32,11 @@ _State = Callable[[], Mapping[Any, Any]]
 def digests(state: Any) -> dict[str, str]:
     """Describe a state, without the ledger of batches: it names the life that saved it."""
     return {path: text for path, text in digests_of(state).items() if not path.startswith(_LEDGER)}
+
+
+def witness(plan: str, path: Any) -> Witness | None:
+    """Return what follows the `Checkpointer` on ``path``, None where the plan leaves it alone."""
+    return Witness(plan, path) if LifePlan.read(plan).witness else None
 
 
 class Witness:

@@ -9,15 +9,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import struct
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError
 
-__all__ = ["OutputWatch", "Workplace"]
+from .power import unwritten
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace"]
 
 _LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
 """Never written by a training: a link to the real one will do."""
@@ -26,7 +35,15 @@ _NO_STATE = (".pyc", ".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".err", 
 """Ends of names of files that hold no training state: a script may write them at every step."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_CLOSE_WRITE, _MOVED_TO, _CREATE = 0x8, 0x80, 0x100  # of Linux' inotify.h
+# Of Linux' inotify.h.
+_MODIFY, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x8, 0x40, 0x80, 0x100, 0x200
+_IS_DIRECTORY = 0x40000000
+_TICK_S = 0.004
+_KINDS = {
+    _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "moved away",
+    _DELETE: "deleted",
+}  # fmt: skip
+_VARIABLE = re.compile(r"[0-9a-f]{6,}|\d+")  # of a name: steps, ids, ranks
 _EVENT = struct.Struct("iIII")
 
 
@@ -96,7 +113,10 @@ class OutputWatch:
         root: the directory.
     """
 
+    _mask = _CLOSE_WRITE | _MOVED_TO | _CREATE
+
     def __init__(self, root: Path) -> None:
+        self.due: float | None = None
         self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
@@ -104,7 +124,7 @@ class OutputWatch:
         self.changes: list[tuple[float, Path]] = []
         self._add(root, found=False)
 
-    def __enter__(self) -> OutputWatch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,17 +134,18 @@ class OutputWatch:
         """Return what to wait for."""
         return int(self._fd)
 
+    def stopped(self) -> None:
+        """Do nothing: no kill is due here."""
+
     def read(self) -> None:
         """Note the changes that are there to be read, each with the time at which the file took its name or end."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self._fd, 1 << 16)
                 for path, mask in self._events(data):
-                    if path.is_dir() and not path.is_symlink():
-                        if mask & (_CREATE | _MOVED_TO):
-                            self._add(path, found=True)
-                    elif mask & (_CLOSE_WRITE | _MOVED_TO):
-                        self._note(path)
+                    self._changed(path, mask)
+                    if mask & _IS_DIRECTORY and mask & (_CREATE | _MOVED_TO):
+                        self._add(path, found=True)
 
     def _events(self, data: bytes) -> Iterator[tuple[Path, int]]:
         at = 0
@@ -137,7 +158,7 @@ class OutputWatch:
 
     def _add(self, folder: Path, *, found: bool) -> None:
         """Watch a directory and those in it; files that are in a new one already are changes, too."""
-        number = _LIBC.inotify_add_watch(self._fd, os.fsencode(folder), _CLOSE_WRITE | _MOVED_TO | _CREATE)
+        number = _LIBC.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number < 0:
             return  # it is gone again
         self._folders[number] = folder
@@ -146,10 +167,102 @@ class OutputWatch:
                 if entry.is_dir(follow_symlinks=False):
                     self._add(Path(entry.path), found=found)
                 elif found:
-                    self._note(Path(entry.path))
+                    self._changed(Path(entry.path), _CLOSE_WRITE)
 
-    def _note(self, path: Path) -> None:
+    def _changed(self, path: Path, mask: int) -> None:
+        if mask & _IS_DIRECTORY or not mask & (_CLOSE_WRITE | _MOVED_TO):
+            return
         if path.name.endswith(_NO_STATE) or "tfevents" in path.name:
             return
         with contextlib.suppress(OSError):
             self.changes.append((path.stat().st_ctime, path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of a file or a directory.
+
+    Attributes:
+        what: its kind and its name, with # for what differs from save to save: "renamed out/step-#.pt".
+        name: the name in it.
+        at: when it was made, by `time.time`; up to two ticks of the kernel late, and never early.
+        size: of the file in bytes, 0 where it is gone or a directory.
+        finished: the file took its name or was closed.
+    """
+
+    what: str
+    name: str
+    at: float
+    size: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """When to kill.
+
+    Attributes:
+        what: the change after which the moment comes; None for any.
+        nth: how often that change comes first; 0 for never.
+        delay_s: from that change on.
+        at_most: number of changes after which the moment comes in any case.
+        cut: look then for what is not on the disk yet.
+    """
+
+    what: str | None = None
+    nth: int = 0
+    delay_s: float = 0.0
+    at_most: int = 0
+    cut: bool = False
+
+
+class ChangeWatch(OutputWatch):
+    """Notes each change below a directory, and can say when the planned moment comes.
+
+    Attributes:
+        seen: the changes.
+        unwritten: at the planned moment, the pages of files that were not on the disk yet.
+
+    Args:
+        root: the directory.
+        aim: the planned moment.
+    """
+
+    _mask = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
+
+    def __init__(self, root: Path, aim: Aim | None = None) -> None:
+        self._root, self._aim, self._times = root, aim or Aim(), 0
+        self.unwritten: dict[Path, list[int]] = {}
+        self.seen: list[Change] = []
+        super().__init__(root)
+
+    def stopped(self) -> None:
+        """Look for what is not on the disk yet."""
+        if self._aim.cut:
+            self.unwritten = unwritten(self._root)
+
+    def _changed(self, path: Path, mask: int) -> None:
+        kind = next((text for bit, text in _KINDS.items() if mask & bit), "")
+        if not kind:
+            return
+        name = _VARIABLE.sub("#", os.path.relpath(path, self._root))
+        size, at = 0, time.time()
+        if not mask & _IS_DIRECTORY:
+            with contextlib.suppress(OSError):
+                about = os.lstat(path)
+                # A change has the time of the last tick: this is read late where the machine is busy.
+                size, at = about.st_size, min(at, about.st_ctime + _TICK_S)
+        self.seen.append(
+            Change(
+                what=f"{kind} {name}", name=name, at=at, size=size,
+                finished=bool(mask & (_CLOSE_WRITE | _MOVED_TO)) and not mask & _IS_DIRECTORY,
+            )
+        )  # fmt: skip
+        aim = self._aim
+        self._times += aim.what in (None, self.seen[-1].what)
+        if self.due is not None:
+            return
+        if 0 < aim.nth == self._times:
+            self.due = time.monotonic() + aim.delay_s
+        elif 0 < aim.at_most <= len(self.seen):
+            self.due = time.monotonic()

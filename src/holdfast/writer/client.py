@@ -355,8 +355,8 @@ class WriterClient:
     def tell_ranks(self, what: str, **args: Any) -> None:
         """Send a message about this rank to the other ranks.
 
-        "want" (kind: "save" or "stop", at a step to be agreed), "acted" (step: this rank acts at the agreed step),
-        "part_failed" (save, error: this rank has no part of that save).
+        "want" (kind: "save", "stop" or "rollback", at a step to be agreed), "acted" (step: this rank acts at the agreed
+        step), "part_failed" (save, error: this rank has no part of that save).
         """
         with self._talk.lock:
             self._talk.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ _REMEMBERED = 16
 _VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later
 _MARGIN_S = 45.0
 _LAST_S = 5.0
+_NOBODY = -1  # instead of a call: the trainer is gone
 
 
 class DeferredAnswers(Protocol):
@@ -120,6 +121,9 @@ class Joint:
         self._staged: StagedParts | None = None
         self._lost: str | None = None
         self._broken = ""  # which rank left first, and why
+        self._newest = -1  # on rank 0: the newest step that is committed
+        self._offered: Message | None = None  # what our trainer has left
+        self._chosen: str | None = None  # of what was offered
 
     # -- from the trainer, on the reading thread
 
@@ -136,6 +140,7 @@ class Joint:
                 world_size=self._world_size,
                 timeout_s=self._timeout_s,
                 commit=self._commit_later,
+                newest=lambda: self._newest,
                 **times,
             )
         if "stage" in header:  # before rank 0 can ask for parts
@@ -243,19 +248,42 @@ class Joint:
         else:
             self._say({"do": "failed", "save": job.save_id, "error": described})
 
-    def finish(self, why: str, *, dead: bool) -> None:
+    def offer(self, held: Mapping[str, int]) -> str:
+        """Offer snapshots that our trainer has left, and return the one that all ranks are to store; "" for none.
+
+        Waits until the trainers of all ranks have ended, or one of them has nothing to offer.
+
+        Args:
+            held: their steps, by the ids of their saves.
+        """
+        self._offered = {"do": "offer", "held": dict(held)}
+        self._say(self._offered)
+        with self._changed:
+            self._changed.wait_for(lambda: self._chosen is not None or self._lost is not None, self._timeout_s)
+            return self._chosen or ""
+
+    def rescue(self, job: SaveJob, storage: Storage) -> None:
+        """Take a job that was chosen; `stored` or `failed` follows. Nobody waits for its answer."""
+        with self._changed:
+            pending = self._waiting[job.save_id] = _PendingSave(call=_NOBODY, job=job, storage=storage, again=False)
+            pending.outcome = self._heard.get(job.save_id)
+
+    def finish(self, why: str, *, dead: bool, rescue: Callable[[], object] | None = None) -> None:
         """Begin no more saves, wait for the outcome of those begun, then leave the other ranks; idempotent.
 
         Args:
             why: why our trainer ends, for the other ranks.
             dead: the trainer died; it did not close its writer.
+            rescue: called once the others know that; it may `offer` and `rescue`. None: there is nothing to offer.
         """
         member = self._member
         if member is None:
             return
         if dead:
             why = f"its trainer process has died{how_it_ended(self._trainer)}"
-        self._say({"do": "left", "why": why})
+        self._say({"do": "left", "why": why, "offers": rescue is not None})
+        if rescue is not None:
+            rescue()
         until = time.monotonic() + self._timeout_s + _MARGIN_S
         with self._changed:
             # The server bounds each save; this bound is for a server that hangs.
@@ -284,6 +312,11 @@ class Joint:
         if message["do"] == "broken":
             self._broken = message["why"]
             return
+        if message["do"] == "rescue":
+            with self._changed:
+                self._chosen = message["save"]
+                self._changed.notify_all()
+            return
         if message["do"] in ("upload", "clear", "keep"):
             if self._staged is not None:
                 self._staged.take(message)
@@ -294,6 +327,7 @@ class Joint:
         with self._changed:
             if message["do"] == "lost":
                 self._lost = message["why"]
+                self._changed.notify_all()
                 outcomes = {save: self._lost_outcome(self._lost) for save in self._waiting}
             else:
                 outcomes = {message["save"]: message}
@@ -316,11 +350,13 @@ class Joint:
         with self._changed:
             messages: list[Message] = list(self._heard.values())
             for pending in self._waiting.values():
-                messages.append(_begun(pending.job))
+                if pending.call != _NOBODY:  # else it is no save that anybody began
+                    messages.append(_begun(pending.job))
                 if pending.result is not None:
                     messages.append(pending.report)
             messages += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
             messages += [{"do": "want", "kind": kind} for kind in self._wants]
+            messages += [] if self._offered is None else [self._offered]
             messages += [{"do": "ask", "about": about} for about in self._asked]
         return messages
 
@@ -414,6 +450,7 @@ class Joint:
                 server.tell({"do": "clear", "save": save, "directory": pending.job.directory})
         else:
             pending.committed = result.manifest
+            self._newest = max(self._newest, pending.manifest.get("step") or -1)
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:

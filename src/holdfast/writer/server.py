@@ -57,6 +57,8 @@ class WriterLoop:
         self._files: FileSaves | None = None  # made by the reading thread for the first file, or the first name
         self._kept: dict[int, Task] = {}  # saves that are committed only if the trainer dies, by their arena
         self._committed_step = -1  # of the run
+        self._will: str | None = None  # several ranks: why our trainer leaves, so that they rescue what they hold
+        self._last: dict[str, Any] | None = None  # arguments of "close_run", for after the rescue
         self._ending = threading.Event()
         self._end = _DIED
         self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
@@ -68,7 +70,7 @@ class WriterLoop:
             "save": self._take_save,
             "hold": self._take_hold,
             "release": self._release,
-            "rescue": lambda message: self._later(message, lambda: self._rescue(message.header["why"])),
+            "rescue": self._take_rescue,
             "window": self._arriving.window,
             "fill": self._arriving.fill,
             "seal": self._arriving.seal,
@@ -104,9 +106,11 @@ class WriterLoop:
             if self._files is not None:
                 self._files.leases.trainer_gone()
             self._arriving.abandon_all(f"{self._end} before this save was complete")
+            dead = self._end == _DIED
             if self._joint is not None:
-                self._joint.finish(self._end, dead=self._end == _DIED)
-            if self._end == _DIED:
+                offers = self._kept and (dead or self._will is not None)
+                self._joint.finish(self._end, dead=dead, rescue=self._rescue_together if offers else None)
+            elif dead:
                 self._work.put(self._rescue_after_death)
             self._work.put(None)
             if self._files is not None:
@@ -153,6 +157,8 @@ class WriterLoop:
 
     def _drop_arena(self, message: Message) -> None:
         """Let go of an arena, behind the jobs that use it."""
+        if self._will is not None:
+            return  # it may hold what is rescued
         self._kept.pop(message.header["number"], None)
 
         def drop() -> None:
@@ -205,6 +211,14 @@ class WriterLoop:
 
     def _release(self, message: Message) -> None:
         self._kept.pop(message.header["arena"], None)
+
+    def _take_rescue(self, message: Message) -> None:
+        if self._joint is None:
+            self._later(message, lambda: self._rescue(message.header["why"]))
+            return
+        # The other ranks may wait for the end of our trainer's process: it is rescued after that.
+        self._will = message.header["why"]
+        self.say_done(message.header["call"], None)
 
     def _join(self, message: Message) -> None:
         from .distributed import Joint  # not above: a writer of one rank starts faster without
@@ -331,7 +345,9 @@ class WriterLoop:
         while (work := self._work.get()) is not None:
             work()
         try:
-            if self._run is not None:
+            if self._run is not None and self._last is not None:
+                self._run.close(self._last.get("reason", "closed"), self._last.get("details"))
+            elif self._run is not None:
                 self._run.close(self._reason or self._end, self._run.take_left() if self._end == _DIED else None)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
@@ -400,16 +416,24 @@ class WriterLoop:
         self._kept.clear()
         if kept is None or kept.job.manifest["step"] <= self._committed_step:
             return None
-        manifest = dict(kept.job.manifest)
-        manifest["extra"] = {**manifest.get("extra", {}), "rescued": why}
-        job = replace(kept.job, manifest=manifest)
+        task = _rescued(kept, why)
         try:
-            self._stored(replace(kept, job=job))
+            self._stored(task)
         except Exception as error:
-            self.note_lost(job, error)
+            self.note_lost(task.job, error)
             raise
-        self._committed_step = manifest["step"]
-        return job.directory
+        self._committed_step = task.job.manifest["step"]
+        return task.job.directory
+
+    def _rescue_together(self) -> None:
+        """Store our part of the newest snapshot that the writers of all ranks hold; the reading thread ends with it."""
+        joint = self._joined()
+        held = {task.job.save_id: task for task in self._kept.values()}
+        chosen = held.get(joint.offer({save: task.job.manifest["step"] for save, task in held.items()}))
+        if chosen is not None:
+            task = _rescued(chosen, self._will or self._reason)
+            joint.rescue(task.job, task.storage)
+            self._work.put(lambda: self._save(-1, task, joint))
 
     def _rescue_after_death(self) -> None:
         try:
@@ -489,6 +513,9 @@ class WriterLoop:
             raise HoldfastError(f"{op!r} needs an open run: call open_run first")
         if self._is_taken(self._run, header):
             return _ANSWERED
+        if op == "close_run" and self._will is not None:
+            self._last = args
+            return None
         if op == "close_run":
             run, self._run = self._run, None
             run.close(args.get("reason", "closed"), args.get("details"))
@@ -527,6 +554,12 @@ class WriterLoop:
             self._channel.send(header, attachments)
         except OSError:
             _LOG.debug("nobody hears: %s", header["on"])  # the trainer is gone; its job is finished all the same
+
+
+def _rescued(kept: Task, why: str) -> Task:
+    manifest = dict(kept.job.manifest)
+    manifest["extra"] = {**manifest.get("extra", {}), "rescued": why}
+    return replace(kept, job=replace(kept.job, manifest=manifest))
 
 
 _ANSWERED = object()

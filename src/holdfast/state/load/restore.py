@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from holdfast._paused_gc import paused_gc
+from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, HoldfastError, StateMismatchError
 from holdfast.format.digest import Digests, bytes_digest
 from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
 
 from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
+from .kept import KeptMemory
 from .match import Matcher
 from .match_plan import Problems
 from .read_request import ReadRequest
@@ -122,7 +124,7 @@ def load_state(
             no_part(swap)
         raise
     with torch.no_grad():
-        read = _read(stored, requests, digests, swap, progress=progress)
+        read, from_memory = _read(stored, requests, digests, swap, progress=progress)
         if matcher is None:
             return Loaded(fill(tree, stored.per_rank), bytes_read=read, manifest=stored.manifest)
         for action in (*matcher.actions, *matcher.handovers(sort=world_size is not None and world_size > 1)):
@@ -130,6 +132,8 @@ def load_state(
         state = matcher.filled(state)
         for action in matcher.last:
             action()
+    if from_memory:
+        matcher.notes.append(f"{format_bytes(from_memory)} were still in memory, {format_bytes(read)} were read")
     for kind in ("missing", "unexpected", "wrong"):
         matcher.not_restored.extend((entry, kind) for entry in getattr(matcher.problems, kind))
     return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes, stored.manifest)
@@ -194,13 +198,21 @@ def _read(
     swap: Swap | None,
     *,
     progress: Callable[[int], None] | None,
-) -> int:
-    """Read, alone or together with other ranks; returns the number of bytes that this rank read."""
-    if swap is None:
-        return read_tensors(stored.storage, requests, digests, progress=progress)
-    with reading_together(stored.storage, stored.manifest, requests, digests, swap) as shared:
-        read = read_tensors(stored.storage, requests, digests, progress=progress, shared=shared)
-    return read + (0 if shared is None else shared.bytes_read)
+) -> tuple[int, int]:
+    """Read, alone or together with other ranks.
+
+    Returns:
+        How many bytes this rank read from the storage, and how many of the life before were still in memory.
+    """
+    with KeptMemory(stored.storage, stored.manifest, digests) as kept:
+        storage = kept.as_storage()
+        if swap is None:
+            read = read_tensors(storage, requests, digests, progress=progress)
+        else:
+            with reading_together(storage, stored.manifest, requests, digests, swap) as shared:
+                read = read_tensors(storage, requests, digests, progress=progress, shared=shared)
+            read += 0 if shared is None else shared.bytes_read
+        return read - kept.nbytes, kept.nbytes
 
 
 def _plan_fresh(

@@ -23,7 +23,7 @@ from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK, DIGEST_BYTES, chunk_digests, num_chunks
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
 from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
@@ -37,17 +37,15 @@ from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
 from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, copy_window, stage
+from .staging import AsideCopy, copy_window, fingerprints, stage
 
-__all__ = ["Snapshotter", "Submitted", "fingerprints"]
+__all__ = ["Snapshotter", "Submitted"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
@@ -120,6 +118,8 @@ class Snapshotter:
         self._spares: list[Arena] = []  # take turns with `arena`
         self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
         self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
+        self._sealing: Future[None] | None = None  # of the last save, while tensors on a device are still copied
+        self._given_up: Future[Any] | None = None  # a save that was waited for too long
         self._has_missed = False  # a snapshot, and said so
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
@@ -138,6 +138,24 @@ class Snapshotter:
         files = [file.size for file in layout.files]
         digests = DIGEST_BYTES * sum(map(num_chunks, files))
         return sum(files) + digests + sum(len(content()) for content in contents)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the state, as it was last looked at, goes through an arena that is smaller."""
+        return self.layout is not None and self._windowed(self.layout)
+
+    @property
+    def arenas(self) -> list[tuple[int, int]]:
+        """Descriptor and bytes of each arena that holds whole states in the present layout."""
+        if self.streams:
+            return []
+        own = [arena for arena in (self.arena, *self._spares) if arena is not None]
+        return sorted((arena.fd, arena.size) for arena in own if arena.fd is not None)
+
+    def arena_files(self) -> list[tuple[str, str, int]]:
+        """Return for each file its name before and after the id of a save, and its first byte in an arena."""
+        files = [] if self.layout is None else self.layout.files
+        return [(file.stem, file.suffix, file.arena_offset) for file in files]
 
     def look_at_memory(self, state: Mapping[Any, Any], *, reserve: int = 0) -> str | None:
         """Decide whether a copy of the state fits into memory; return what it costs if it does not.
@@ -187,7 +205,8 @@ class Snapshotter:
         layout = self._layout(flat)
         self._fit_memory(state, layout)
         if self._windowed(layout) or not self.rescues:
-            return False  # several ranks keep none, so there is nothing to put together
+            self._forget_kept()
+            return False
         plans, contents = self._blobs(flat, layout, job.save_id)
         job = replace(
             job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
@@ -195,9 +214,12 @@ class Snapshotter:
         )  # fmt: skip
         arena = self._turn(layout, client, _RELEASE_S)
         if arena is None:
+            waits = self._given_up is not None and not self._given_up.done()
+            late = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
             if not self._has_missed:
-                self._has_missed = True
-                _LOG.warning("the writer is slow to take messages: a snapshot (rescue=) is left out, as are later ones")
+                what = late if waits else "the writer is slow to take messages"
+                _LOG.warning("%s: a snapshot (rescue=) is left out, as are later ones", what)
+            self._has_missed = True
             return True
 
         def hand_over(filled: int | None = None) -> SaveFuture:
@@ -211,28 +233,53 @@ class Snapshotter:
             stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
         arena.prefault()
-        self._kept_in = arena
+        self._forget_kept(arena)
         return True
 
-    def _turn(self, layout: Layout, client: WriterClient, wait_s: float | None) -> Arena | None:
+    def _turn(self, layout: Layout, client: WriterClient, release_s: float | None) -> Arena | None:
         """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
 
-        None if the writer cannot be told within ``wait_s`` that the snapshot there counts no more.
+        There is no third copy of a big state: the next one waits until the save is written, for the newest snapshot is
+        all that is left of its step until another one is sealed.
+
+        Args:
+            layout: of the state.
+            client: the writer.
+            release_s: how long it may take to tell the writer that the snapshot there counts no more.
+
+        Returns:
+            None if that takes longer, or the save that is being written longer than ``timeout_s``.
         """
-        arena = self._arena(layout)
         if not self.rescues:
-            return arena
-        written = None if self._writing is None or self._writing[1].done() else self._writing[0]
-        pool = [arena, *self._spares]
-        free = [one for one in pool if one is not written and one is not self._kept_in]
-        if not free and len(pool) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
-            free = [self._more(layout)]
-        # Of a big state there is no third copy: while one is written, the newest snapshot makes room for the next.
-        arena = free[0] if free else self._kept_in or arena
-        self.arena, self._spares = arena, [one for one in [*pool, *free] if one is not arena]
-        if self._kept_in is arena:
-            self._kept_in = None
-        return arena if client.release(arena, wait_s) else None
+            return self._arena(layout)
+        if (sealing := self._sealing) is not None:
+            wait([sealing], self.timeout_s)
+            if sealing.done() and sealing.exception() is None:  # else the save is dropped, and the snapshot counts
+                self._forget_kept()
+        while True:
+            written = None if self._writing is None or self._writing[1].done() else self._writing[0]
+            pool = [one for one in (self.arena, *self._spares) if one is not None]
+            taken = [one for one in (written, self._kept_in) if one is not None]  # perhaps of the layout before
+            free = [one for one in pool if one not in taken]
+            if not free and len({*pool, *taken}) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
+                free = [self._more(layout)]
+            if free:
+                break
+            assert self._writing is not None
+            if self._writing[1] is self._given_up:
+                return None
+            wait([self._writing[1]], self.timeout_s)
+            if not self._writing[1].done():
+                self._given_up = self._writing[1]
+        arena = free[0]
+        self.arena, self._spares = arena, [one for one in dict.fromkeys([*pool, *free]) if one is not arena]
+        return arena if client.release(arena, release_s) else None
+
+    def _forget_kept(self, newer: Arena | None = None) -> None:
+        """Take in that something newer than the snapshot kept is sealed: its memory may be used again."""
+        before, self._kept_in, self._sealing = self._kept_in, newer, None
+        if before is not None and before not in (self.arena, *self._spares):
+            before.close()  # of a layout that is gone
 
     def _turn_for_save(self, layout: Layout, client: WriterClient) -> Arena:
         arena = self._turn(layout, client, self.timeout_s)
@@ -337,6 +384,9 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
+            self._sealing = None if self.copies is None else self.copies.sealing
+            if self._sealing is None:
+                self._forget_kept()
         sealing = None if self.copies is None else self.copies.sealing
         return Submitted(future, time.perf_counter() - started, flat.dropped, handed_over=sealing)
 
@@ -497,6 +547,7 @@ class Snapshotter:
             self.copies.close()
             self.copies = None
         self._drop_layout()
+        self._forget_kept()
 
     def _report_dropped(self, dropped: list[str]) -> None:
         """Log which paths are not saved: once, and again when they change."""
@@ -526,9 +577,8 @@ class Snapshotter:
     def _flatten(self, state: Mapping[Any, Any], unsupported: str | None = None) -> Flat:
         shared = self.world_size > 1
         whole = self.model_files.wants if shared and self.model_files is not None else None
-        return flatten(
-            state, unsupported=unsupported or self.unsupported, rank=self.rank, shared=shared, whole=whole
-        )  # fmt: skip
+        refused = unsupported or self.unsupported
+        return flatten(state, unsupported=refused, rank=self.rank, shared=shared, whole=whole)
 
     def _put_together(self, flat: Flat, layout: Layout) -> None:
         """Put the tensors together that are cut over ranks and saved whole: a collective, in one order on all ranks.
@@ -574,10 +624,9 @@ class Snapshotter:
         if self.copies is not None and self.arena is not None:
             self.copies.unpin()
         for arena in (self.arena, *self._spares):
-            if arena is not None:
+            if arena is not None and arena is not self._kept_in:  # that one counts until a newer copy is sealed
                 arena.close()
-        self.arena = self._kept_in = self._writing = None
-        self._spares = []
+        self.arena, self._spares = None, []
 
     def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
         """Look, before a copy is made, whether it fits into memory, and go through windows if not.
@@ -726,28 +775,3 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
 def _sample_name(flat: Flat, number: int) -> str:
     region = flat.regions.get(number)
     return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"
-
-
-def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
-
-    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
-    """
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    digests = [""] * len(tensors)
-    for device, numbers in by_device.items():
-        steps = torch.arange(_ELEMENTS, device=device)
-        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
-        for number, row in zip(numbers, rows.numpy(), strict=True):
-            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
-    return digests
-
-
-def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
-    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)

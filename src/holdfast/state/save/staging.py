@@ -25,19 +25,22 @@ import torch
 
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
+from holdfast.format.digest import chunk_digests
 from holdfast.writer.arena import Arena
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..tree.arrays import move, move_small
 from .plan import FileLayout, Layout
 
-__all__ = ["AsideCopy", "copy_window", "stage"]
+__all__ = ["AsideCopy", "copy_window", "fingerprints", "stage"]
 
 _CHUNK = 8 << 20  # large copies are handed out in pieces of this size
 _SHARE = 32 << 20  # below this a second thread costs more than it brings
 _SMALL = 64 << 10  # up to this size the GIL is kept
 _NOTIFY = 96 << 20  # bytes between two calls of `filled`
 _NOWHERE = 1 << 64
+_SAMPLED = 16  # elements of a tensor in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _helper: SerialExecutor | None = None
 _helper_lock = threading.Lock()
@@ -307,3 +310,28 @@ class AsideCopy:
             self._changed.wait_for(lambda: self._done)
         self._helper.close()
         self._memory.close()
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
+
+    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    digests = [""] * len(tensors)
+    for device, numbers in by_device.items():
+        steps = torch.arange(_SAMPLED, device=device)
+        rows = torch.stack([_sample(tensors[number].detach(), steps) for number in numbers]).cpu()
+        for number, row in zip(numbers, rows.numpy(), strict=True):
+            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return digests
+
+
+def _sample(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
+    return bits.take(steps * (bits.numel() - 1) // (_SAMPLED - 1)).to(torch.int64)

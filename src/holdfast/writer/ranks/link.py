@@ -67,13 +67,14 @@ _WORDS: dict[str, dict[str, _Kinds]] = {
     "nack": {"step": _INT, "at": _INT},
     "acted": {"step": _INT},
     "ask": {"about": _STR},
-    "left": {"why": _STR},
+    "left": {"why": _STR, "offers": _BOOL},
+    "offer": {"held": _DICT},
     "bye": {"why": _STR},
     "held": {},
 }
 _STANDING = {"done": _INT, "acted": _INT, "target": _INT_OR_NONE, "armed": _BOOL, "kind": _STR}
 _JUDGED = {"about": _STR, "go": _BOOL}
-_WISHES = ("settle", "save", "stop")
+_WISHES = ("settle", "save", "stop", "rollback")
 _OTHER_FILES = 64  # files of a save, shared memory, logs, connections that have not proved yet who they are
 MAX_MESSAGE = 64 << 20
 _CHUNK = 1 << 18
@@ -132,6 +133,8 @@ def check_word(message: dict[str, Any]) -> None:
             raise HoldfastError("a 'standing' on the control channel has unknown fields")
         if message.get("judged") is not None:
             _check("judged", message["judged"], _JUDGED)
+    if what == "offer" and not all(type(step) is int for step in message["held"].values()):
+        raise HoldfastError("an 'offer' on the control channel holds something else than steps")
     wish = message["standing"]["kind"] if what == "hello" else message.get("kind", "save")
     if wish not in _WISHES:
         raise HoldfastError(f"a {what!r} on the control channel wants {wish[:40]!a}")

@@ -36,7 +36,7 @@ class ControlMember:
         addresses: (host, port) of rank 0's writer, to be tried in turn.
         token: proves that we belong to this run.
         board: shared with the trainer.
-        hear: called on the thread with each "outcome", "verdict", "upload", "clear", and once with
+        hear: called on the thread with each "outcome", "verdict", "upload", "clear", "rescue", and once with
             {"do": "lost", "why"} when there is nothing more to come.
         again: returns the messages to be repeated after a new connection.
         stopped: returns whether the system has stopped the trainer.
@@ -282,7 +282,7 @@ class ControlMember:
     def _take(self, link: Link, message: Message) -> bool:
         kind = message["do"]
         board = self._board
-        if kind in ("outcome", "verdict", "upload", "clear", "keep"):
+        if kind in ("outcome", "verdict", "upload", "clear", "keep", "rescue"):
             if kind == "verdict":
                 self._judged = {"about": message["about"], "go": message["go"]}
             self._hear(message)

@@ -17,7 +17,8 @@ from holdfast._log import get_logger
 
 from ..frames import encode
 from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
-from .saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict
+from .rescue import RescueAgreement
+from .saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict, named_error
 from .steps import RankStanding, StepAgreement
 from .uploads import JointUploads
 
@@ -63,6 +64,7 @@ class ControlServer:
         world_size: number of ranks.
         timeout_s: bound of one save.
         commit: called, on the server's thread, with the id of a save to be committed; must not block.
+        newest: returns the newest step that is committed, -1 for none.
         beat_s: seconds between signs of life.
         stale_s: silence after which a rank counts as lost.
     """
@@ -75,10 +77,12 @@ class ControlServer:
         world_size: int,
         timeout_s: float,
         commit: Callable[[str], None],
+        newest: Callable[[], int],
         beat_s: float = BEAT_S,
         stale_s: float = STALE_S,
     ) -> None:
         self._listener, self._token, self._world_size, self._commit = listener, token, world_size, commit
+        self._newest = newest
         self._beat_s, self._stale_s = beat_s, stale_s
         # A writer that was killed is started again, and joins again, long before this.
         self._rejoin_s = min(stale_s, STALE_S) / 3
@@ -86,6 +90,7 @@ class ControlServer:
         self.saves = JointSaves(world_size, timeout_s=timeout_s)
         self.steps = StepAgreement(world_size)
         self.uploads = JointUploads(world_size)
+        self.rescue = RescueAgreement(world_size)
         self._parts: dict[str, dict[int, Message]] = {}  # of staged saves, until they have ended
         now = time.monotonic()
         self._members = [_Member(now) for _ in range(world_size)]
@@ -190,6 +195,8 @@ class ControlServer:
                 member.heard = now
             self._back_by = {rank: (max(by, now + self._rejoin_s), why) for rank, (by, why) in self._back_by.items()}
         self._act(self.saves.expire(now))
+        if not self.saves.busy and self.rescue.decide(self._newest()):
+            self._send_all({"do": "rescue", "save": self.rescue.chosen})
         while self._strangers and now > (oldest := next(iter(self._strangers.items())))[1].until:
             self._drop(oldest[0])
         for rank, why in [(rank, why) for rank, (back_by, why) in self._back_by.items() if now >= back_by]:
@@ -213,6 +220,7 @@ class ControlServer:
         self._back_by.pop(rank, None)
         self.uploads.gone(rank, why)
         self._act(self.saves.lost(rank, why))
+        self._give_up_rescue(rank, why)
         self._break(rank, why)
 
     def _break(self, rank: int, why: str) -> None:
@@ -372,6 +380,10 @@ class ControlServer:
     def _on_stored(self, rank: int, message: Message) -> None:
         if message.get("part") is not None:
             self._parts.setdefault(message["save"], {})[rank] = message["part"]
+        if message["save"] == self.rescue.chosen:
+            if self.rescue.stored(rank):
+                self._commit(message["save"])
+            return
         self._act(self.saves.stored(rank, message["save"]))
 
     def _on_failed(self, rank: int, message: Message) -> None:
@@ -407,6 +419,8 @@ class ControlServer:
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._act(self.saves.left(rank, message["why"]))
+        if not message["offers"]:
+            self._give_up_rescue(rank, message["why"])
         # Also of a rank that has left in order: all ranks leave at the same step, and who goes on cannot save any more.
         self._break(rank, message["why"])
 
@@ -414,6 +428,20 @@ class ControlServer:
         self._members[rank].gone = message["why"]
         self.uploads.gone(rank, message["why"])
         self._act(self.saves.lost(rank, message["why"]))
+        self._give_up_rescue(rank, message["why"])
+
+    def _on_offer(self, rank: int, message: Message) -> None:
+        if self.rescue.chosen is not None:
+            self._send(rank, {"do": "rescue", "save": self.rescue.chosen})
+        else:  # decided in `_watch`, when no save is under way
+            self.rescue.offered(rank, message["held"])
+
+    def _give_up_rescue(self, rank: int, why: str) -> None:
+        """Rescue nothing: a rank has nothing to offer, or brings no part of what was chosen."""
+        if self.rescue.refuse():
+            self._send_all({"do": "rescue", "save": ""})
+        elif self.rescue.needs(rank) and self.rescue.chosen is not None:
+            self._act(self.saves.failed(rank, self.rescue.chosen, named_error("HoldfastError", why)))
 
     # -- answers
 

@@ -8,7 +8,7 @@ __all__ = ["BOARD_BYTES", "KINDS", "NEVER", "WHO_LEFT", "StepMailbox"]
 
 BOARD_BYTES: Final = 4096
 NEVER: Final = (1 << 62) - 1
-KINDS: Final = ("save", "stop", "settle")
+KINDS: Final = ("save", "stop", "settle", "rollback")
 WHO_LEFT: Final = "who left"  # asked of our own writer once the board says that a rank is gone
 
 _DONE, _ACTED, _TARGET, _ARMED, _KIND, _BROKEN = range(6)

@@ -13,7 +13,8 @@ from typing import Any
 __all__ = ["RankStanding", "StepAgreement"]
 
 Sent = tuple[int | None, dict[str, Any]]  # (rank, or None for all; message)
-_URGENCY = {"settle": 0, "save": 1, "stop": 2}  # each does what those before it do
+# Each does what those before it do, but for the last, which leaves a state that is not to be saved.
+_URGENCY = {"settle": 0, "save": 1, "stop": 2, "rollback": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,8 @@ class StepAgreement:
 
     Attributes:
         step: the step proposed or armed, None while there is none.
-        kind: what all ranks do at it: "save", "stop" (save and leave), "settle" (raise what failed).
+        kind: what all ranks do at it: "save", "stop" (save and leave), "settle" (raise what failed),
+            "rollback" (leave).
         armed: whether all ranks know.
     """
 

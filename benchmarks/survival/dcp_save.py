@@ -1,0 +1,18 @@
+"""torch.distributed.checkpoint.save, as in PyTorch's recipe "Getting Started with Distributed Checkpoint"."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from _dcp import AppState, newest
+from _training import EVERY, STEPS, Net, train_step
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+app = AppState(model, optimizer)
+found = newest("checkpoints")
+if found is not None:
+    dcp.load({"app": app}, checkpoint_id=found)
+while app.step < STEPS:
+    train_step(model, optimizer, app.step)
+    app.step += 1
+    if app.step % EVERY == 0:
+        dcp.save({"app": app}, checkpoint_id=f"checkpoints/step-{app.step}")

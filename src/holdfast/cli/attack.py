@@ -1,0 +1,75 @@
+"""``holdfast attack``: does the saving of a script survive being killed?"""
+
+from __future__ import annotations
+
+import shlex
+import time
+
+import click
+
+from .terminal import message, print_json
+
+__all__ = ["attack"]
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--resume", metavar="COMMAND", help="Starts the script again after a kill; default: the same command.")
+@click.option("--kills", default=24, show_default=True, help="How many times the script is killed while it saves.")
+@click.option(
+    "--power-cuts", default=8, show_default=True, help="Further kills after which what is not on the disk yet is lost."
+)
+@click.option("--seed", default=0, show_default=True, help="Of the choice of moments.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for each life of the script.")
+@click.option("--cold", is_flag=True, help="Start each life in an interpreter of its own, not in a fork of a warm one.")
+@click.option("--copy-limit", default=2.0, show_default=True, help="GiB; a larger working directory is refused.")
+@click.option(
+    "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def attack(
+    command: tuple[str, ...],
+    resume: str | None,
+    kills: int,
+    power_cuts: int,
+    seed: int,
+    timeout_s: float,
+    cold: bool,
+    copy_limit: float,
+    keep_in: str | None,
+    as_json: bool,
+) -> None:
+    """Kill COMMAND while it saves, start it again, and count what it goes on from.
+
+    COMMAND is any training script with torch optimizers, with or without Holdfast: holdfast attack -- python train.py.
+    It runs in copies of the working directory. Exit status: 0 no kill lost or tore anything, 1 one did or the script
+    failed, 2 usage.
+    """
+    from holdfast.verify.attack import attack_script
+    from holdfast.verify.lives import LifeFailedError
+
+    def say(line: str) -> None:
+        click.echo(f"holdfast: {message(line)}", err=as_json)
+
+    began = time.monotonic()
+    try:
+        found = attack_script(
+            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else shlex.split(resume),
+            seed=seed, timeout_s=timeout_s, cold=cold, keep_in=keep_in,
+            copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
+        )  # fmt: skip
+    except LifeFailedError as error:
+        if as_json:
+            print_json({"survives": False, "message": str(error), "command": list(command)})
+        click.echo(f"holdfast: {message(str(error))}", err=True)
+        raise click.exceptions.Exit(1) from error
+    seconds = round(time.monotonic() - began, 1)
+    if as_json:
+        print_json({**found.document(), "seconds": seconds})
+    else:
+        click.echo()
+        for line in found.lines():
+            click.echo(message(line))
+        click.echo(f"({seconds:.0f} s)")
+    if not found.survives:
+        raise click.exceptions.Exit(1)

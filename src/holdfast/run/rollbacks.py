@@ -1,0 +1,169 @@
+"""What a run remembers of bad steps: where they were, from which checkpoint it goes on, which batches it leaves out.
+
+The list is a note of the run (`RunIndex.note`), durable before the process that found a bad step ends; what is left out
+is in each later checkpoint too (`holdfast.checkpointer.progress`), so a lost index costs one repetition. Nothing is
+deleted because of it.
+
+The first time that a step is bad its batches are not blamed: the step is trained again, from a checkpoint with at least
+one sound step after it. What was broken by chance (a bit of memory) does not come again. A step that is bad again, with
+the same batches, has bad data: these are left out from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from holdfast._log import get_logger
+
+__all__ = ["ROLLBACKS", "BatchSpan", "Rollback", "choose", "in_words", "is_sound", "left_out_by", "read_rollbacks"]
+
+ROLLBACKS = "rollbacks"
+"""Name of the note."""
+_LOG = get_logger("checkpointer")
+
+
+class BatchSpan(NamedTuple):
+    """Batches of one loader, by their place in the order of an epoch: from ``first`` up to ``end``, without that."""
+
+    name: str
+    epoch: int
+    first: int
+    end: int
+
+    @classmethod
+    def from_json(cls, data: Any) -> BatchSpan:
+        """Rebuild from a list; raises ValueError or TypeError for anything else."""
+        name, *numbers = data
+        if type(name) is not str or len(numbers) != 3 or any(type(number) is not int for number in numbers):
+            raise ValueError(f"no batches: {data!r}")
+        return cls(name, *numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """A bad step, and what follows from it.
+
+    Attributes:
+        attempt: the life that has found it.
+        step: the first bad step.
+        why: what was bad about it.
+        place: its batches; () where the loop does not take them from `Checkpointer.batches`.
+        left_out: batches that no later life trains; () the first time, when the step is only trained again.
+        after: greatest step of a checkpoint of that life or an earlier one to go on from.
+        began: step that this life had begun with; 0 for one that began afresh.
+        time: seconds since 1970.
+        num_ranks: of that life, each of which counts its own batches.
+    """
+
+    attempt: int
+    step: int
+    why: str
+    place: tuple[BatchSpan, ...] = ()
+    left_out: tuple[BatchSpan, ...] = ()
+    after: int
+    began: int = 0
+    time: float = 0.0
+    num_ranks: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as JSON."""
+        values = {
+            name: getattr(self, name) for name in ("attempt", "step", "why", "after", "began", "time", "num_ranks")
+        }
+        spans = {"place": self.place, "left_out": self.left_out}
+        return {**values, **{name: [list(span) for span in found] for name, found in spans.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rollback:
+        """Rebuild what `to_json` described; raises ValueError, TypeError or KeyError for anything else."""
+        return cls(
+            attempt=int(data["attempt"]),
+            step=int(data["step"]),
+            why=str(data["why"]),
+            place=tuple(map(BatchSpan.from_json, data["place"])),
+            left_out=tuple(map(BatchSpan.from_json, data["left_out"])),
+            after=int(data["after"]),
+            began=int(data["began"]),
+            time=float(data["time"]),
+            num_ranks=int(data["num_ranks"]),
+        )
+
+    def in_words(self) -> str:
+        """Say what was bad and what follows, for people."""
+        what = f"{self.why} ({in_words(self.place)})" if self.place else self.why
+        if self.left_out:
+            return f"{what}, once more: left out from now on: {in_words(self.left_out)}"
+        return f"{what}: it is trained again; if it is bad once more, its batches are left out"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two rollbacks because of the same bad step have in common."""
+        return self.place or (self.step,)
+
+
+def read_rollbacks(notes: Mapping[str, Any]) -> list[Rollback]:
+    """Return the rollbacks of a run, oldest first; what is none is logged and left out."""
+    found = []
+    rows = notes.get(ROLLBACKS, ())
+    for row in rows if isinstance(rows, Sequence) else ():
+        try:
+            found.append(Rollback.from_json(row))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _LOG.warning("a rollback that this run has noted cannot be read: %r", error)
+    return found
+
+
+def left_out_by(rollbacks: Iterable[Rollback], *, num_ranks: int) -> list[BatchSpan]:
+    """Return the batches that are not trained any more, as so many ranks count them."""
+    return [span for rollback in rollbacks if rollback.num_ranks == num_ranks for span in rollback.left_out]
+
+
+def choose(rows: Iterable[Sequence[Any]], rollbacks: Sequence[Rollback]) -> tuple[dict[str, str], list[str]]:
+    """Divide checkpoints by what is known of bad steps.
+
+    Args:
+        rows: name, attempt and step of each checkpoint, and more.
+        rollbacks: of the run.
+
+    Returns:
+        Why a checkpoint holds the damage of a bad step, by name; and the names of those that may hold it, because no
+        sound step came after them: they are taken if there are no others.
+
+    Example:
+        >>> bad = Rollback(attempt=1, step=7, why="loss is nan", after=5)
+        >>> choose([("a", 1, 8), ("b", 1, 6), ("c", 1, 4), ("d", 2, 8)], [bad])
+        ({'a': 'it holds step 7 of attempt 1, where loss is nan'}, ['b'])
+    """
+    bad: dict[str, str] = {}
+    doubtful = []
+    for name, attempt, step, *_ in rows:
+        known = [rollback for rollback in rollbacks if attempt <= rollback.attempt and step > rollback.after]
+        broken = next((rollback for rollback in known if step >= rollback.step), None)
+        if broken is not None:
+            bad[name] = f"it holds step {broken.step} of attempt {broken.attempt}, where {broken.why}"
+        elif known:
+            doubtful.append(name)
+    return bad, doubtful
+
+
+def in_words(spans: Sequence[BatchSpan]) -> str:
+    """Name batches for people.
+
+    Example:
+        >>> in_words([BatchSpan("train", 0, 56, 57), BatchSpan("train", 1, 0, 4)])
+        'batch 56 of epoch 0, batches 0 to 3 of epoch 1'
+    """
+    texts = []
+    for name, epoch, first, end in spans:
+        which = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
+        texts.append(f"{which} of epoch {epoch}" + (f" of {name!r}" if name != "train" else ""))
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+
+
+def is_sound(value: Any) -> bool:
+    """Tell whether a metric of a checkpoint speaks for it: a finite number, or none at all."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return not is_number or math.isfinite(value)

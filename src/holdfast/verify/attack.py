@@ -1,0 +1,359 @@
+"""Kill a script while it saves, at many moments, start it again, and count what it goes on from.
+
+The uninterrupted life and the matching by content are those of `verify-resume` (`scripts`, `matching`). The output is
+watched from outside: a kill is planned at the n-th time that a kind of change comes ("renamed out/step-#.pt"), or some
+time after a change. A chain of lives goes on in one copy of the working directory: each life shows what the one before
+it left, and is killed in its turn, as long as its states are those of the uninterrupted life.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+
+from .lives import Command, Life, LifeFailedError, Process, run_life
+from .matching import compare_fresh, find_state, is_followed
+from .plan import LifePlan
+from .power import cut_power, make_durable, sees_power_cuts
+from .records import Record, read_records
+from .resume import Home, check_arguments
+from .scripts import COPY_BYTES, Chains, check_records
+from .survival import Kill, Survival, Trial, judge, last_change
+from .warm import WarmInterpreter, WarmLife
+from .workplace import Aim, Change, ChangeWatch, Workplace
+
+__all__ = ["attack_script"]
+
+_RANDOM = 4  # one of so many kills comes at a random time after a change
+_FIRST = 0.2  # the part of fresh lives that may be killed in their first save, when there is nothing to lose yet
+_VARIABLE = re.compile(r"[0-9a-f]{6,}|\d+(\.\d+)?")
+_WARNING = re.compile(
+    r"warn|error|corrupt|damaged|incomplete|invalid|torn|truncated|skip|ignor|older|fall(s|ing)? back|fallback|"
+    r"quarantin|can.?not|could not|fail|unreadable|bad |not (a |been )?(complete|committed|finali[sz]ed)",
+    re.IGNORECASE,
+)
+"""What a script prints that does not take its newest checkpoint, and says so."""
+_SAVES_AT_MOST = 4  # without the planned change a life is killed after so many saves
+
+
+def attack_script(
+    command: Sequence[str],
+    *,
+    kills: int = 24,
+    power_cuts: int = 8,
+    resume: Sequence[str] | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+    copy_limit_bytes: int = COPY_BYTES,
+    cold: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Survival:
+    """Kill a script while it saves, and count what it goes on from.
+
+    Args:
+        command: program and arguments; ``{run}`` in them stands for a directory that each chain of lives gets anew.
+        kills: how many times it is killed by SIGKILL, with all that it has started.
+        power_cuts: how many kills more are followed by the loss of what is not on the disk yet.
+        resume: command that starts it again, default: the same.
+        seed: of the choice of moments.
+        timeout_s: bound for each life.
+        env: added to the environment.
+        cwd: working directory; a copy of it is used.
+        keep_in: directory for copies, records and output; a temporary directory is removed.
+        copy_limit_bytes: a larger working directory is refused.
+        cold: start each life in an interpreter of its own; else a Python script runs in forks of one that has imported
+            what the script imports at its top.
+        say: gets a line for each event.
+
+    Raises:
+        ConfigError: an argument is wrong, or the working directory too large.
+        NothingToVerifyError: no torch optimizer made two steps.
+        LifeFailedError: the uninterrupted life ended with an error, saved nothing, or cannot be repeated; or the script
+            does not go on from its state when it is killed between two saves.
+    """
+    check_arguments(command, kills=kills, steps=None, every=1, timeout_s=timeout_s)
+    if power_cuts < 0:
+        raise ConfigError(f"power_cuts={power_cuts}: 0 or more")
+    with Home(keep_in) as home:
+        place = Path(cwd or ".")
+        workplace = Workplace(place, home, limit_bytes=copy_limit_bytes)
+        warm = None
+        if not cold and WarmInterpreter.fits(command) and (resume is None or WarmInterpreter.fits(resume)):
+            warm = WarmInterpreter(command, env=env, cwd=place.absolute())
+
+        def starter(parts: Sequence[str], folder: Path) -> Process:
+            if warm is None:
+                return Command(parts, env=env, cwd=folder, observed=True)
+            return WarmLife(warm, parts, folder)
+
+        chains = Chains(command, resume or command, home, place, workplace, starter)
+        attack = _Attack(chains, home, timeout_s=timeout_s, keep=keep_in is not None, seed=seed, say=say)
+        try:
+            attack.watch_uninterrupted()
+            attack.check_resume()
+            attack.run(kills, cut=False)
+            if power_cuts and (sees := sees_power_cuts(home)):
+                attack.run(power_cuts, cut=True)
+        finally:
+            if warm is not None:
+                warm.close()
+        if power_cuts and not sees:
+            attack.notes.append(
+                f"no power cuts: the kernel or the file system of {home} does not say which bytes are on the disk "
+                "(cachestat, Linux 6.5, on a file system of a disk)"
+            )
+        return judge(
+            attack.trials, command=command, reference=attack.reference[0], changes=attack.changes, last=attack.last,
+            notes=attack.notes,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Lives that follow each other in one copy of the working directory."""
+
+    name: str
+    killed_at: int = 0  # how many steps had been begun
+    began: int = 0  # the step that the last life that showed one went on from
+    kills: list[Kill] = field(default_factory=list)  # of which nothing is known yet
+
+
+class _Attack:
+    """The lives of an attack."""
+
+    def __init__(
+        self, chains: Chains, home: Path, *, timeout_s: float, keep: bool, seed: int, say: Callable[[str], None]
+    ) -> None:
+        self._chains, self._home, self._timeout_s, self._keep, self._say = chains, home, timeout_s, keep, say
+        self._chance = random.Random(seed)
+        self._num_lives = self._num_chains = 0
+        self.reference: dict[int, Record] = {}
+        self.changes: list[Change] = []
+        self._kinds: Counter[str] = Counter()
+        self._num_saves, self.last = 1, ""
+        self._usual: set[str] = set()  # what a resume prints where nothing is wrong
+        self.trials: list[Trial] = []
+        self.notes: list[str] = []
+
+    def watch_uninterrupted(self) -> None:
+        """Run the script without a break."""
+        chain = self._chain()
+        with ChangeWatch(self._home / chain.name) as watch:
+            life = self._life(chain, watch, whole=True)
+            watch.read()
+        self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
+        begun = [step["now"] for step in self.reference[0].steps]
+        self.changes = [change for change in watch.seen if change.at >= begun[0]]
+        self._kinds = Counter(change.what for change in self.changes)
+        if not any(change.finished and change.size for change in self.changes if change.at < begun[-1]):
+            raise LifeFailedError(
+                f"no file was written below the working directory or {{run}} between the {len(begun)} steps of the "
+                "script: it has to save at least once before its last step"
+            )
+        self.last, self._num_saves = last_change(self.changes, self.reference[0])
+        self._say(
+            f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
+            f"{len(self._kinds)} kinds in {self._num_saves} saves"
+        )
+        self._end(chain)
+
+    def check_resume(self) -> None:
+        """Kill the script before its last step, at rest: what is wrong then is not the saving.
+
+        Raises:
+            LifeFailedError: it does not go on from a state of its own.
+        """
+        at = len(self.reference[0].steps) - 1
+        chain = self._chain()
+        with ChangeWatch(self._home / chain.name) as watch:
+            life = self._life(chain, watch, kill_at=at)
+        self._look(chain, life)
+        with ChangeWatch(self._home / chain.name) as watch:
+            life = self._life(chain, watch, kill_at=0)
+        self._usual = {_VARIABLE.sub("#", line) for line in life.said().splitlines()}
+        records = read_records(Path(life.plan.trace), life.plan.life)
+        made = records[0] if 0 in records else Record(rank=0)
+        began = find_state(self.reference[0], made, killed_at=at)[0] if made.steps else None
+        if not began:
+            what = (
+                "began at step 0"
+                if began == 0
+                else "went on from no state of the uninterrupted life"
+                if made.steps
+                else f"made no step (exit status {life.status}): {_last_line(life)}"
+            )
+            raise LifeFailedError(
+                f"killed before its last step, {at}, and started again, the script {what}. Its saving cannot "
+                "be judged before that is right: holdfast verify-resume says what it is. If it resumes only when it is "
+                "told to, give --resume COMMAND"
+            )
+        self._end(chain)
+
+    def run(self, count: int, *, cut: bool) -> None:
+        """Make so many kills, with what follows."""
+        aims = self._aims()
+        most = -(-sum(self._kinds.values()) * _SAVES_AT_MOST // self._num_saves)
+        left, idle, chain = count, 0, self._chain()
+        while left > 0:
+            before = len(self.trials)
+            aim = next(aims)
+            if chain.killed_at == 0:
+                aim = self._later(aim)
+            with ChangeWatch(self._home / chain.name, replace(aim, at_most=most, cut=cut)) as watch:
+                life = self._life(chain, watch)
+            if self._look(chain, life) and life.killed and watch.seen:
+                first = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0)).steps[:1]
+                ended = sum(one.what == self.last and one.at > step["now"] for step in first for one in watch.seen)
+                lost = tuple(os.path.relpath(path, self._home / chain.name) for path in watch.unwritten)
+                cut_power(watch.unwritten, self._chance)
+                landed = "between changes" if aim.delay_s else watch.seen[-1].what
+                chain.kills.append(
+                    Kill(
+                        at=chain.killed_at,
+                        began=chain.began,
+                        ended=ended,
+                        landed=landed,
+                        lost=lost if cut else None,
+                    )
+                )
+            else:
+                self._end(chain)
+                chain = self._chain()
+            made = len(self.trials) - before
+            left -= made
+            idle = 0 if made else idle + 1
+            if idle > 20:
+                raise LifeFailedError("20 lives in a row could not be killed while they saved, or told nothing")
+        self._end(chain)
+
+    # ---- moments
+
+    def _aims(self) -> Iterator[Aim]:
+        """Iterate over moments: each kind of change equally often, and times between changes."""
+        per_save = {what: max(1, count // self._num_saves) for what, count in self._kinds.items()}
+        total = sum(per_save.values())
+        steps = self.reference[0].steps
+        between_s = (steps[-1]["now"] - steps[0]["now"]) / self._num_saves
+        while True:
+            kinds = list(per_save)
+            self._chance.shuffle(kinds)
+            for what in kinds:
+                if self._chance.random() * _RANDOM < 1:
+                    yield Aim(nth=self._chance.randint(1, 2 * total), delay_s=self._chance.random() * between_s)
+                else:
+                    yield Aim(what=what, nth=self._chance.randint(1, 2 * per_save[what]))
+
+    def _later(self, aim: Aim) -> Aim:
+        """Move the moment of a life that begins anew behind its first save, if its change comes with each."""
+        count = sum(self._kinds.values()) if aim.what is None else self._kinds[aim.what]
+        if count < self._num_saves or self._chance.random() < _FIRST:
+            return replace(aim, nth=min(aim.nth, count))
+        return replace(aim, nth=aim.nth + -(-count // self._num_saves))
+
+    # ---- lives
+
+    def _chain(self) -> _Chain:
+        self._num_chains += 1
+        chain = _Chain(name=f"chain-{self._num_chains}")
+        (self._home / chain.name).mkdir()
+        self._chains.make(chain.name)
+        make_durable(self._home / chain.name)
+        return chain
+
+    def _end(self, chain: _Chain) -> None:
+        if not self._keep:
+            shutil.rmtree(self._home / chain.name, ignore_errors=True)
+
+    def _life(self, chain: _Chain, watch: ChangeWatch, *, whole: bool = False, kill_at: int | None = None) -> Life:
+        trace = self._home / "trace"
+        trace.mkdir(exist_ok=True)
+        number, self._num_lives = self._num_lives, self._num_lives + 1
+        again = chain.killed_at > 0
+        plan = LifePlan(
+            trace=os.fspath(trace), life=number, signal=os.fspath(trace / f"signal-{number}"), observe=True,
+            witness=False, whole=whole, kill_at=kill_at, seed=number if again else 0,
+        )  # fmt: skip
+        return run_life(
+            self._chains.command(chain.name, again=again), plan, timeout_s=self._timeout_s,
+            failure_counts=not again, watch=watch,
+        )  # fmt: skip
+
+    def _look(self, chain: _Chain, life: Life) -> bool:
+        """Look at a life; tell whether its own kill says something."""
+        again = chain.killed_at > 0
+        records = read_records(Path(life.plan.trace), life.plan.life)
+        made = records.get(0, Record(rank=0))
+        if not again:
+            other = compare_fresh(self.reference[0], made, to_end=not life.killed)
+            if other is not None:
+                raise LifeFailedError(
+                    f"two lives that begin anew differ from step {other.step} on "
+                    f"({', '.join(item[0] for item in other.items) or 'their length'}), so states cannot be told "
+                    "apart: seed the script; holdfast verify-resume says more"
+                )
+            chain.killed_at = len(made.steps)
+            return bool(made.steps)
+        if not made.steps and life.killed:
+            return True  # killed before it could show anything: the next one will
+        began, refused = None, ""
+        if not made.steps:
+            if life.status == 0 and chain.killed_at >= len(self.reference[0].steps):
+                began = chain.killed_at  # all its steps had been made
+            else:
+                refused = f"exit status {life.status}: {_last_line(life)}"
+        else:
+            places = {
+                find_state(one, records[rank], killed_at=chain.killed_at)[0]
+                for rank, one in self.reference.items()
+                if rank in records and records[rank].steps
+            }
+            began = places.pop() if len(places) == 1 else None
+            if not life.killed and life.status != 0:
+                refused = f"exit status {life.status}, later: {_last_line(life)}"
+        self._add(chain, life, began, refused)
+        if began is None or refused or not made.steps:
+            return False
+        chain.killed_at, chain.began = began + len(made.steps), began
+        return is_followed(self.reference[0], made, began)
+
+    def _add(self, chain: _Chain, life: Life, began: int | None, refused: str) -> None:
+        """Add what a life has shown of the kills before it."""
+        kills = chain.kills[:]
+        chain.kills.clear()
+        said = self._warned(life)
+        self.trials += [
+            Trial(kill=kill, life=life.plan.life + 1, began=began, refused=refused, said=said) for kill in kills
+        ]
+        if kills:
+            what = f"went on from step {began}" if began else "began at step 0"
+            if refused:
+                what = f"ended with {refused}"
+            elif began is None:
+                what = "went on from a state that was never there"
+            kill = kills[-1]
+            lost = "" if kill.lost is None else f", power cut: {len(kill.lost)} file(s) lost bytes"
+            self._say(f"{len(self.trials)}: killed after step {kill.at} ({kill.landed}){lost}: {what}")
+
+    def _warned(self, life: Life) -> str:
+        """Return the first line that a resume does not print as a rule, and that sounds like a warning."""
+        for line in life.said().splitlines():
+            if _WARNING.search(line) and _VARIABLE.sub("#", line) not in self._usual:
+                return line.strip()[:200]
+        return ""
+
+
+def _last_line(life: Life) -> str:
+    return next((line for line in reversed(life.said().splitlines()) if line.strip()), "it printed nothing").strip()[
+        :200
+    ]

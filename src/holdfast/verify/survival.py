@@ -1,0 +1,237 @@
+"""What is left after kills: the judgement and its report; pure functions.
+
+A save has ended when its last change came (`last_change`): of the kinds of change that come once with each save, the
+one that comes last. How many of them a life saw before its kill says which of its saves were complete, so nothing
+depends on how long a save takes. Which step a save holds is known from the lives themselves: the steps that any life
+went on from, and, where no file of about the size of the largest changed after the next step had begun (the script
+waits for its saves), the steps at which saves ended in the uninterrupted life.
+"""
+
+from __future__ import annotations
+
+import shlex
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .records import Record
+from .workplace import Change
+
+__all__ = ["OUTCOMES", "Kill", "Survival", "Trial", "judge", "last_change"]
+
+OUTCOMES = {
+    "newest": "went on from the newest checkpoint",
+    "older, said": "went on from an older one, and said so",
+    "older, silently": "went on from an older one, silently",
+    "started over": "started over, although a checkpoint was complete",
+    "refused": "refused to start, or ended with an error",
+    "torn": "loaded a state that was never there",
+}
+"""What can follow a kill, the best first."""
+_FINE = ("newest", "older, said")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A kill.
+
+    Attributes:
+        at: how many steps had been begun, as the uninterrupted life counts.
+        began: the step that the life had gone on from.
+        ended: how many saves had ended in the life.
+        landed: the change after which it came.
+        lost: files that lost bytes by the power cut; None: there was none.
+    """
+
+    at: int
+    began: int
+    ended: int
+    landed: str
+    lost: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A life that was started after a kill.
+
+    Attributes:
+        kill: the kill.
+        life: its number.
+        began: the step it went on from, None if its state was never there.
+        refused: how it ended, if it did not start, or failed later.
+        said: a line of its output that sounds like a warning.
+        outcome: a key of `OUTCOMES`.
+        newest: the step of the newest complete checkpoint.
+    """
+
+    kill: Kill
+    life: int
+    began: int | None = None
+    refused: str = ""
+    said: str = ""
+    outcome: str = ""
+    newest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What an attack found.
+
+    Attributes:
+        command: program and arguments.
+        steps: of the uninterrupted life.
+        saved: the steps that can be gone on from, as far as they are known.
+        lag: how many steps a save took at most, 0 where the script waits for it.
+        trials: in order.
+        notes: what else there is to know.
+    """
+
+    command: tuple[str, ...]
+    steps: int
+    saved: tuple[int, ...]
+    lag: int
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def survives(self) -> bool:
+        """Tell whether no kill lost or tore anything."""
+        return all(trial.outcome in _FINE for trial in self.trials)
+
+    def counts(self, *, cut: bool) -> dict[str, int]:
+        """Return how often each outcome came, after kills alone or after power cuts."""
+        counted = Counter(trial.outcome for trial in self.trials if (trial.kill.lost is not None) == cut)
+        return {outcome: counted[outcome] for outcome in OUTCOMES}
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "command": list(self.command), "survives": self.survives, "steps": self.steps, "saved": list(self.saved),
+            "lag": self.lag, "kills": self.counts(cut=False), "power_cuts": self.counts(cut=True),
+            "landed": dict(Counter(trial.kill.landed for trial in self.trials).most_common()),
+            "trials": [
+                {
+                    **asdict(trial.kill), "life": trial.life, "newest": trial.newest, "resumed": trial.began,
+                    "outcome": trial.outcome, "said": trial.said, "refused": trial.refused,
+                }
+                for trial in self.trials
+            ],
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report."""
+        plain, cuts = self.counts(cut=False), self.counts(cut=True)
+        columns = [("kills", plain)] + ([("power cuts", cuts)] if sum(cuts.values()) else [])
+        width = max(map(len, OUTCOMES.values()))
+        yield " " * width + "".join(f"  {name:>10}" for name, _ in columns)
+        for outcome, text in OUTCOMES.items():
+            yield f"{text:<{width}}" + "".join(f"  {counts[outcome]:>10}" for _, counts in columns)
+        yield f"{'in all':<{width}}" + "".join(f"  {sum(counts.values()):>10}" for _, counts in columns)
+        yield ""
+        if self.survives:
+            yield f"SURVIVES: no kill of {shlex.join(self.command)} lost or tore a complete checkpoint"
+        else:
+            yield f"DOES NOT SURVIVE: {sum(trial.outcome not in _FINE for trial in self.trials)} of {len(self.trials)}"
+        shown = set()
+        for trial in self.trials:
+            if trial.outcome in _FINE or trial.outcome in shown:
+                continue
+            shown.add(trial.outcome)
+            yield f"  {OUTCOMES[trial.outcome]}, first after kill {self.trials.index(trial) + 1}: {_account(trial)}"
+        for note in self.notes:
+            yield f"note: {note}"
+
+
+def last_change(changes: Sequence[Change], reference: Record) -> tuple[str, int]:
+    """Return the kind of change that ends a save, and the number of saves.
+
+    Args:
+        changes: of the uninterrupted life, between its first step and its end.
+        reference: the uninterrupted life.
+    """
+    begun = [step["now"] for step in reference.steps]
+    places = {bisect_right(begun, change.at) for change in _large(changes) if change.finished}
+    # What is deleted is of another save; a file is written as often as its writer likes.
+    counts = Counter(change.what for change in changes if change.what.startswith(("made ", "closed ", "renamed ")))
+    often = Counter(counts.values())
+    number = min(often, key=lambda count: (abs(count - len(places)), -often[count]))
+    first = {change.what: place for place, change in reversed(list(enumerate(changes)))}
+    kinds = [what for what, count in counts.items() if count == number]
+    return max(kinds, key=lambda what: first[what]), number
+
+
+def _large(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes of files about as large as the largest: those hold the state."""
+    largest = max((change.size for change in changes), default=0)
+    sizes: dict[str, int] = {}
+    for change in changes:
+        sizes[change.name] = max(change.size, sizes.get(change.name, 0))
+    return [change for change in changes if change.size and 2 * sizes[change.name] >= largest]
+
+
+def judge(
+    trials: Sequence[Trial],
+    *,
+    command: Sequence[str],
+    reference: Record,
+    changes: Sequence[Change],
+    last: str,
+    notes: Sequence[str] = (),
+) -> Survival:
+    """Say of each trial what it went on from, and what it could have gone on from.
+
+    Args:
+        trials: in order.
+        command: program and arguments.
+        reference: the uninterrupted life.
+        changes: of its output.
+        last: the change that ends a save.
+        notes: for the report.
+    """
+    begun = [step["now"] for step in reference.steps]
+    large = {bisect_right(begun, change.at) for change in _large(changes)} - {0}
+    ends = {bisect_right(begun, change.at) for change in changes if change.what == last} - {0}
+    resumed = {trial.began for trial in trials if trial.began}
+    waits = large | resumed <= ends and not any(end + 1 in ends for end in ends)
+    saved = sorted(resumed | ends if waits else resumed)
+    took = [min((end for end in ends if end >= step), default=step) - step for step in saved]
+    lag = 0 if waits else max(took, default=0)
+    judged = []
+    for trial in trials:
+        kill = trial.kill
+        made = [step for step in saved if kill.began < step <= kill.at][: kill.ended]
+        if not waits:  # a save that no life went on from is not known, so their numbers prove less
+            made = [step for step in made if kill.at - step > 2 * lag]
+        newest = max(made, default=kill.began)
+        judged.append(replace(trial, newest=newest, outcome=_outcome(trial, newest)))
+    return Survival(
+        command=tuple(command), steps=len(reference.steps), saved=tuple(saved), lag=lag, trials=tuple(judged),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _outcome(trial: Trial, newest: int) -> str:
+    if trial.refused:
+        return "refused"
+    if trial.began is None:
+        return "torn"
+    if trial.began >= newest:
+        return "newest"
+    if trial.began == 0:
+        return "started over"
+    return "older, said" if trial.said else "older, silently"
+
+
+def _account(trial: Trial) -> str:
+    kill = trial.kill
+    text = f"killed after step {kill.at} ({kill.landed}), newest checkpoint: " + (
+        f"step {trial.newest}" if trial.newest else "none yet"
+    )
+    if kill.lost is not None:
+        text += f", power cut ({', '.join(kill.lost[:3]) or 'nothing'} lost bytes)"
+    if trial.refused:
+        return f"{text}; {trial.refused}"
+    return f"{text}; went on from {'no known state' if trial.began is None else f'step {trial.began}'}"

@@ -1,0 +1,110 @@
+"""Start the lives of a Python script as forks of one interpreter that has imported torch.
+
+A fresh interpreter takes seconds until its first step; a fork of a warm one takes a part of one, and many lives are
+needed to meet a save at its many moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.config import VERIFY_VARIABLE
+from holdfast.errors import ConfigError
+
+from .lives import end_with_parent, observed_environment
+
+__all__ = ["WarmInterpreter", "WarmLife"]
+
+_PROGRAM = Path(__file__).parent / "warm_server.py"
+_FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")
+
+
+class WarmInterpreter:
+    """An interpreter that forks lives.
+
+    Args:
+        command: of the script: ``python [-u ...] SCRIPT ...``.
+        env: added to the environment.
+        cwd: working directory of the command.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None, cwd: Path) -> None:
+        self.flags = _flags(command)
+        self.environment = observed_environment(env)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command[: self.flags], str(_PROGRAM), str(theirs.fileno())], env=self.environment, cwd=cwd,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc
+            )  # fmt: skip
+        self._channel, self._lines = ours, ours.makefile("r", encoding="utf-8")
+        self.ask(prepare=os.fspath(cwd / command[self.flags]))
+
+    @staticmethod
+    def fits(command: Sequence[str]) -> bool:
+        """Tell whether a command is a Python script in an interpreter of its own."""
+        place = _flags(command)
+        return (
+            re.fullmatch(r"python(\d+(\.\d+)?)?", os.path.basename(command[0])) is not None
+            and place < len(command)
+            and command[place].endswith(".py")
+        )
+
+    def ask(self, **asked: Any) -> int:
+        """Have something done, and return the answer.
+
+        Raises:
+            ConfigError: the interpreter has ended.
+        """
+        try:
+            self._channel.sendall(json.dumps(asked).encode() + b"\n")
+            answer = self._lines.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            raise ConfigError("the interpreter that forks the lives has ended: start each in one of its own (--cold)")
+        return int(answer)
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        self._lines.close()
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class WarmLife:
+    """A life in a fork of a warm interpreter, in the place of a `Command`."""
+
+    def __init__(self, interpreter: WarmInterpreter, command: Sequence[str], cwd: Path) -> None:
+        self._interpreter, self._command, self._cwd = interpreter, command, cwd
+        self._pid = 0
+
+    def start(self, plan: Path, output: Path) -> int:
+        """Fork it, with its output in the file ``output``; return its process id."""
+        environment = {**self._interpreter.environment, VERIFY_VARIABLE: os.fspath(plan)}
+        self._pid = self._interpreter.ask(
+            cwd=os.fspath(self._cwd), env=environment, output=os.fspath(output), plan=os.fspath(plan),
+            argv=list(self._command[_flags(self._command) :]),
+        )  # fmt: skip
+        return self._pid
+
+    def wait(self) -> int:
+        """Return its exit status; it has ended."""
+        return self._interpreter.ask(wait=self._pid)
+
+
+def _flags(command: Sequence[str]) -> int:
+    """Return how many parts come before the script."""
+    place = 1
+    while place < len(command) and _FLAGS.fullmatch(command[place]):
+        place += 1
+    return place

@@ -1,0 +1,376 @@
+"""The guard: bad values are found, the run goes back, and bad data are left out by all later lives."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from guard_training import BATCHES, live
+from torch.utils.data import DataLoader
+
+import holdfast as hf
+from holdfast.checkpointer.guard import Judge
+from holdfast.cli.main import main
+from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
+from holdfast.page.facts import collect
+from holdfast.run.catalog import Catalog
+from holdfast.run.rollbacks import BatchSpan, Rollback, choose, read_rollbacks
+from holdfast.storage.resolve import resolve
+
+# -- the judge
+
+
+def judged(values: list[float], **options: Any) -> list[int]:
+    """Places of the values with which patience is over."""
+    judge = Judge(hf.Guard(**options))
+    return [place for place, value in enumerate(values) if judge.take(place, value, ()) is not None]
+
+
+def test_a_spike_is_what_the_formula_says() -> None:
+    """The two bisections agree with the median absolute deviation computed plainly, for 3 000 random values."""
+    rng = random.Random(3)
+    judge, window = Judge(hf.Guard(spike=4.0, window=50, action="warn")), []
+    for step in range(3000):
+        value = rng.gauss(5.0, 1.0) if rng.random() < 0.95 else rng.uniform(0, 40)
+        expected = False
+        if len(window) >= 20:
+            median = statistics.median(window)
+            distances = sorted(abs(one - median) for one in window)
+            # More than half of the window has to lie nearer than the limit.
+            scale = max(distances[len(window) // 2], 0.01 * abs(median))
+            expected = value - median > 4.0 * scale
+        judge._streak = None
+        assert (judge.take(step, value, ()) is not None) == expected, step
+        window = [*window, value][-50:]
+
+
+def test_what_is_not_finite_is_bad_from_the_first_value_on() -> None:
+    """Nan and both infinities; a spike needs twenty values before it."""
+    assert judged([math.nan]) == [0]
+    assert judged([1.0, math.inf]) == [1]
+    assert judged([1.0, -math.inf]) == [1]
+    assert judged([1.0] * 19 + [1e9]) == []
+    assert judged([1.0] * 20 + [1e9]) == [20]
+    assert judged([1.0] * 20 + [1e9], spike=None) == []
+
+
+def test_a_window_without_noise_takes_a_hundredth_for_noise() -> None:
+    """Eight hundredths above a constant are no spike, nine are; a window of zeros judges nothing."""
+    assert judged([1.0] * 30 + [1.07]) == []
+    assert judged([1.0] * 30 + [1.09]) == [30]
+    assert judged([0.0] * 30 + [5.0]) == []
+    assert judged([1.0] * 30 + [0.0]) == [], "a low value is no spike"
+
+
+def test_patience_counts_bad_values_in_a_row() -> None:
+    """Two of three are forgiven by a sound one; the third in a row is not, and the first is the bad step."""
+    assert judged([1.0, math.nan, math.nan, 1.0, math.nan, math.nan, math.nan], patience=3) == [6]
+    judge = Judge(hf.Guard(patience=2))
+    judge.take(7, math.nan, ())
+    alarm = judge.take(8, math.nan, ())
+    assert alarm is not None
+    assert alarm.step == 7
+
+
+def test_a_judge_that_was_saved_goes_on_as_the_one_before() -> None:
+    """Window and values in a row are part of the state, through JSON."""
+    first, second = Judge(hf.Guard(window=30, patience=2)), Judge(hf.Guard(window=30, patience=2))
+    for step in range(50):
+        first.take(step, 1.0 + step % 3, ())
+    first.take(50, math.nan, (BatchSpan("train", 0, 50, 51),))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.judged == 50
+    alarm = second.take(51, 99.0, ())
+    assert alarm is not None
+    assert (alarm.step, alarm.place) == (50, (BatchSpan("train", 0, 50, 51),))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"metric": ""}, {"spike": 0}, {"spike": True}, {"window": 1}, {"patience": 0}, {"max_rollbacks": -1},
+     {"action": "delete"}, {"skip": "all"}],
+)  # fmt: skip
+def test_arguments_are_checked(wrong: dict[str, Any]) -> None:
+    """Each wrong value is named."""
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        hf.Guard(**wrong)
+
+
+def test_a_guard_that_is_none_is_refused(tmp_path: Path) -> None:
+    """``guard=True`` says what to give."""
+    with pytest.raises(ConfigError, match=r"give a holdfast\.Guard"):
+        hf.Checkpointer(tmp_path, guard=True)  # type: ignore[arg-type]
+
+
+# -- lives
+
+
+def to_its_end(run: Path, **options: Any) -> tuple[bytes, int]:
+    """Live until the run has ended in order; return its end state, and how often the guard took it back."""
+    for count in range(60):
+        try:
+            return live(run, **options), count
+        except SystemExit as end:
+            assert end.code == 86  # noqa: PT017 - each life but the last ends so
+    raise AssertionError("it does not end")
+
+
+def rollbacks(run: Path) -> list[Rollback]:
+    return read_rollbacks(Catalog(resolve(run)).index.notes)
+
+
+@pytest.mark.parametrize("what", ["nan", pytest.param("spike", marks=pytest.mark.slow)])
+def test_a_poisoned_batch_is_tried_once_more_and_then_left_out(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end state is that of a twin whose data never held the batch; two lives end for it, with status 86."""
+    bad = (1, 7 if what == "nan" else 12)
+    twin = live(tmp_path / "twin", leave_out=frozenset({bad}))
+    end, count = to_its_end(tmp_path / "run", poison={bad: what})
+    assert (end == twin, count) == (True, 2)
+    first, second = rollbacks(tmp_path / "run")
+    span = BatchSpan("train", 1, bad[1], bad[1] + 1)
+    assert (first.place, first.left_out) == ((span,), ())
+    assert (second.place, second.left_out) == ((span,), (span,))
+    said = capsys.readouterr().err
+    assert f"left out, as the guard has found: batch {bad[1]} of epoch 1" in said
+    newest = Catalog(resolve(tmp_path / "run")).newest()
+    assert newest is not None
+    manifest = hf.Checkpoint(tmp_path / "run" / newest.name).manifest
+    assert manifest is not None
+    assert manifest.extra["left_out"] == [["train", 1, bad[1], bad[1] + 1]]
+    found = [
+        event.why for event in Catalog(resolve(tmp_path / "run")).index.read_history().events if event.what == "guard"
+    ]
+    assert ["left out from now on" in why for why in found] == [False, True]
+    assert sum("the guard, step" in line for line in collect(resolve(tmp_path / "run"))["warnings"]) == 2
+    logged = json.loads(CliRunner().invoke(main, ["log", str(tmp_path / "run"), "--json"]).stdout)
+    assert [event["why"] for event in logged["guard"]] == found
+
+
+@pytest.mark.slow
+def test_the_batches_around_the_end_of_an_epoch_can_be_left_out(tmp_path: Path, caplog: Any) -> None:
+    """The first of an epoch, the last of one, and the very last of the training: no batch twice, no false remark."""
+    bad = {(0, 0): "nan", (0, BATCHES - 1): "nan", (1, 0): "nan", (1, BATCHES - 1): "nan"}
+    twin = live(tmp_path / "twin", leave_out=frozenset(bad))
+    caplog.clear()  # that loop leaves batches out itself, which is said
+    end, count = to_its_end(tmp_path / "run", poison=bad)
+    assert (end == twin, count) == (True, 8)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_flipped_bit_costs_a_repetition_and_no_batch(tmp_path: Path) -> None:
+    """The end state is that of the clean twin, although the damage was saved before any loss could show it."""
+    twin = live(tmp_path / "twin")
+    end, count = to_its_end(tmp_path / "run", flip_at=20)
+    assert (end == twin, count) == (True, 1)
+    (found,) = rollbacks(tmp_path / "run")
+    assert (found.step, found.left_out) == (21, ())
+    kept = {record.step for record in Catalog(resolve(tmp_path / "run")).records()}
+    assert 15 in kept, "Keep(last=1) alone would have pushed out the last sound one by step 20, which was broken"
+
+
+@pytest.mark.slow
+def test_a_broken_checkpoint_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
+    """The first checkpoint of a run, with the next step bad: it may be sound, and it is better than none."""
+    end, count = to_its_end(tmp_path / "run", poison={(0, 5): "nan"})
+    assert (end == live(tmp_path / "twin", leave_out=frozenset({(0, 5)})), count) == (True, 2)
+
+
+@pytest.mark.slow
+def test_accumulated_batches_are_left_out_together(tmp_path: Path) -> None:
+    """A step of three batches: which of them was bad the loss does not say."""
+    bad = frozenset((0, index) for index in (12, 13, 14))
+    twin = live(tmp_path / "twin", leave_out=bad, accumulate=3, every=2)
+    end, _ = to_its_end(tmp_path / "run", poison={(0, 14): "nan"}, accumulate=3, every=2)
+    assert end == twin
+
+
+@pytest.mark.slow
+def test_since_leaves_out_all_batches_from_the_checkpoint_on(tmp_path: Path) -> None:
+    """Step 18 is bad and 15 the checkpoint before it: three batches are gone."""
+    guard = hf.Guard(skip="since")
+    twin = live(tmp_path / "twin", leave_out=frozenset((0, index) for index in range(15, 18)), guard=guard)
+    end, _ = to_its_end(tmp_path / "run", poison={(0, 17): "nan"}, guard=guard)
+    assert end == twin
+    assert rollbacks(tmp_path / "run")[-1].left_out == (BatchSpan("train", 0, 15, 18),)
+
+
+@pytest.mark.slow
+def test_with_patience_what_was_saved_meanwhile_is_not_gone_on_from(tmp_path: Path) -> None:
+    """Three bad steps until the guard acts, saved each: the next life goes on from before the first of them."""
+    guard = hf.Guard(patience=3)
+    bad = {(0, 9): "nan"}  # the weights are nan from then on
+    end, count = to_its_end(tmp_path / "run", poison=bad, guard=guard, every=1, keep=hf.Keep(last=2))
+    assert (end == live(tmp_path / "twin", leave_out=frozenset(bad)), count) == (True, 2)
+    assert rollbacks(tmp_path / "run")[0].step == 10
+
+
+@pytest.mark.slow
+def test_a_run_whose_first_checkpoints_are_bad_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was saved before the bad step, in a life that had begun afresh: that is said."""
+    guard = hf.Guard(patience=3)
+    end, _ = to_its_end(tmp_path / "run", poison={(0, 0): "nan"}, guard=guard, every=2)
+    assert end == live(tmp_path / "twin", leave_out=frozenset({(0, 0)}))
+    assert "hold a bad step" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_rollbacks_of_a_run_are_bounded(tmp_path: Path) -> None:
+    """Two bad steps are allowed; the third is an error that says so, and so is each start after it."""
+    guard = hf.Guard(max_rollbacks=2)
+    poison = {(0, index): "nan" for index in (5, 10, 15)}
+    with pytest.raises(TrainingError, match=r"step 14: loss is nan.*max_rollbacks=2"):
+        to_its_end(tmp_path / "run", poison=poison, guard=guard)
+    with pytest.raises(TrainingError, match="max_rollbacks=2"):
+        to_its_end(tmp_path / "run", poison=poison, guard=guard)
+    end, _ = to_its_end(tmp_path / "run", poison=poison, guard=hf.Guard(max_rollbacks=3))
+    assert end == live(tmp_path / "twin", leave_out=frozenset(poison))
+
+
+def test_stop_ends_with_an_error_and_saves_nothing_of_the_bad_step(tmp_path: Path) -> None:
+    """The newest checkpoint is one from before it."""
+    with pytest.raises(TrainingError, match=r"step 13: loss is nan.*action='stop'"):
+        live(tmp_path / "run", poison={(0, 12): "nan"}, guard=hf.Guard(action="stop"))
+    assert max(record.step for record in Catalog(resolve(tmp_path / "run")).records()) == 10
+
+
+def test_warn_says_it_once_and_trains_on(tmp_path: Path, caplog: Any) -> None:
+    """One warning for a row of bad steps, and the run comes to its end."""
+    live(tmp_path / "run", poison={(1, 20): "nan"}, guard=hf.Guard(action="warn"))
+    said = [record.message for record in caplog.records if "loss is nan" in record.message]
+    assert said == ["holdfast: step 45: loss is nan (batch 20 of epoch 1)"]
+
+
+def test_a_loop_without_batches_is_tried_again_and_then_ends_with_words(tmp_path: Path) -> None:
+    """There is nothing that could be left out."""
+
+    def loop() -> None:
+        with hf.Checkpointer(tmp_path, {"w": [0]}, every=5, guard=hf.Guard()) as ck:
+            while ck.global_step < 30:
+                ck.step(loss=math.nan if ck.global_step == 17 else 1.0)
+
+    with pytest.raises(SystemExit) as end:
+        loop()
+    assert end.value.code == 86
+    with pytest.raises(TrainingError, match=r"step 18: loss is nan, again.*ck\.batches"):
+        loop()
+
+
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """A vector has no place in a window."""
+    with hf.Checkpointer(tmp_path, {}, guard=hf.Guard()) as ck, pytest.raises(ConfigError, match="give one number"):
+        ck.step(loss=torch.ones(3))
+
+
+def test_a_metric_of_a_report_is_watched_too(tmp_path: Path) -> None:
+    """A nested one, reported after the step: the run goes back at the boundary of that step."""
+    guard = hf.Guard(metric="val/loss")
+    with pytest.raises(SystemExit) as end, hf.Checkpointer(tmp_path, {}, every=2, guard=guard) as ck:
+        for batch in ck.batches(DataLoader(range(20), batch_size=1)):
+            ck.step()
+            ck.report(val={"loss": math.nan if int(batch) == 7 else 1.0})
+    assert end.value.code == 86
+    assert rollbacks(tmp_path)[0].step == 8
+
+
+def test_a_signal_comes_before_the_guard(tmp_path: Path) -> None:
+    """SIGTERM in a bad step: status 85 for whoever sent it, nothing bad is saved, and the next start goes back."""
+    with pytest.raises(SystemExit) as end:
+        live(tmp_path / "run", poison={(0, 12): "nan"}, kill_at=13, kill_how=signal.SIGTERM)
+    assert end.value.code == 85
+    assert max(record.step for record in Catalog(resolve(tmp_path / "run")).records()) == 10
+    assert rollbacks(tmp_path / "run")[0].step == 13
+
+
+def test_a_checkpoint_whose_own_metric_is_bad_is_not_gone_on_from(tmp_path: Path) -> None:
+    """Saved by a life without a guard: a life with one takes an older one; if there is none, it says why."""
+    for steps, loss in ((4, 1.0), (8, math.nan)):
+        with hf.Checkpointer(tmp_path, {}, every=4, keep=None) as ck:
+            while ck.global_step < steps:
+                ck.step(loss=loss)
+    with hf.Checkpointer(tmp_path, {}, every=4, keep=None, guard=hf.Guard()) as ck:
+        assert ck.global_step == 4
+    hf.Checkpoint(tmp_path / "step_00000004").delete()
+    with pytest.raises(CorruptCheckpointError, match="its loss is nan"):
+        hf.Checkpointer(tmp_path, {}, every=4, keep=None, guard=hf.Guard()).start()
+
+
+@pytest.mark.slow
+def test_a_fresh_start_that_is_asked_for_knows_nothing_of_bad_steps(tmp_path: Path) -> None:
+    """``resume='never'``: other data, other batches."""
+    to_its_end(tmp_path / "run", poison={(0, 12): "nan"})
+    clean = live(tmp_path / "clean")
+    assert live(tmp_path / "run", resume="never") == clean
+
+
+@pytest.mark.slow
+def test_what_is_left_out_is_in_the_checkpoint_too(tmp_path: Path) -> None:
+    """The index of the run is lost after the rollbacks: the state of the newest checkpoint remembers."""
+    bad = {(0, 12): "nan"}
+    for status in (86, 86, 85):
+        with pytest.raises(SystemExit) as end_of_life:
+            live(tmp_path / "run", poison=bad, kill_at=20, kill_how=signal.SIGTERM)
+        assert end_of_life.value.code == status
+    (tmp_path / "run" / "run.json").unlink()
+    for path in (tmp_path / "run" / "reports").iterdir():
+        path.unlink()
+    end, count = to_its_end(tmp_path / "run", poison=bad)
+    assert (end == live(tmp_path / "twin", leave_out=frozenset(bad)), count) == (True, 0)
+
+
+def test_retention_goes_on_where_the_metric_does_not_come(tmp_path: Path) -> None:
+    """A guard of a metric that nobody reports must not keep every checkpoint for it."""
+    with hf.Checkpointer(tmp_path, {}, every=1, keep=hf.Keep(last=1), guard=hf.Guard(metric="los")) as ck:
+        for _ in range(25):
+            ck.step(loss=1.0)
+    assert len(ck.checkpoints()) <= 10
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_named_is_taken_and_its_damage_ends_the_run_in_bounded_time(tmp_path: Path) -> None:
+    """``resume=PATH`` of a state that gives nan for ever: two rollbacks for a step, at most, and then an error."""
+
+    def loop(**options: Any) -> None:
+        weight = torch.zeros(1)
+        with hf.Checkpointer(tmp_path, {"w": weight}, every=5, keep=None, **options) as ck:
+            for _ in ck.batches(range(10)):
+                weight += math.nan
+                ck.step(loss=weight.sum())
+
+    loop()
+    for _ in range(2 * 3):
+        with pytest.raises(SystemExit):
+            loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
+    with pytest.raises(TrainingError):
+        loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
+
+
+def test_choose_takes_a_checkpoint_without_a_sound_step_after_it_last() -> None:
+    """A later life's checkpoints are not judged by what an earlier one has found."""
+    bad = Rollback(attempt=2, step=10, why="loss is inf", after=8)
+    rows = [("late", 3, 12), ("bad", 2, 10), ("next", 2, 9), ("good", 2, 8), ("old", 1, 11)]
+    unsound, doubtful = choose(rows, [bad])
+    assert (sorted(unsound), doubtful) == (["bad", "old"], ["next"])
+
+
+def test_a_step_costs_microseconds(tmp_path: Path) -> None:
+    """The check of a value, with a full window, alone: 20 us are allowed, and a machine may be busy."""
+    judge = Judge(hf.Guard())
+    values = [2.0 + random.random() for _ in range(2000)]
+    costs = []
+    for step, value in enumerate(values):
+        begun = time.perf_counter()
+        judge.take(step, value, ())
+        costs.append(time.perf_counter() - begun)
+    assert statistics.median(costs[500:]) < 20e-6

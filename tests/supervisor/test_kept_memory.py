@@ -1,0 +1,117 @@
+"""The memory of a dead life under `holdfast run`: the next one loads from it, else from the storage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_kit import BUCKET, moto, s3_environment
+
+from holdfast.testing import FaultProxy
+
+# The first life is killed once the supervisor has its memory; the second one does `between` and shows what it has.
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch, holdfast as hf
+run, home, options, between = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+life = Path(os.environ["HOLDFAST_LIFE"])
+kept = json.loads((life / "kept.json").read_bytes())
+state = {name: torch.zeros(1 << 20) for name in "abc"}
+if (home / "begun").exists():
+    lease = home / "run" / "lease.json"  # until the writer has given it back
+    while lease.exists() and '"owner": null' not in lease.read_text():
+        time.sleep(0.01)
+    exec(between)
+with hf.Checkpointer(run, state, **options) as ck:
+    (home / "seen").write_text(json.dumps([ck.global_step, *(float(value.min()) for value in state.values())]))
+    (home / "left").write_text(json.dumps([os.stat(one["path"]).st_size for one in kept]))
+    while ck.global_step < 6:
+        for number, value in enumerate(state.values(), 1): value += number
+        ck.step()
+        if ck.global_step == 5 and ck.attempt == 1:
+            ck.wait()
+            (home / "begun").touch()
+            until = time.monotonic() + 20
+            while not holds_arenas(os.getppid()) and time.monotonic() < until:
+                time.sleep(0.05)
+            os.kill(os.getpid(), 9)
+"""
+FDS = """
+def holds_arenas(pid):
+    import os
+    places = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            places.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:
+            continue
+    return any("memfd:holdfast-arena" in place for place in places)
+"""
+SPOIL = """
+(path,) = home.glob("run/step_00000005/*.safetensors")
+with path.open("r+b") as file:
+    file.seek(4096)
+    file.write(bytes(path.stat().st_size - 4096))
+"""
+WIPE = "for one in kept:\n    with open(one['path'], 'r+b') as file: file.write(bytes(one['size']))"
+CUT = "for one in kept: os.truncate(one['path'], 0)"
+
+
+def run(home: Path, where: str, options: str, between: str = "pass", env: dict[str, str] | None = None) -> str:
+    """Live both lives; return what they have printed."""
+    script = home / "script.py"
+    script.write_text(FDS + SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast",
+        "run",
+        "--no-warm",
+        "--",
+        sys.executable,
+        str(script),
+        where,
+        str(home),
+    ]
+    ended = subprocess.run(
+        [*command, options, between], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=150,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert (home / "seen").read_text() == "[5, 5.0, 10.0, 15.0]", ended.stderr
+    assert set((home / "left").read_text()) <= set("[0, ]")  # nothing is kept once steps begin
+    return ended.stderr
+
+
+def test_a_life_loads_what_the_one_before_has_left_in_memory(tmp_path: Path) -> None:
+    """A rescued snapshot whose tensors are all spoilt on the disk is loaded: not a byte came from there."""
+    err = run(tmp_path, str(tmp_path / "run"), '{"every": null, "rescue": 1}', SPOIL)
+    assert "12.0 MiB were still in memory, 0 B were read" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between", [WIPE, CUT])
+def test_memory_that_is_not_the_checkpoint_is_not_used(tmp_path: Path, between: str) -> None:
+    """Digests that differ, or memory that is gone: the storage is read as ever."""
+    err = run(tmp_path, str(tmp_path / "run"), '{"every": 5}', between)
+    assert "still in memory" not in err
+
+
+@pytest.fixture
+def proxy() -> Iterator[FaultProxy]:
+    with moto() as url, FaultProxy(url) as one:
+        yield one
+
+
+@pytest.mark.slow
+def test_a_run_at_a_store_gets_no_tensors_from_it_after_a_crash(tmp_path: Path, proxy: FaultProxy) -> None:
+    """No GET of a file with tensors in both lives, and the state is that of the checkpoint."""
+    run(tmp_path, f"s3://{BUCKET}/run", '{"every": 5}', env=s3_environment(proxy.url))
+    asked = [one for one in proxy.exchanges if one.path.endswith(".safetensors")]
+    assert any(one.method == "PUT" for one in asked)
+    assert [one.range for one in asked if one.method == "GET"] == []

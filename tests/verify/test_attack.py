@@ -1,0 +1,300 @@
+"""`holdfast attack`: kills land where they are planned, and what follows is counted rightly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from holdfast.verify.lives import Command, run_life
+from holdfast.verify.plan import LifePlan
+from holdfast.verify.power import cut_power, make_durable, sees_power_cuts, unwritten
+from holdfast.verify.records import Record
+from holdfast.verify.survival import Kill, Trial, judge, last_change
+from holdfast.verify.workplace import Aim, Change, ChangeWatch
+
+# ---- the judgement
+
+
+def saves(*places: float, size: int = 1000) -> list[Change]:
+    """Files that were complete at these times; step n begins at time n."""
+    return [
+        Change(what="closed out/step-#.pt", name="out/step-#.pt", at=place, size=size, finished=True)
+        for place in places
+    ]
+
+
+def judged(trials: Sequence[tuple[int, int, int | None]], changes: list[Change], said: str = "") -> list[str]:
+    """Outcomes of trials: (steps begun at the kill, saves ended before it, step gone on from; -1: refused)."""
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
+    found = judge(
+        [Trial(kill=Kill(at=at, began=0, ended=ended, landed=""), life=2, began=None if began == -1 else began,
+               refused="status 1" if began == -1 else "", said=said) for at, ended, began in trials],
+        command=["python", "train.py"], reference=reference, changes=changes, last=last_change(changes, reference)[0],
+    )  # fmt: skip
+    return [trial.outcome for trial in found.trials]
+
+
+def test_each_outcome_has_its_name():
+    """Of a script that waits for its saves, after 10, 20 and 30 steps; a save that has not ended may be lost."""
+    changes = saves(9.5, 19.5, 29.5)
+    trials = [(20, 1, 20), (20, 1, 10), (20, 2, 10), (21, 2, 0), (10, 0, 0), (21, 2, None), (20, 1, -1)]
+    assert judged(trials, changes) == [
+        "newest", "newest", "older, silently", "started over", "newest", "torn", "refused",
+    ]  # fmt: skip
+    assert judged([(21, 2, 10)], changes, said="damaged, taking the previous one") == ["older, said"]
+
+
+def test_a_save_in_the_background_has_time():
+    """Files that end three steps later: only steps that a life went on from count, and six steps after them."""
+    changes = saves(12.5, 22.5, 32.5)
+    resumed = [(17, 1, 10), (27, 2, 20)]
+    assert judged([*resumed, (24, 2, 10), (27, 2, 10), (27, 1, 10)], changes) == [
+        "newest", "newest", "newest", "older, silently", "newest",
+    ]  # fmt: skip
+
+
+def test_the_end_of_a_save_is_found_among_its_changes():
+    """A log at each step, two files by way of one name, old ones deleted: the last kind that comes once a save."""
+
+    def one(what: str, at: float, size: int = 0) -> Change:
+        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=what[0] in "cr")
+
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
+    logs = [one("closed log", n + 0.5, 9) for n in range(39)]
+    kinds = ("made tmp", "written tmp", "closed tmp", "renamed a-#", "made tmp", "closed tmp", "renamed b-#")
+    parts = [one(what, n + 0.6, 500) for n in (9, 19, 29) for what in kinds]
+    old = [
+        one(what, n + 0.7) for n in (19, 29) for what in ("deleted a-#", "deleted b-#", "deleted dir-#", "made trash")
+    ]
+    changes = sorted([one("made out", 9.55), *parts, *logs, *old], key=lambda change: change.at)
+    assert last_change(changes, reference) == ("renamed b-#", 3)
+    assert judged([(21, 1, 20), (25, 2, 10)], changes) == ["newest", "older, silently"]
+
+
+# ---- the kill
+
+
+def test_a_watch_says_when_the_planned_change_comes(tmp_path):
+    """The second time that a name is taken, whatever its number; the others are noted too."""
+    with ChangeWatch(tmp_path, Aim(what="renamed out/step-#.pt", nth=2)) as watch:
+        (tmp_path / "out").mkdir()
+        watch.read()
+        for step in (5, 10):
+            assert watch.due is None
+            (tmp_path / "out" / "tmp").write_bytes(b"x" * 10)
+            os.replace(tmp_path / "out" / "tmp", tmp_path / "out" / f"step-{step}.pt")
+            watch.read()
+        assert watch.due is not None
+    kinds = {change.what for change in watch.seen}
+    assert {"made out", "made out/tmp", "written out/tmp", "closed out/tmp", "renamed out/step-#.pt"} <= kinds
+    assert max(change.size for change in watch.seen) == 10
+
+
+def test_a_kill_reaches_everything_that_was_started(tmp_path):
+    """A process in a session of its own, as Holdfast's writer is, dies with the script, where the change is seen."""
+    script = tmp_path / "work.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "if sys.argv[1:]:\n"
+        "    open('pid', 'w').write(str(os.getpid()))\n"
+        "    os.rename('pid', 'pid.ready')\n"
+        "    time.sleep(60)\n"
+        "subprocess.Popen([sys.executable, __file__, 'child'], start_new_session=True)\n"
+        "time.sleep(60)\n"
+    )
+    plan = LifePlan(trace=str(tmp_path), life=0, signal=str(tmp_path / "signal"))
+    command = Command([sys.executable, "-S", str(script)], cwd=tmp_path)
+    began = time.monotonic()
+    with ChangeWatch(tmp_path, Aim(what="renamed pid.ready", nth=1)) as watch:
+        life = run_life(command, plan, timeout_s=30, watch=watch)
+    assert life.killed
+    assert time.monotonic() - began < 20
+    status = Path("/proc", (tmp_path / "pid.ready").read_text(), "stat")
+    deadline = time.monotonic() + 5
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < deadline, "the child of another session lives"
+        time.sleep(0.01)
+
+
+def test_a_power_cut_takes_what_is_not_on_the_disk(tmp_path):
+    """What was synced stays, what was written since goes: zeros, their second half, or the end of the file."""
+    if not sees_power_cuts(tmp_path):
+        pytest.skip("this kernel or file system does not say what is on the disk")
+    page = os.sysconf("SC_PAGE_SIZE")
+    ends = set()
+    for seed in range(12):
+        (tmp_path / "safe").write_bytes(b"s" * 3 * page)
+        (tmp_path / "late").write_bytes(b"a" * 2 * page)
+        make_durable(tmp_path)
+        with (tmp_path / "late").open("ab") as file:
+            file.write(b"b" * 4 * page)
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("safe")
+        pages = unwritten(tmp_path)
+        assert list(pages) == [tmp_path / "late"]
+        assert pages[tmp_path / "late"] == [2, 3, 4, 5]
+        cut_power(pages, random.Random(seed))
+        assert (tmp_path / "safe").read_bytes() == b"s" * 3 * page
+        late = (tmp_path / "late").read_bytes()
+        assert late[: 2 * page] == b"a" * 2 * page
+        ends.add(late[2 * page :])
+    assert ends == {b"", bytes(4 * page), b"b" * 2 * page + bytes(2 * page)}
+
+
+# ---- real scripts
+
+BASE = """
+import glob, os, time
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+step = 0
+os.makedirs("out", exist_ok=True)
+
+
+def state():
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+
+def take(saved):
+    global step
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+
+
+def slowly(value, path):
+    "Write a file in two parts."
+    torch.save(value, path + ".whole")
+    with open(path + ".whole", "rb") as source, open(path, "wb") as file:
+        data = source.read()
+        file.write(data[: len(data) // 2])
+        file.flush()
+        time.sleep(0.05)
+        file.write(data[len(data) // 2 :])
+    os.remove(path + ".whole")
+
+
+SAVING
+while step < 24:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+    loss = (model(x) - x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    time.sleep(0.02)
+    optimizer.step()
+    step += 1
+    if step % 4 == 0:
+        save()
+"""
+SAVING = {
+    "over": ("refused", """
+def save(): slowly(state(), "out/last.pt")
+if os.path.exists("out/last.pt"): take(torch.load("out/last.pt"))
+"""),
+    "replace": ("newest", """
+def save():
+    slowly(state(), "out/tmp")
+    os.replace("out/tmp", "out/last.pt")
+if os.path.exists("out/last.pt"): take(torch.load("out/last.pt"))
+"""),
+    "two files": ("torn", """
+def save():
+    for name in ("model", "optimizer", "step"):
+        slowly(state()[name], "out/tmp")
+        os.replace("out/tmp", f"out/{name}.pt")
+if os.path.exists("out/step.pt"):
+    take({name: torch.load(f"out/{name}.pt", weights_only=False) for name in ("model", "optimizer", "step")})
+"""),
+    "newest by its name as text": ("older, silently", """
+def save():
+    slowly(state(), "out/tmp")
+    os.replace("out/tmp", f"out/step-{step}.pt")
+found = sorted(glob.glob("out/step-*.pt"))
+if found: take(torch.load(found[-1]))
+"""),
+    "any error is no checkpoint": ("started over", """
+def save(): slowly(state(), f"out/step-{step:02}.pt")
+try:
+    take(torch.load(sorted(glob.glob("out/step-*.pt"))[-1]))
+except Exception:
+    pass
+"""),
+}  # fmt: skip
+
+
+def run(tmp_path, saving: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(BASE.replace("SAVING", saving))
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "attack", "--json", *options, "--", sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVING)
+def test_what_follows_the_kills_is_counted(tmp_path, name):
+    """Each way to save has its outcome, beside newest ones, and no other; the directory stays as it was."""
+    outcome, saving = SAVING[name]
+    kills = "10" if outcome != "newest" else "5"
+    ended = run(tmp_path, saving, "--kills", kills, "--power-cuts", "0", "--seed", "1")
+    document = json.loads(ended.stdout)
+    counted = {key for key, count in document["kills"].items() if count}
+    assert counted <= {"newest", outcome}, ended.stdout
+    assert outcome in counted, ended.stdout
+    assert sum(document["kills"].values()) >= int(kills)
+    assert ended.returncode == (0 if outcome == "newest" else 1)
+    assert document["survives"] == (outcome == "newest")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_checkpointer_survives_kills_and_power_cuts(tmp_path):
+    """Its writer is killed with it; nothing is lost."""
+    (tmp_path / "train.py").write_text(CHECKPOINTER)
+    ended = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "attack", "--kills", "6", "--power-cuts", "3", "--",
+         sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "SURVIVES" in ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+CHECKPOINTER = """
+import time, torch, holdfast
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.Checkpointer("run", {"model": model, "optimizer": optimizer}, every=4) as ck:
+    while ck.global_step < 24:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(ck.global_step))
+        loss = (model(x) - x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        time.sleep(0.02)
+        optimizer.step()
+        ck.step(loss=loss)
+"""
+
+
+@pytest.mark.slow
+def test_what_cannot_be_attacked_is_said(tmp_path):
+    """A script that does not resume at all is no fault of its saving, and one that saves nothing has none."""
+    ended = run(tmp_path, "def save(): slowly(state(), 'out/last.pt')", "--kills", "1")
+    assert ended.returncode == 1
+    assert "began at step 0" in json.loads(ended.stdout)["message"]
+    ended = run(tmp_path, "def save(): pass", "--kills", "1")
+    assert "has to save at least once" in json.loads(ended.stdout)["message"]
