@@ -108,7 +108,7 @@ _HOME = {
     "Trainer": "trainers.loop.trainer",
     "CheckpointConsistencyMode": "trainers.function.types",
     "TrainContext": "trainers.function.worker.context",
-    "UserCallback": "trainers.function.callbacks",
+    "UserCallback": "trainers.function.types",
     "ValidationFn": "config",
     "local_rank": "trainers.function.worker.session",
     "world_rank": "trainers.function.worker.session",

@@ -151,6 +151,26 @@ class Averages(Plain):
         return {**super().tensors(), "average": {k: v.cpu() for k, v in self.average.state_dict().items()}}
 
 
+class Swa(Plain):
+    """Stochastic weight averaging: a running mean, and a schedule that anneals to its own rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.scheduler = torch.optim.swa_utils.SWALR(self.optimizers[0], swa_lr=0.002, anneal_epochs=6)
+
+    def state(self):
+        return {**super().state(), "average": self.average}
+
+    def step(self, number, batch):
+        super().step(number, batch)
+        self.average.update_parameters(self.model)
+
+    def tensors(self):
+        average = {k: v.cpu() for k, v in self.average.state_dict().items()}
+        return {**super().tensors(), "average": average, "rate": self.scheduler.get_last_lr()}
+
+
 class Scaled(Plain):
     """Mixed precision with a scaler of gradients."""
 

@@ -24,7 +24,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
 
-_STEPS = 12
+_STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_killed_in_the_middle_of_an_upload(proxy: FaultProxy, tmp_path: Path, ca
 @pytest.mark.long
 def test_killed_at_many_moments(proxy: FaultProxy, tmp_path: Path, calm: str) -> None:
     """Trainer alone or with its writer, at every request of an upload, the disk surviving or not: always bit-exact."""
-    kills = [(request, request % 2 == 0, request % 3 == 0) for request in range(12)]
+    kills = [(request, request % 2 == 0, request % 3 == 0) for request in range(10)]
     _sweep(proxy, tmp_path, "many-kills", calm, kills)
 
 

@@ -17,14 +17,13 @@ from holdfast.errors import CheckpointNotFoundError
 from holdfast.run import catalog as catalog_module
 from holdfast.run import external
 from holdfast.run import fence as fence_module
-from holdfast.run import keeper as keeper_module
 from holdfast.run import view as view_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.lease import Lease, make_owner
 from holdfast.storage.memory import MemoryStorage
 
 LAST = Keep(last=1)
-PLACES = (catalog_module, keeper_module, view_module)
+PLACES = (catalog_module, view_module)
 KINDS = {"memory": MemoryStorage, "far": Far}
 _numbers = count()
 

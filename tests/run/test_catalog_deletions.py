@@ -14,7 +14,7 @@ import holdfast as hf
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.commit import remove
-from holdfast.run import keeper as keeper_module
+from holdfast.run import catalog as catalog_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage.base import Storage
@@ -116,15 +116,15 @@ def test_many_are_deleted_in_bites(tmp_path, monkeypatch) -> None:
     catalog = begin(LocalStorage(tmp_path))
     for step in range(1, 9):
         save(catalog, step)
-    monkeypatch.setattr(keeper_module, "_BITE", 3)
+    monkeypatch.setattr(catalog_module, "_BITE", 3)
     told = []
     catalog.announce = lambda doomed: told.append(sorted(doomed))
     assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0003", "step_0002", "step_0001"]
     assert catalog.num_behind
     assert names(catalog) == [f"step_000{step}" for step in (8, 7, 6, 5, 4)] == names(Catalog(LocalStorage(tmp_path)))
-    monkeypatch.setattr(keeper_module, "_BITE_S", 0.0)
+    monkeypatch.setattr(catalog_module, "_BITE_S", 0.0)
     assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0004"], "one at least"
-    monkeypatch.setattr(keeper_module, "_BITE_S", 60.0)
+    monkeypatch.setattr(catalog_module, "_BITE_S", 60.0)
     catalog.prune(Keep(last=1))
     assert not catalog.num_behind
     assert names(catalog) == ["step_0008"]
@@ -195,8 +195,8 @@ def test_a_backlog_at_the_end_is_said(monkeypatch, caplog):
     for step in range(60):
         save(catalog, step)
     monkeypatch.setattr(open_run, "_END_S", 0.0)
-    monkeypatch.setattr(keeper_module, "_BITE", 1)
-    monkeypatch.setattr(keeper_module, "remove", lambda *given: (time.sleep(0.05), remove(*given)))  # a slow disk
+    monkeypatch.setattr(catalog_module, "_BITE", 1)
+    monkeypatch.setattr(catalog_module, "remove", lambda *given: (time.sleep(0.05), remove(*given)))  # a slow disk
     caplog.set_level(logging.WARNING, "holdfast")
     with hf.Checkpointer("memory://backlog", {"w": torch.ones(1)}, every=1, keep=Keep(last=3), resume="never") as ck:
         ck.step()

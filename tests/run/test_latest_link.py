@@ -16,7 +16,7 @@ import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.config import Keep
 from holdfast.errors import RunBusyError
-from holdfast.run import keeper as keeper_module
+from holdfast.run import catalog as catalog_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.names import is_checkpoint_name
 from holdfast.storage import LocalStorage
@@ -75,13 +75,13 @@ def test_the_link_moves_before_anything_is_deleted_and_not_before_the_commit_cou
     catalog = begin(LocalStorage(tmp_path))
     catalog.links = True
     seen = []
-    remove = keeper_module.remove
+    remove = catalog_module.remove
 
     def look(storage: LocalStorage, name: str) -> None:
         seen.append((name, target(tmp_path)))
         remove(storage, name)
 
-    monkeypatch.setattr(keeper_module, "remove", look)
+    monkeypatch.setattr(catalog_module, "remove", look)
     for step in range(1, 5):
         before = target(tmp_path)
         catalog.confirm = catalog.announce = lambda *_, before=before: seen.append((target(tmp_path) == before,))

@@ -9,7 +9,7 @@ import pytest
 from catalog_kit import begin, names, save
 
 from holdfast.config import Keep
-from holdfast.run import keeper as keeper_module
+from holdfast.run import catalog as catalog_module
 from holdfast.run import retention as retention_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import Record, Sidecar, write_sidecar
@@ -133,7 +133,7 @@ def test_what_other_processes_do_is_seen(tmp_path) -> None:
 
 def test_a_listing_for_many_deletions(monkeypatch) -> None:
     """In a run with very many checkpoints not every deletion lists them all."""
-    monkeypatch.setattr(keeper_module, "_NAMES_A_DELETION", 4)
+    monkeypatch.setattr(catalog_module, "_NAMES_A_DELETION", 4)
     storage = MemoryStorage("standing-lists")
     catalog = begin(storage)
     listings = []

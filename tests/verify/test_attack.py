@@ -68,7 +68,7 @@ def test_the_end_of_a_save_is_found_among_its_changes():
         return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=what[0] in "cr")
 
     reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
-    logs = [one("closed log", n + 0.5, 9) for n in range(39)]
+    logs = [one("closed log", n + 0.5, 9) for n in range(39)] + [one("renamed lease", n + 0.5, 9) for n in (5, 25)]
     kinds = ("made tmp", "written tmp", "closed tmp", "renamed a-#", "made tmp", "closed tmp", "renamed b-#")
     parts = [one(what, n + 0.6, 500) for n in (9, 19, 29) for what in kinds]
     old = [

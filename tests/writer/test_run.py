@@ -15,8 +15,8 @@ import writer_kit as kit
 
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
+from holdfast.run import catalog as catalog_module
 from holdfast.run import heartbeat as heartbeat_module
-from holdfast.run import keeper as keeper_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
@@ -72,7 +72,7 @@ def test_retention_follows_each_commit(tmp_path: Path, client: WriterClient) -> 
 
 def test_many_deletions_do_not_hold_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that has become narrow: a save takes one bite, the others are taken between the saves and at the end."""
-    monkeypatch.setattr(keeper_module, "_BITE", 2)
+    monkeypatch.setattr(catalog_module, "_BITE", 2)
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage, thread=True) as client:
         opened = open_run(client, storage)

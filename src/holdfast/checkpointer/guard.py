@@ -68,6 +68,8 @@ class Judge:
     Attributes:
         judged: newest step with a judged value, -1 before the first.
         sound: newest step with a sound value, -1 before the first.
+        proven: step of the newest checkpoint with a sound step after it; 0 where a run that began afresh has none yet,
+            -1 if that is not known.
 
     Example:
         >>> judge = Judge(Guard(spike=8.0))
@@ -82,7 +84,7 @@ class Judge:
         self._values: deque[float] = deque()
         self._sorted: list[float] = []
         self._streak: tuple[Alarm, int] | None = None  # bad values in a row: the first, and how many
-        self.judged = self.sound = -1
+        self.judged = self.sound = self.proven = -1
 
     @property
     def is_calm(self) -> bool:
@@ -132,7 +134,7 @@ class Judge:
         streak = self._streak and [self._streak[0].step, self._streak[0].why, self._streak[1]]
         place = self._streak and [list(span) for span in self._streak[0].place]
         metric = self._guard.metric
-        steps = {"judged": self.judged, "sound": self.sound}
+        steps = {"judged": self.judged, "sound": self.sound, "proven": self.proven}
         return {"metric": metric, "values": list(self._values), "streak": streak, "place": place, **steps}
 
     def load_state_dict(self, state: Any) -> None:
@@ -142,6 +144,7 @@ class Judge:
         self._values = deque([float(value) for value in state["values"]][-self._guard.window :])
         self._sorted = sorted(self._values)
         self.judged, self.sound = int(state["judged"]), int(state["sound"])
+        self.proven = int(state["proven"])
         if state["streak"] is not None:
             step, why, count = state["streak"]
             place = tuple(BatchSpan.from_json(span) for span in state["place"])
@@ -193,6 +196,8 @@ class GuardWatch:
         self._pending: deque[tuple[int, Callable[[], bool], Callable[[], float], Place]] = deque()
         self._saved = deque([*([] if before is None else [_Saved(*before)]), _Saved(step, None)])
         self._has_come, self._silent = False, 0
+        if step == 0:
+            judge.proven = 0
         self.alarm: Alarm | None = None
         self._decided: Rollback | None = None
         if left_out := [list(span) for rollback in rollbacks for span in rollback.left_out]:
@@ -248,6 +253,7 @@ class GuardWatch:
             # The value of the step after a checkpoint is the first one that its weights have given.
             while len(self._saved) > 1 and self._saved[1].step < step and self._judge.is_calm:
                 self._saved.popleft()
+                self._judge.proven = self._saved[0].step
         elif self.guard.action == "warn":
             where = f" ({in_words(alarm.place)})" if alarm.place else ""
             _LOG.warning("step %d: %s%s", alarm.step, alarm.why, where)
@@ -319,7 +325,7 @@ class GuardWatch:
             after = before.step if guard.skip == "since" else alarm.step - 1
         found = Rollback(
             attempt=session.opened.attempt, step=alarm.step, why=on_one_line(alarm.why), place=alarm.place,
-            left_out=left_out, after=after, began=self._began, time=time.time(),
+            left_out=left_out, after=after, proven=self._judge.proven, time=time.time(),
             num_ranks=session.meeting.world_size,
         )  # fmt: skip
         session.ask("note", key=ROLLBACKS, value=[one.to_json() for one in (*self._rollbacks, found)])

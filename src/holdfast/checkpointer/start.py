@@ -185,9 +185,9 @@ def _candidates(
         for row in rows:
             if row[0] not in bad and not is_sound(value := metric_value(unpack(row).metrics, guard.metric)):
                 bad[row[0]] = f"its {guard.metric} is {value}"
-    is_fresh = bool(rows and rollbacks) and rollbacks[-1].began == 0 and bad.keys() == {row[0] for row in rows}
+    is_fresh = bool(rows and rollbacks) and rollbacks[-1].proven == 0 and {*bad, *doubtful} == {row[0] for row in rows}
     if is_fresh and not session.opened.quarantined:
-        return [], {}  # the life with the bad step had begun afresh, and nothing was saved before that step
+        return [], {}  # the run had begun afresh, and no checkpoint of it was ever seen to be sound
     return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
 
 
@@ -595,7 +595,7 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
                 "Pin them, or use another directory, to keep them"
             )
         if options.resume != "never":
-            return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} hold a bad step"
+            return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} may hold a bad step"
         return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
     # Whoever expected a resume has to see why there is none.
     found = RunView(storage)

@@ -1,32 +1,309 @@
-"""The checkpoints of one run, for its owner: what was committed enters, what the dead left is swept."""
+"""The checkpoints of one run, for its owner: what was committed enters, retention deletes, remains are swept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import StorageError
+from holdfast.config import Keep
+from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.many import names_under, remove_listed
+from holdfast.format.names import start_id_of
+from holdfast.storage.base import Storage
+from holdfast.storage.local.links import drop_link, link_at, put_link
+from holdfast.storage.together import together
 
 from .external import EXTERNAL
 from .fence import ANY, Fence, clear_fences, write_fence
-from .keeper import Keeper
-from .record import Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
+from .index import RunIndex
+from .names import LATEST
+from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import sweep_names
+from .retention import RetentionIndex, Verdict, warn_unranked
+from .trash import Trash
+from .view import RunView
 
 __all__ = ["Catalog"]
 
 _log = get_logger("catalog")
+# The most that one call deletes: a save may be waiting, and the names are written into lease.json first.
+_BITE, _BITE_S = 16, 0.5
+_MANY = 100  # touched rows from which on retention looks at all rows
+_NAMES_A_DELETION = 200  # of a listing of the run
+# Where one request deletes a thousand files: the names are some kilobytes, the deletion takes a second or two.
+_BITE_AT_ONCE = 1000
 _TIDIED, _TIDIED_FAR = 64, 4  # checkpoints searched for remains of earlier processes; at a store each is a request
 
 
-class Catalog(Keeper):
-    """All that may be done with the checkpoints of a run. Looking (`RunView`) needs no lease; the rest needs it."""
+class Catalog(RunView):
+    """All that may be done with the checkpoints of a run. Looking (`RunView`) needs no lease; the rest needs it.
+
+    What was committed enters (`add`); checkpoints are deleted by rules (`prune`) or by name (`discard`), a bounded
+    number a call; what the dead have left is swept.
+
+    Attributes:
+        num_behind: how many more there are to delete than one call of `prune` or `discard` has time for.
+        announce: called with the names to be deleted next, in place of earlier names; if it raises, nothing is deleted.
+        confirm: called if `prune` or `discard` has nothing to delete.
+        trash: where deleted checkpoints go; None: nowhere.
+        side: "local" or "remote" in a mirrored run, else "".
+        links: whether to make the link to the newest checkpoint; one that is there is kept right anyway.
+    """
+
+    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
+        super().__init__(storage, index, doomed=doomed)
+        self.announce: Callable[[Collection[str]], object] | None = None
+        self.confirm: Callable[[], object] | None = None
+        self.num_behind = 0
+        self.trash: Trash | None = None
+        self.side, self.links = "", False
+        self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
+        self._says_unranked = True
+        # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
+        self._standing: tuple[Keep, RetentionIndex] | None = None
+        self._touched = self.index.rows.watch()
+        self._unusable: Set[str] = frozenset()
+        self._held: str | None = None
+        self._unlisted = 0
+
+    def prune(self, keep: Keep, protect: frozenset[str] = frozenset()) -> list[Verdict]:
+        """Apply retention: save the index without the doomed, then delete them, the oldest and manifests first.
+
+        Pins and late metrics of the doomed are read again before, since another process may have set them. Return the
+        verdicts on the deleted checkpoints.
+        """
+        self.index.keep = keep.to_json()
+        pinned = self._stand(keep).pinned
+        looked = list(pinned)[: self._bite]
+        self._all_still_there(looked)  # another process may have taken the pin back
+        for name in looked:
+            pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
+        doomed: list[Verdict] = []
+        trusted: set[str] = set()
+        known: dict[str, Collection[str]] = {}
+        while True:
+            doomed = self._stand(keep).doomed(protect)
+            # Only the oldest, which go now, are looked at: the others wait for the next call.
+            fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
+            if not fresh:
+                break
+            files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
+            known.update(files)
+            if not trusted:
+                self._reread_changed()
+            unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
+            sound = self._all_still_there(unsure)
+            trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
+        if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
+            self._says_unranked = False
+            warn_unranked(keep.metric, self.records(), self.storage.uri)
+        return self._delete(doomed, known)
+
+    @property
+    def _bite(self) -> int:
+        return _BITE if self.storage.traits.deletes_at_once == 1 else _BITE_AT_ONCE
+
+    def _look_around(self, names: Sequence[str], *, and_at_names: bool) -> Mapping[str, Collection[str]]:
+        """Drop rows of checkpoints removed by hand, which would take places of others; return files of ``names``."""
+        looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
+        if self.storage.traits.num_parallel > 1:
+            looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
+        present, *files = together(self.storage, looks)
+        if present is not None:
+            self._all_still_there(sorted(self.index.rows.keys() - present))
+        return files[0] if files else {}
+
+    def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
+        """Tell whether a listing shows the files that the attempt of the row wrote and no later file (a sidecar)."""
+        row, paths = self.index.rows[name], files.get(name, ())
+        wrote = {attempt.start_id for attempt in self.index.attempts if attempt.attempt == row[1]}
+        return (
+            MANIFEST_NAME in paths
+            and METRICS_FILE not in paths
+            and {start_id for path in paths if (start_id := start_id_of(path)) is not None} == wrote
+        )
+
+    def _stand(self, keep: Keep) -> RetentionIndex:
+        """Return the rules' view of the checkpoints, brought up to date."""
+        unusable = self.index.quarantined.keys() | self.corrupt.keys()
+        resumed = self._resumed
+        held = {name for name in (resumed, self._held) if name is not None}
+        names = self._touched | (unusable ^ self._unusable) | held
+        if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
+            self._standing = keep, RetentionIndex(keep, self.records())
+            names = self._touched  # a row that cannot be unpacked has been replaced by now
+        standing = self._standing[1]
+        for name in sorted(names):
+            record = None if name in unusable else self._known(name)
+            if record is not None:
+                standing.put(record)
+            else:
+                standing.drop(name)
+        self._touched.clear()
+        self._unusable, self._held = unusable, resumed
+        return standing
+
+    def _lists_now(self) -> bool:
+        """Tell whether to look for checkpoints that were removed by hand.
+
+        A listing takes longer as the run grows, so with very many checkpoints on a disk most deletions do not make one.
+        """
+        self._unlisted += 1
+        if self.storage.traits.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
+            return False
+        self._unlisted = 0
+        return True
+
+    def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
+        """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
+        present = [name for name in names if name in self.index.rows]
+        return self._delete([Verdict(name=name, keep=False, why=why) for name in present]) if present else []
+
+    def _delete(
+        self, doomed: Sequence[Verdict], files: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> list[Verdict]:
+        """Announce checkpoints, save the index without them, delete them; oldest first, for a bounded time.
+
+        Return the verdicts on the deleted, newest first; the next call goes on with the others (see `num_behind`).
+        """
+        until = time.monotonic() + _BITE_S
+        half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
+        bite, spared = self._announced([*half, *reversed(doomed)])
+        names = [verdict.name for verdict in bite]
+        rows = {name: self.index.rows.pop(name) for name in names if name in self.index.rows}
+        confirmed: list[bool] = []
+        full = False
+        try:
+            # Side by side at a store: the index is a cache, and nothing is deleted before both are done.
+            confirms = partial(self._confirmed, is_announced=bool(names))
+            together(self.storage, [lambda: confirmed.append(confirms()), self.index.save])
+        except StorageError as error:
+            if not confirmed or not isinstance(error, StorageFullError):
+                self.index.rows.update(rows)
+                raise
+            full = True  # the deletions make room
+        except BaseException:
+            self.index.rows.update(rows)
+            raise
+        else:
+            self._external.settle()
+        at_once = self._has_removed(bite, files)
+        deleted = bite if at_once else []
+        failed = False
+        for verdict in () if at_once else bite:
+            if deleted and time.monotonic() >= until:
+                break
+            if self._try_remove(verdict):
+                deleted.append(verdict)
+            else:
+                failed = True
+        gone = {verdict.name for verdict in deleted}
+        self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
+        for verdict in deleted:
+            row = rows.get(verdict.name)
+            about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
+            self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
+        # Failed deletions are tried again with the next save, not at once.
+        self.num_behind = 0 if failed else max(0, len(doomed) + len(half) - len(gone) - spared)
+        if full:
+            self.index.save()
+        return deleted[::-1]
+
+    def _confirmed(self, *, is_announced: bool) -> bool:
+        if not is_announced and self.confirm is not None:
+            self.confirm()
+        self.point_latest()
+        return True
+
+    def point_latest(self) -> None:
+        """Let the link `LATEST` of a run on a disk lead to the newest checkpoint; without one it goes.
+
+        Called when the checkpoints are known to count, and before any of them is deleted. The next save of the index
+        makes the link durable. A link is a convenience: where there can be none, that is said once.
+        """
+        storage = self.storage
+        if storage.local_root is None or ((text := link_at(storage, LATEST)) is None and not self.links):
+            return
+        newest = self.newest()
+        try:
+            if text is not None and not _is_ours(storage, text):
+                return
+            if newest is not None:
+                put_link(storage, LATEST, newest.name, durable=False)
+            else:
+                drop_link(storage, LATEST)
+        except FileExistsError:
+            self.links = False  # a user's own, or a copy of a run whose link became what it led to
+        except OSError as error:
+            self.links = False
+            _log.warning(
+                "%s/%s, the link to the newest checkpoint, could not be set: %s", storage.uri, LATEST, error.strerror
+            )
+
+    def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
+        """Delete checkpoints by few requests, if the storage can; after False some of them may be gone."""
+        if not bite or self.storage.traits.num_parallel == 1:
+            return False
+        names = [verdict.name for verdict in bite]
+        others = [name for name in names if name not in files]
+        try:
+            more = names_under(self.storage, others, of=len(self.index.rows) + len(names))
+            remove_listed(self.storage, {name: files[name] if name in files else more[name] for name in names})
+        except StorageError as error:
+            _log.debug("%d checkpoints are deleted one by one: %s", len(bite), error)
+            return False
+        for name in names:
+            self._half.pop(name, None)
+        return True
+
+    def _announced(self, going: Sequence[Verdict]) -> tuple[list[Verdict], int]:
+        """Announce the first few that no other process holds or has changed; return these, and how many were spared."""
+        spared: set[str] = set()
+        has_announced = False
+        if going and self._external.held:
+            self._external.look()  # holds stay: names that are held are not announced at every call
+            spared |= self._external.spared - self._half.keys()
+        while True:
+            bite = [verdict for verdict in going if verdict.name not in spared][: self._bite]
+            if self.announce is not None and (bite or has_announced):
+                self.announce([verdict.name for verdict in bite])
+                has_announced = True
+            if not bite:
+                break
+            # After the announcement: `holdfast.run.external` says why.
+            self._external.look()
+            spared |= self._external.spared - self._half.keys()
+            if not any(verdict.name in spared for verdict in bite):
+                break
+        self._take_changes()  # the changes count from the next call on
+        return bite, sum(verdict.name in spared for verdict in going)
+
+    def _try_remove(self, verdict: Verdict) -> bool:
+        """Delete a checkpoint; after a failure it is either still whole, or no checkpoint any more (`_half`)."""
+        name = verdict.name
+        try:
+            if self.trash is None or name in self._half:
+                remove(self.storage, name)
+            else:
+                self.trash.take(name)
+        except StorageError as error:
+            _log.warning("checkpoint %s/%s could not be deleted: %s", self.storage.uri, name, error)
+            is_whole = False
+            with contextlib.suppress(StorageError):
+                is_whole = self.storage.exists(f"{name}/{MANIFEST_NAME}")
+            if not is_whole:
+                self._half[name] = verdict.why
+            return False
+        self._half.pop(name, None)
+        return True
 
     def add(self, name: str, manifest: Manifest, *, is_new: bool = False) -> Record:
         """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it).
@@ -132,3 +409,9 @@ class Catalog(Keeper):
         left = self._names() if self.incomplete or self.foreign else set()
         self.incomplete, self.foreign = sorted(left & {*self.incomplete}), sorted(left & {*self.foreign})
         return swept
+
+
+def _is_ours(storage: Storage, text: str) -> bool:
+    """Tell whether a link may be changed: one out of the run, or to a file, is somebody else's."""
+    root = storage.local_root
+    return root is not None and "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()

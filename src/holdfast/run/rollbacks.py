@@ -53,7 +53,8 @@ class Rollback:
         place: its batches; () where the loop does not take them from `Checkpointer.batches`.
         left_out: batches that no later life trains; () the first time, when the step is only trained again.
         after: greatest step of a checkpoint of that life or an earlier one to go on from.
-        began: step that this life had begun with; 0 for one that began afresh.
+        proven: step of the newest checkpoint that a sound step had come after; 0 where the run had begun afresh and had
+            none yet, -1 if that is not known.
         time: seconds since 1970.
         num_ranks: of that life, each of which counts its own batches.
     """
@@ -64,14 +65,14 @@ class Rollback:
     place: tuple[BatchSpan, ...] = ()
     left_out: tuple[BatchSpan, ...] = ()
     after: int
-    began: int = 0
+    proven: int = -1
     time: float = 0.0
     num_ranks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON."""
         values = {
-            name: getattr(self, name) for name in ("attempt", "step", "why", "after", "began", "time", "num_ranks")
+            name: getattr(self, name) for name in ("attempt", "step", "why", "after", "proven", "time", "num_ranks")
         }
         spans = {"place": self.place, "left_out": self.left_out}
         return {**values, **{name: [list(span) for span in found] for name, found in spans.items()}}
@@ -86,7 +87,7 @@ class Rollback:
             place=tuple(map(BatchSpan.from_json, data["place"])),
             left_out=tuple(map(BatchSpan.from_json, data["left_out"])),
             after=int(data["after"]),
-            began=int(data["began"]),
+            proven=int(data["proven"]),
             time=float(data["time"]),
             num_ranks=int(data["num_ranks"]),
         )

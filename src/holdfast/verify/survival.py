@@ -157,7 +157,10 @@ def last_change(changes: Sequence[Change], reference: Record) -> tuple[str, int]
     # What is deleted is of another save; a file is written as often as its writer likes.
     counts = Counter(change.what for change in changes if change.what.startswith(("made ", "closed ", "renamed ")))
     often = Counter(counts.values())
-    number = min(often, key=lambda count: (abs(count - len(places)), -often[count]))
+    # Files of a save in the background end at several steps, so there are no more saves than such steps. Of the counts
+    # that remain most kinds share that of the saves: a lease or a log has one of its own.
+    several = [count for count in often if 1 < count <= len(places)] or list(often)
+    number = min(several, key=lambda count: (-often[count], abs(count - len(places))))
     first = {change.what: place for place, change in reversed(list(enumerate(changes)))}
     kinds = [what for what, count in counts.items() if count == number]
     return max(kinds, key=lambda what: first[what]), number

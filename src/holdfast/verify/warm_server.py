@@ -32,8 +32,11 @@ def end_with_parent() -> None:
 
 def prepare(script: str) -> None:
     """Import what a script imports at its top, but for modules that lie beside it; errors come again in the lives."""
-    with open(script, "rb") as file:
-        body = ast.parse(file.read(), script).body
+    try:
+        with open(script, "rb") as file:
+            body = ast.parse(file.read(), script).body
+    except (OSError, SyntaxError):
+        return
     wanted: list[tuple[str, tuple[str, ...]]] = []
     for node in body:
         if isinstance(node, ast.Import):

@@ -221,7 +221,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of an error, never raised or caught
+class RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of an error, never raised or caught
     """The traceback of an exception as text, from the process where it happened; set as its ``__cause__``."""
 
     def __str__(self) -> str:
@@ -259,7 +259,7 @@ def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseExcep
         else:
             error = errors.TrainingError(f"{kind}: {words}")
     if description.get("traceback"):
-        error.__cause__ = _RemoteTraceback(description["traceback"])
+        error.__cause__ = RemoteTraceback(description["traceback"])
     return error
 
 
