@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from docs_kit import PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_page
+from docs_kit import NOTEBOOKS, PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_page
 
 from holdfast.cli.main import cli
 from holdfast.testing.crash import ForkServer
@@ -45,6 +46,13 @@ def test_pages_of_frameworks_are_run() -> None:
     for page in PAGES:
         for group in groups_of(page):
             assert (ROOT / f"tests/frameworks/{group}/test_docs.py").exists(), f"{page.name}: {group}"
+
+
+def test_notebooks_have_no_outputs() -> None:
+    """What a cell prints is seen when it is run; a stored output would be stale, and big."""
+    for page in NOTEBOOKS:
+        cells = json.loads(page.read_text())["cells"]
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), page.name
 
 
 def test_commands_exist() -> None:

@@ -261,7 +261,8 @@ def files_under(root):
 
 
 def directories_under(root):
-    return {os.path.relpath(os.path.join(base, name), root) for base, names, _ in os.walk(root) for name in names}
+    return {os.path.relpath(os.path.join(base, name), root) for base, names, _ in os.walk(root) for name in names
+            if not os.path.islink(os.path.join(base, name))}  # fmt: skip
 
 
 def check_foreign(root):

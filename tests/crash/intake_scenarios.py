@@ -68,9 +68,12 @@ def write(root, files):
 
 
 def tree(root):
-    """Files with their bytes; empty directories with "/" at the end."""
+    """Files with their bytes; empty directories with "/" at the end; not the link to the newest checkpoint."""
     found = {}
     for path in sorted(Path(root).rglob("*")):
+        if path.is_symlink():
+            assert (path / "manifest.json").is_file(), f"{path} leads to no checkpoint"
+            continue
         name = path.relative_to(root).as_posix()
         if path.is_file():
             found[name] = path.read_bytes()

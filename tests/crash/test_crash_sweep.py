@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def copy_tree(source, target):
     seen = {}
     for path in sorted(source.rglob("*")):
         new = target / path.relative_to(source)
+        if path.is_symlink():
+            new.symlink_to(os.readlink(path))
+            continue
         if path.is_dir():
             new.mkdir(parents=True, exist_ok=True)
             continue

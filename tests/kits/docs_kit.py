@@ -8,6 +8,7 @@ with ```` ```python frameworks/GROUP ```` are run there, by themselves; ```` ```
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import runpy
@@ -22,11 +23,12 @@ import pytest
 from holdfast.testing.crash import ForkServer
 
 __all__ = [
-    "PAGES", "ROOT", "blocks", "group_of", "groups_of", "page_test", "pages_of", "run_example",
+    "NOTEBOOKS", "PAGES", "ROOT", "blocks", "group_of", "groups_of", "page_test", "pages_of", "run_example",
     "run_forked", "run_page",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _BLOCK = re.compile(r"^```(\w+(?: [\w/-]+)?)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -34,7 +36,13 @@ _GROUP = re.compile(r"<!-- tests: frameworks/([\w-]+) -->\n")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the blocks of one language in a page, in order; "python frameworks/GROUP" for those of a group."""
+    """Return the blocks of one language in a page, in order; "python frameworks/GROUP" for those of a group.
+
+    Those of a notebook are its cells of code.
+    """
+    if page in NOTEBOOKS:
+        cells = json.loads(page.read_text())["cells"] if language == "python" else []
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     return [body for kind, body in _BLOCK.findall(page.read_text()) if kind == language]
 
 
@@ -51,8 +59,8 @@ def groups_of(page: Path) -> set[str]:
 
 
 def pages_of(group: str | None) -> list[Path]:
-    """Return the pages with Python blocks that a group runs."""
-    return [page for page in PAGES if _language(page, group) is not None]
+    """Return the pages and notebooks with Python blocks that a group runs."""
+    return [page for page in (*PAGES, *NOTEBOOKS) if _language(page, group) is not None]
 
 
 def run_page(page: Path, folder: Path, *, group: str | None = None, timeout_s: float = 280) -> None:

@@ -206,7 +206,7 @@ class Snapshotter:
         flat = self._flatten(state)
         layout = self._layout(flat)
         self._fit_memory(state, layout)
-        if self._windowed(layout) or not self.rescues:
+        if self._windowed(layout) or not self.rescues or flat.whole:  # putting together is for saves alone
             self._forget_kept()
             return False
         plans, contents = self._blobs(flat, layout, job.save_id)
