@@ -70,7 +70,8 @@ class Patch:
         """Say why it cannot be applied; None if it can."""
         if any(not (ROOT / test).exists() for test in self.tests if test.startswith("tests/")):
             return f"{self.name}: one of {' '.join(self.tests)} is not there"
-        num = (ROOT / "src/holdfast" / self.file).read_text().count(self.old)
+        path = ROOT / "src/holdfast" / self.file
+        num = path.read_text().count(self.old) if path.exists() else 0
         return None if num == 1 else f"{self.name}: its old text occurs {num} times"
 
 

@@ -446,10 +446,10 @@ class RunSession:
         )
         if extra := {**self.extra, **(named.extra or {})}:
             fields["extra"] = extra
-        joint, in_run = self.team is not None, "/" not in named.name
+        joint, in_run, save_id = self.team is not None, "/" not in named.name, f"{self.start_id}-{_SNAPSHOTS + step:x}"
         job = SaveJob(
-            directory=named.name, save_id=f"{self.start_id}-{_SNAPSHOTS + step:x}", manifest=fields,
-            overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+            directory=named.name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+            run=in_run and self.leads, part=joint, joint=joint,
         )  # fmt: skip
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._tell_memory(snapshotter)
