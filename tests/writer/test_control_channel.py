@@ -86,7 +86,10 @@ class Channel:
             member.say({"do": "stored", "save": name})
 
     def outcome(self, rank: int) -> dict[str, Any]:
-        return self.heard[rank].get(timeout=LIMIT_S)
+        """Return the next answer; not that there is nothing to rescue, which the end of any rank brings."""
+        while (message := self.heard[rank].get(timeout=LIMIT_S)) == {"do": "rescue", "save": ""}:
+            pass
+        return message
 
     def close(self) -> None:
         for member in self.members:

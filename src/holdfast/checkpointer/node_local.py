@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.format.commit import sweep
-from holdfast.format.parts import read_part
+from holdfast.format.parts import read_part, sweep_given_up
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
@@ -81,7 +80,7 @@ def take_up(session: RunSession) -> None:
     for info in local.list("", recursive=False):
         name = info.path.rstrip("/")
         if name.startswith("step_"):
-            sweep(local, name, keep_start_id=session.start_id)
+            sweep_given_up(local, name, keep_start_id=session.start_id)
             local.tidy(name)
 
 

@@ -226,13 +226,14 @@ def sweep_planned(storage: Storage, directory: str, name: str) -> list[str]:
     return [*plan[0], name]
 
 
-def sweep_given_up(storage: Storage, directory: str) -> list[str]:
+def sweep_given_up(storage: Storage, directory: str, keep_start_id: str | None = None) -> list[str]:
     """Remove what `commit.sweep` does, and what plans in a directory without a manifest list."""
     swept: list[str] = []
     if not storage.exists(join(directory, MANIFEST_NAME)):
         for name in sorted(filter(is_plan, _names(storage, directory))):
-            swept += sweep_planned(storage, directory, name)
-    return swept + sweep(storage, directory)
+            if start_id_of(name) != keep_start_id:
+                swept += sweep_planned(storage, directory, name)
+    return swept + sweep(storage, directory, keep_start_id=keep_start_id)
 
 
 def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) -> list[str]:

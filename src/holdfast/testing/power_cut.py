@@ -80,13 +80,18 @@ class PowerCutState:
 
 
 def snapshot(root: str | os.PathLike[str]) -> Snapshot:
-    """Read the tree below ``root`` as the durable beginning of a log; take it before the recording starts."""
+    """Read the tree below ``root`` as the durable beginning of a log; take it before the recording starts.
+
+    Without symbolic links: no promise rests on one, and they are not made by operations that are recorded.
+    """
     top = os.path.abspath(os.fspath(root))
     names, contents = {"": 0}, dict[int, "bytes | None"]({0: None})
     identities: dict[int, int] = {}
     for directory, subdirectories, files in os.walk(top):
         for name in [*subdirectories, *files]:
             full = os.path.join(directory, name)
+            if os.path.islink(full):
+                continue
             inode = os.stat(full).st_ino
             identity = identities.setdefault(inode, len(identities) + 1)
             names[os.path.relpath(full, top)] = identity

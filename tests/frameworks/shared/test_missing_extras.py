@@ -41,7 +41,7 @@ def test_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_modules_are_thin() -> None:
-    """No public module of a framework has more than 180 lines: what they do is in `frameworks`."""
+    """No public module of a framework has more than 190 lines: what they do is in `frameworks`."""
     folder = Path(hf.__file__).parent
     for name in (*MODULES, "accelerate", "deepspeed"):
-        assert len((folder / f"{name}.py").read_text().splitlines()) <= 180, name
+        assert len((folder / f"{name}.py").read_text().splitlines()) <= 190, name
