@@ -17,23 +17,23 @@ const browser = await chromium.launch({
   args: bundled ? bundled.args : quiet, executablePath: system ?? await bundled.executablePath(), headless: true,
 });
 const told = [];
+let errors = [], foreign = [];
+// One page for all widths: a bundled Chromium, which runs in a single process, may end with a context that is closed.
+const page = await (await browser.newContext({ viewport: { width: widths[0], height: 900 } })).newPage();
+page.on("console", (one) => { if (["error", "warning"].includes(one.type())) errors.push(one.text()); });
+page.on("pageerror", (one) => errors.push(String(one)));
+page.on("request", (one) => { if (!/^(data|blob):/.test(one.url()) && !one.url().startsWith(origin)) foreign.push(one.url()); });
+page.on("response", (one) => { if (one.status() >= 400) errors.push(`${one.status()} ${one.url()}`); });
 for (const width of widths) {
-  const context = await browser.newContext({ viewport: { width, height: 900 } });
-  const page = await context.newPage();
-  let errors = [], foreign = [];
-  page.on("console", (one) => { if (["error", "warning"].includes(one.type())) errors.push(one.text()); });
-  page.on("pageerror", (one) => errors.push(String(one)));
-  page.on("request", (one) => { if (!/^(data|blob):/.test(one.url()) && !one.url().startsWith(origin)) foreign.push(one.url()); });
-  page.on("response", (one) => { if (one.status() >= 400) errors.push(`${one.status()} ${one.url()}`); });
+  await page.setViewportSize({ width, height: 900 });
   for (const name of pages) {
     errors = [], foreign = [];
     await page.goto(`${origin}/${name}`, { waitUntil: "load" });
     const wider = await page.evaluate(() => document.scrollingElement.scrollWidth - window.innerWidth);
     told.push({ name, width, errors, foreign, wider });
   }
-  await context.close();
 }
-const page = await (await browser.newContext({ viewport: { width: 1400, height: 900 } })).newPage();
+await page.setViewportSize({ width: 1400, height: 900 });
 await page.goto(`${origin}/${pages[0]}`);
 await page.fill("[data-md-component=search-query]", "retention");
 await page.waitForSelector(".md-search-result__item");

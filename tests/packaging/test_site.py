@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import html.parser
 import http.server
@@ -18,7 +19,6 @@ from docs_kit import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 STORES = ROOT / "tests" / "stores" / "node_modules"
-SITE = ROOT / "build" / "site"
 
 
 class _Page(html.parser.HTMLParser):
@@ -37,14 +37,24 @@ class _Page(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def pages() -> dict[str, str]:
-    """Build the site (strict: a link of the Markdown that leads nowhere fails); return its pages."""
-    done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {path.name: path.read_text() for path in sorted(SITE.glob("*.html"))}
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site (strict: a link of the Markdown that leads nowhere fails); return a copy of it."""
+    copy = tmp_path_factory.mktemp("site") / "site"
+    with open(ROOT / "Makefile") as lock:  # two processes of pytest would build in one folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shutil.copytree(ROOT / "build" / "site", copy)
+    return copy
 
 
-def test_links(pages: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, str]:
+    """Return the text of each page."""
+    return {path.name: path.read_text() for path in sorted(site.glob("*.html"))}
+
+
+def test_links(site: Path, pages: dict[str, str]) -> None:
     """Every link and every picture of every page is there, with its anchor; none leads to a file of the checkout."""
     parsed = {name: _Page(text) for name, text in pages.items()}
     for name, page in parsed.items():
@@ -52,7 +62,7 @@ def test_links(pages: dict[str, str]) -> None:
             target, _, anchor = link.partition("#")
             if ":" in target or name == "404.html":  # the page for what is not there has links from the root
                 continue
-            assert not target or (SITE / target).exists(), f"{name}: {link}"
+            assert not target or (site / target).exists(), f"{name}: {link}"
             if anchor and (target or name) in parsed:
                 assert anchor in parsed[target or name].names, f"{name}: {link}"
 
@@ -68,12 +78,12 @@ def test_every_page_and_every_name_is_there(pages: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def origin(pages: dict[str, str]) -> Iterator[str]:
+def origin(site: Path) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE)) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
