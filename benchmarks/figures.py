@@ -2,7 +2,7 @@
 
 A page holds ``<!-- measured NAME PART ... -->``, what is written here, and ``<!-- end -->``. NAME is a benchmark, whose
 newest file is taken, or the name of a file without its suffix. A PART is ``goals`` (what has a bound), ``samples``
-(medians of every method), ``first`` (those of the first turn beside them), or ``only=METHOD`` (an underscore for a
+(medians of every method), ``first`` (those of the first turn beside them), or ``only=METHOD`` (a tilde for a
 space; rows come in this order).
 """
 
@@ -61,7 +61,7 @@ def figures_without_file(text: str) -> list[str]:
 
 def _block(words: Sequence[str], up: str) -> str:
     name, measured = result(words[0])
-    chosen = [word.removeprefix("only=").replace("_", " ") for word in words if word.startswith("only=")]
+    chosen = [word.removeprefix("only=").replace("~", " ") for word in words if word.startswith("only=")]
     parts = []
     if "samples" in words:
         parts.append(
