@@ -285,3 +285,74 @@ def test_what_the_states_of_workers_say():
     loader = StatefulDataLoader(Ids(), 4)
     for unknown in ({}, None, {"_num_yielded": 3}, {"_snapshot": 3}):
         assert StatedPosition.of(loader, unknown) == StatedPosition()
+
+
+class Passes(IterableDataset):
+    """Counts its passes, and with them shuffles: no state, so nobody can give that back."""
+
+    def __init__(self):
+        self.passes = self.at = 0
+
+    def __iter__(self):
+        self.passes += 1
+        self.at = 0
+        for index in random.Random(self.passes).sample(range(N), N):
+            self.at += 3
+            yield index
+
+
+def lived(data, position, epoch, stop=None):
+    """Draw one epoch in "another process"; return what came and the position at its end."""
+    batches = ResumableBatches(DataLoader(data, batch_size=4), position, seed=7, epoch=epoch)
+    drawn = []
+    for batch in batches:
+        drawn.append(batch.tolist())
+        if len(drawn) == stop:
+            break
+    return drawn, batches.state_dict(is_over=stop is None)
+
+
+@pytest.mark.parametrize("stop", [None, 3], ids=["at an end", "within"])
+def test_a_stream_that_counts_its_passes_anew_is_said(caplog, stop):
+    """After an epoch and within one; not in the same process, nor with its count in the state."""
+    twin = Passes()
+    _, position = lived(twin, None, 0)
+    wanted, later = lived(twin, position, 1, stop)
+    assert not caplog.records, "the same process goes on"
+    epoch, position = (1, position) if stop is None else (1, later)
+    anew, _ = lived(Passes(), position, epoch)
+    assert anew != wanted
+    assert [record.message for record in caplog.records if "'passes' is 0, was 1" in record.message]
+    assert "'at'" not in caplog.text, "a position is no count"
+    caplog.clear()
+    restored = Passes()
+    restored.passes = 1
+    assert lived(restored, position, epoch)[0] == (wanted if stop is None else lived(twin_at(1), None, 1)[0][3:])
+    assert "counts its own passes" not in caplog.text
+
+
+def twin_at(passes):
+    made = Passes()
+    made.passes = passes
+    return made
+
+
+def test_a_stream_that_does_not_count_is_not_accused(caplog):
+    """Nothing is said of a position, of a number that the script sets, or of a stream with one batch."""
+
+    class Healthy(IterableDataset):
+        def __init__(self):
+            self.at = self.epoch = 0
+
+        def __iter__(self):
+            self.at = 0
+            while self.at < N:
+                yield self.at
+                self.at += 1
+
+    data = Healthy()
+    _, position = lived(data, None, 0)
+    data.epoch = 1
+    _, position = lived(data, position, 1)
+    lived(Healthy(), position, 2)
+    assert "counts its own passes" not in caplog.text

@@ -30,6 +30,7 @@ from ..tree.values import PerRank
 from .digest import indices_digest
 from .loaders import StatedPosition, clone_of
 from .order import MapOrder
+from .sampler_memory import PassCounts
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 from .split import split_of
 
@@ -133,6 +134,7 @@ class ResumableBatches:
                 memory=memory, is_mid_epoch=current is not None,
                 split=split_of(split, rank=rank, world_size=world_size),
             )  # fmt: skip
+        self._passes = PassCounts(self._counter(), given=(position or {}).get("passes"))
         if current is not None:
             self._seek(current)
         if self._seed != seed:
@@ -189,6 +191,7 @@ class ResumableBatches:
             is_over: the next epoch comes next, whether this one was exhausted or not.
         """
         samples, batches = at or (self._samples, self._batches)
+        passes = self._passes.state_dict(num_batches=batches, is_over=is_over or (self._done and at is None))
         return {
             "kind": self.kind,
             "epoch": self._epoch,
@@ -201,6 +204,7 @@ class ResumableBatches:
             if self._order is not None
             else self._inner_state(),
             "elastic": self._elastic,
+            **({"passes": passes} if passes else {}),
         }
 
     def __len__(self) -> int:
@@ -277,6 +281,7 @@ class ResumableBatches:
         loader = self._loader
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
+        self._compare_passes()
         with self._stream:
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
@@ -335,11 +340,27 @@ class ResumableBatches:
         )
 
     def _iterate_count(self) -> Iterator[Any]:
+        self._compare_passes()
         with self._stream:
             iterator = iter(self._loader)
             if self._batches:
                 self._leave_out(iterator, "has no state_dict")
         yield from self._draw(iterator)
+
+    def _counter(self) -> Any:
+        """Return what may count its own passes, in this process and unknown to anybody: a data set without a state."""
+        owner = getattr(self._loader, "dataset", self._loader)
+        is_away = bool(_batch_option(self._loader, "num_workers"))
+        return None if self.kind == "map" or is_away or hasattr(owner, "state_dict") else owner
+
+    def _compare_passes(self) -> None:
+        if self._is_same_world and (differ := self._passes.begin()):
+            name = type(self._counter()).__name__
+            self._warn(
+                f"epoch {self._epoch}: {name} counts its own passes, and has begun anew: {differ}. If its order "
+                "depends on that, it is not the one of an uninterrupted run: put holdfast.attrs(dataset, ...) with "
+                "these names into the state, or give the data set a state_dict"
+            )
 
     def _leave_out(self, iterator: Iterator[Any], why: str) -> None:
         """Draw what was trained once more, and drop it."""
