@@ -358,8 +358,8 @@ class ResumableBatches:
             name = type(self._counter()).__name__
             self._warn(
                 f"epoch {self._epoch}: {name} counts its own passes, and has begun anew: {differ}. If its order "
-                "depends on that, it is not the one of an uninterrupted run: put holdfast.attrs(dataset, ...) with "
-                "these names into the state, or give the data set a state_dict"
+                "depends on that, it is not the one of an uninterrupted run: set it from ck.epoch before each epoch, "
+                "or give the data set a state_dict"
             )
 
     def _leave_out(self, iterator: Iterator[Any], why: str) -> None:
