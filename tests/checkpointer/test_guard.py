@@ -374,6 +374,27 @@ def test_a_rescued_snapshot_does_not_push_out_the_sound_checkpoint(tmp_path: Pat
         assert [found.step for found in ck.checkpoints()] == [19, 15], "the snapshot was rescued"
 
 
+def test_both_sides_of_a_mirrored_run_keep_the_sound_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint without a sound step after it pushes out none, here and at the remote, in this life and the next."""
+
+    def train(steps: int, *, bad_from: int = 1000) -> int:
+        with hf.Checkpointer(
+            tmp_path / "far", {"x": torch.zeros(2)}, local_dir=tmp_path / "near", every=10, keep=hf.Keep(last=1),
+            guard=hf.Guard(),
+        ) as ck:  # fmt: skip
+            began = ck.global_step
+            while ck.global_step < steps:
+                ck.step(loss=1.0 if ck.global_step + 1 < bad_from else math.nan)
+        return began
+
+    assert train(20) == 0
+    with pytest.raises(SystemExit, match="86"):
+        train(30, bad_from=21)
+    for side in ("near", "far"):
+        assert [path.name for path in sorted((tmp_path / side).glob("step_*"))] == ["step_00000010", "step_00000020"]
+    assert train(15) == 10
+
+
 def test_a_save_that_was_lost_proves_nothing() -> None:
     """The sound checkpoint before a lost save is kept until a newer one is durable, and has a sound step after it."""
     lost, told = {"b"}, []
