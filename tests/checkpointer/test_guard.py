@@ -10,16 +10,17 @@ import signal
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from guard_training import BATCHES, live
+from guard_training import BATCHES, in_a_child, live
 from torch.utils.data import DataLoader
 
 import holdfast as hf
-from holdfast.checkpointer.guard import Judge
+from holdfast.checkpointer.guard import GuardWatch, Judge
 from holdfast.cli.main import cli
 from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
 from holdfast.page.facts import collect
@@ -360,6 +361,60 @@ def test_a_checkpoint_that_is_named_is_taken_and_its_damage_ends_the_run_in_boun
             loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
     with pytest.raises(TrainingError):
         loop(guard=hf.Guard(max_rollbacks=3), resume=tmp_path / "step_00000005")
+
+
+def test_a_rescued_snapshot_does_not_push_out_the_sound_checkpoint(tmp_path: Path) -> None:
+    """With patience a snapshot may hold a bad step; where it is rescued, the run goes on from the one before it."""
+    run = tmp_path / "run"
+    options: dict[str, Any] = {"every": 15, "rescue": 1, "keep": hf.Keep(last=1), "guard": hf.Guard(patience=5)}
+    assert in_a_child(run, None, poison={(0, 17): "nan"}, kill_at=20, **options) == -signal.SIGKILL
+    with hf.Checkpointer(run, {"x": torch.zeros(2)}, strict=False, **options) as ck:
+        assert ck.resumed_from is not None
+        assert ck.global_step == 15
+        assert [found.step for found in ck.checkpoints()] == [19, 15], "the snapshot was rescued"
+
+
+def test_both_sides_of_a_mirrored_run_keep_the_sound_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint without a sound step after it pushes out none, here and at the remote, in this life and the next."""
+
+    def train(steps: int, *, bad_from: int = 1000) -> int:
+        with hf.Checkpointer(
+            tmp_path / "far", {"x": torch.zeros(2)}, local_dir=tmp_path / "near", every=10, keep=hf.Keep(last=1),
+            guard=hf.Guard(),
+        ) as ck:  # fmt: skip
+            began = ck.global_step
+            while ck.global_step < steps:
+                ck.step(loss=1.0 if ck.global_step + 1 < bad_from else math.nan)
+        return began
+
+    assert train(20) == 0
+    with pytest.raises(SystemExit, match="86"):
+        train(30, bad_from=21)
+    for side in ("near", "far"):
+        assert [path.name for path in sorted((tmp_path / side).glob("step_*"))] == ["step_00000010", "step_00000020"]
+    assert train(15) == 10
+
+
+def test_a_save_that_was_lost_proves_nothing() -> None:
+    """The sound checkpoint before a lost save is kept until a newer one is durable, and has a sound step after it."""
+    lost, told = {"b"}, []
+    session: Any = SimpleNamespace(
+        extra={}, saves=SimpleNamespace(is_lost=lost.__contains__), stats=SimpleNamespace(last_durable_step=-1),
+        client=SimpleNamespace(run_op=lambda op, *, names: told.append(names)),
+    )  # fmt: skip
+    guard = hf.Guard()
+    judge = Judge(guard)
+    watch = GuardWatch(guard, judge, session, [], step=0)
+    saves = {2: "a", 4: "b", 6: "c"}
+    for step in range(1, 10):
+        watch.take(step, {"loss": 1.0}, ())
+        if step in saves:
+            watch.saving(step, saves[step])
+        if step in (3, 8):  # the first and the last are durable by now, the second never is
+            session.stats.last_durable_step = max(at for at in saves if at < step)
+    watch.protect()
+    assert told == [["a"], ["c"]]
+    assert judge.proven == 6
 
 
 def test_choose_takes_a_checkpoint_without_a_sound_step_after_it_last() -> None:

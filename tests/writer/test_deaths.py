@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -174,6 +175,31 @@ def test_an_abandoned_filling_save_leaves_nothing(tmp_path: Path) -> None:
         assert "abandoned" in str(future.exception(30))
         assert not (tmp_path / job.directory).exists()
         client.submit(storage, kit.make_job(contents, step=2), [b"{}"], arena).result(30)
+
+
+def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for "release": the writer would take the closed channel for a death, and the trainer writes there."""
+    storage = LocalStorage(tmp_path)
+    contents = [kit.noise(8, 16 * kit.MIB)]
+    with kit.fill(contents) as arena, WriterClient.start(storage) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        first = client.process_id
+        assert first is not None
+        fields = {"run_id": opened.run_id, "attempt": opened.attempt}
+        client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
+        client.run_op("records").result(20)
+
+        def send(*_: object) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._talk._channel, "send", send)
+            assert client.release(arena), "the arena may change from now on"
+        arena.view[:] = bytes(arena.size)
+        assert wait_gone(first)
+        assert client.run_op("records").result(60) == []
 
 
 def test_the_second_death_fails_the_futures(tmp_path: Path) -> None:

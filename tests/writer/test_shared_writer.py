@@ -184,3 +184,28 @@ def test_a_trainer_killed_after_one_part_has_left(tmp_path: Path) -> None:
         opened = other.open_run(storage, wait_s=60.0).result(120)
         assert [row[0] for row in opened.records] == ["one"]
         other.take_name(storage, OF, start_id="ffff", wait_s=60.0).result(120)
+
+
+def test_steps_of_the_run_before_do_not_hinder_a_rescue(tmp_path: Path) -> None:
+    """One writer, two runs: the second, younger in steps, has its snapshot rescued, and none of the first."""
+    shared, contents = SharedWriter(), [b"x" * 5000]
+    with shared.client(LocalStorage(tmp_path)) as other, kit.fill(contents) as saved, kit.fill(contents) as kept:
+        for name, steps in {"a": (100, 101), "b": (50, 60)}.items():
+            (tmp_path / name).mkdir()
+            storage = LocalStorage(tmp_path / name)
+            with shared.client(storage, for_run=True) as client:
+                assert client.process_id == other.process_id
+                opened = client.open_run(storage, owner={"start_id": name * 8}).result(60)
+                for step, arena in zip(steps, (saved, kept), strict=True):
+                    about = {"run_id": opened.run_id, "attempt": opened.attempt}
+                    if name == "b" and step == 60:
+                        about["extra"] = {"content": "weights"}  # no start goes on there
+                    job = kit.make_job(contents, step=step, start_id=name * 8, run=True, manifest=about)
+                    if step in (100, 60):
+                        client.submit(storage, job, [b"{}"], arena).result(60)
+                    else:
+                        client.hold(storage, job, [b"{}"], arena)
+                if name == "b":
+                    assert client.rescue("a test").result(60) == "step_00000050"
+                client.run_op("close_run", reason="stopped").result(60)
+        assert not (tmp_path / "a" / "step_00000101").exists()

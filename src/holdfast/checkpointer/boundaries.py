@@ -157,6 +157,11 @@ class StepBoundary:
         snapshots.saved(step=progress.step, samples=progress.samples, now=now)
         if self._session.last_step == progress.step:
             return
+        if (guard := self.guard) is not None:
+            if guard.look(waits=True) is not None:  # the metrics of the snapshot are waited for anyway
+                self._go_back()
+                return
+            guard.protect()
         begun, life = time.perf_counter(), self._session.life
         if life is not None and self._session.saves.busy:  # which it may have to wait for
             life.waits(True)
@@ -345,7 +350,9 @@ class StepBoundary:
         if guard is not None and guard.look(waits=True) is not None:
             if self._session.team is None:
                 self._leave()
+            self.left_for = guard.alarm.why if guard.alarm is not None else ""  # if that raises, nothing is rescued
             guard.decide()  # all ranks save this step, and the next start goes back behind it
+            self.left_for = ""
         self.save(force=True)
         self.wait()
         self._stopped = True

@@ -195,6 +195,7 @@ class GuardWatch:
         self._began = step
         self._pending: deque[tuple[int, Callable[[], bool], Callable[[], float], Place]] = deque()
         self._saved = deque([*([] if before is None else [_Saved(*before)]), _Saved(step, None)])
+        self._protected: list[str] = []  # names, as retention was told last
         self._has_come, self._silent = False, 0
         if step == 0:
             judge.proven = 0
@@ -250,10 +251,8 @@ class GuardWatch:
             return
         alarm = self._judge.take(step, value, place)
         if alarm is None:
-            # The value of the step after a checkpoint is the first one that its weights have given.
-            while len(self._saved) > 1 and self._saved[1].step < step and self._judge.is_calm:
-                self._saved.popleft()
-                self._judge.proven = self._saved[0].step
+            if self._judge.is_calm:
+                self._let_go()
         elif self.guard.action == "warn":
             where = f" ({in_words(alarm.place)})" if alarm.place else ""
             _LOG.warning("step %d: %s%s", alarm.step, alarm.why, where)
@@ -280,11 +279,36 @@ class GuardWatch:
         """Have retention keep what may be needed yet, before a checkpoint of this name can push it out."""
         if self.guard.action == "warn":
             return
-        names = [saved.name for saved in self._saved if saved.name is not None]
-        self._session.client.run_op("protect", names=names)
+        self.protect()
         self._saved.append(_Saved(step, name))
         if len(self._saved) > _MOST_SAVED:  # values come rarely, or never: not all checkpoints are kept for that
             del self._saved[1]
+
+    def protect(self) -> None:
+        """Have retention keep what may be needed yet: a newer checkpoint (or a rescued snapshot) may push it out."""
+        if self.guard.action == "warn":
+            return
+        self._let_go()
+        names = [saved.name for saved in self._saved if saved.name is not None]
+        if names != self._protected:
+            self._session.client.run_op("protect", names=names)
+            self._protected = names
+
+    def _let_go(self, *, of_all: bool = False) -> None:
+        """Forget checkpoints before a proven one: its weights have given a sound value, that of the step after it.
+
+        Args:
+            of_all: also if it is still being written; a save that was lost proves nothing in any case.
+        """
+        session, saved = self._session, self._saved
+        while len(saved) > 1 and (newer := saved[1]).step < self._judge.sound:
+            if newer.name is not None and session.saves.is_lost(newer.name):
+                del saved[1]
+            elif of_all or newer.name is None or newer.step <= session.stats.last_durable_step:
+                saved.popleft()
+                self._judge.proven = newer.step
+            else:
+                return
 
     # -- decisions
 
@@ -299,6 +323,7 @@ class GuardWatch:
         assert alarm is not None
         if self._decided is not None:
             return self._decided
+        self._let_go(of_all=True)
         before = next(saved for saved in self._saved if saved.step >= self._began)
         known = [rollback for rollback in self._rollbacks if rollback.key == (alarm.place or (alarm.step,))]
         others = {rollback.key for rollback in self._rollbacks} - {rollback.key for rollback in known}

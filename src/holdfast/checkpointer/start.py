@@ -126,6 +126,8 @@ def start_run(
         if mine:  # its step is safe; saving it again would only make a copy
             session.resume_at(progress.step, name=name, checkpoint_id=session.saves.parent)
 
+    resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
+    earlier = _before(resumed_name, names, {**session.quarantined, **unsound}, session)
     short: list[str | None] = []
 
     def need() -> list[Any]:
@@ -137,6 +139,8 @@ def start_run(
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
+        if earlier is not None and options.guard is not None and options.guard.action != "warn":
+            session.ask("protect", names=[earlier[1]])  # before uploads of lives before, and what they push out, go on
         if resumed is not None:
             session.ask("resumed", **resumed)
         room = _check_storages(session, needs, live, options, probes)
@@ -159,8 +163,6 @@ def start_run(
         block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
-    earlier = _before(resumed_name, names, {**session.quarantined, **unsound}, session)
     return StartedRun(
         outcome.checkpoint, has_generators, finished, is_own=mine, rollbacks=rollbacks, before=earlier,
     )  # fmt: skip

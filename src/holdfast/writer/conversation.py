@@ -159,6 +159,9 @@ class Conversation:
         except OSError as error:
             # No memory or descriptors left: the writer lives and would never answer what it did not get.
             _LOG.warning("a message to the writer was lost (%s): it is started again", error)
+            if self.process is not None:
+                # Else it would take us for dead, and rescue a snapshot from memory that we write to from now on.
+                self.process.kill()
             self._channel.close()
 
     def flush(self, timeout_s: float | None) -> bool:

@@ -202,6 +202,7 @@ class Run:
         from .uploads.mirror import start_mirror
 
         self._mirror, fields = start_mirror(far, self._catalog, limits, changed=lambda: later(self._uploaded))
+        self._mirror.protect(self._protected)
         now = self._catalog.index.current
         has_saved = now is not None and any(row[1] == now.attempt for row in self._catalog.index.rows.values())
         if now is not None and (now.resumed_from is not None or has_saved):
@@ -535,6 +536,8 @@ class Run:
 
     def _protect(self, names: list[str]) -> None:
         self._protected = frozenset(names)
+        if self._mirror is not None:
+            self._mirror.protect(self._protected)
 
     def _discard(self, names: list[str], why: str) -> list[str]:
         return [verdict.name for verdict in self._catalog.discard(names, why)]

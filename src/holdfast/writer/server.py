@@ -406,7 +406,7 @@ class WriterLoop:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
             else:
-                if job.run:
+                if job.run and job.manifest.get("extra", {}).get("content") != "weights":  # else no start goes on there
                     self._committed_step = max(self._committed_step, job.manifest["step"])
                 self.say_done(call, result.to_json(), (result.manifest,))
 
@@ -465,6 +465,7 @@ class WriterLoop:
 
             remote = RemoteSide.from_told(self._handed.storage(told["storage"]), told)
         self._trainer_pid = header["owner"].get("trainer_pid", 0)
+        self._forget_run()  # a shared writer may have served another one
         run, opened = Run.open(
             self._handed.storage(header["storage"]),
             owner=header["owner"],
@@ -482,6 +483,12 @@ class WriterLoop:
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()
         return opened.to_json()
+
+    def _forget_run(self) -> None:
+        """Forget what is known of the run before: its steps say nothing of the next one, nor is it rescued there."""
+        self._committed_step = -1
+        for number in [number for number, task in list(self._kept.items()) if task.job.run]:
+            self._kept.pop(number, None)
 
     def _name(self, leases: NameLeases, header: dict[str, Any]) -> None:
         storage, of = self._handed.storage(header["storage"]), header["of"]
@@ -518,6 +525,7 @@ class WriterLoop:
             return None
         if op == "close_run":
             run, self._run = self._run, None
+            self._forget_run()
             run.close(args.get("reason", "closed"), args.get("details"))
             return None
         return self._run.op(op, args)

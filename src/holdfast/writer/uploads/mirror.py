@@ -186,6 +186,10 @@ class Mirroring:
         """Only this writer is left."""
         self._remote.heartbeat.trainer_gone()
 
+    def protect(self, names: frozenset[str]) -> None:
+        """Have retention at the remote keep these too."""
+        self._remote.protected = names
+
     def close(self) -> None:
         """Upload what can be within `END_S`, bring the last words, give the lease of the remote back."""
         self.queue.close(END_S, ON_LOCAL_DISK)

@@ -47,6 +47,7 @@ class RemoteRun:
         heartbeat: the lease.
         catalog: its checkpoints.
         both: names of checkpoints that lie at both sides, as far as the local side has not let them go.
+        protected: names that retention keeps, whatever its rules.
         first: called before it is decided what stays: it brings what came late (`late`).
     """
 
@@ -58,6 +59,7 @@ class RemoteRun:
         self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
         self._own: set[str] = set()  # those that came from here
         self.both: set[str] = set()
+        self.protected: frozenset[str] = frozenset()
         self.first: Callable[[], None] = _nothing
         self._sidecars: dict[str, Sidecar] = {}  # of the local side, as they were when the remote learnt of them
 
@@ -213,7 +215,7 @@ class RemoteRun:
         self.bring_sidecars()
         self.bring_head(save=False)
         if self._keep is not None:
-            return self.catalog.prune(self._keep)
+            return self.catalog.prune(self._keep, self.protected)
         self.catalog.point_latest()
         self.catalog.index.save()
         return []
