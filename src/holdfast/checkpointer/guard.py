@@ -271,10 +271,19 @@ class GuardWatch:
         if not self._has_come:
             self._silent += 1
             if self._silent == _SILENT_STEPS:
-                _LOG.warning(
-                    "guard=Guard(metric=%r): no step has reported that metric yet, so nothing is watched: pass it, as "
-                    "in ck.step(%s=...)", self.guard.metric, self.guard.metric,
-                )  # fmt: skip
+                self._say_silence("yet, so nothing is")
+
+    def ended(self) -> None:
+        """Say at the end of the run if no step of this life has had the metric, and that was not said yet."""
+        if not self._has_come and 0 < self._silent < _SILENT_STEPS:
+            self._say_silence("in this life, so nothing was")
+
+    def _say_silence(self, what: str) -> None:
+        metric = self.guard.metric
+        _LOG.warning(
+            "guard=Guard(metric=%r): no step has reported that metric %s watched: pass it, as in ck.step(%s=...)",
+            metric, what, metric,
+        )  # fmt: skip
 
     def saving(self, step: int, name: str) -> None:
         """Have retention keep what may be needed yet, before a checkpoint of this name can push it out."""

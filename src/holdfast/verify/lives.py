@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -131,7 +132,7 @@ class Command:
                     stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
-                raise ConfigError(f"{self._command[0]!r} cannot be started: {error}") from error
+                raise ConfigError(f"{self._command[0]!r} cannot be started: {error.strerror or error}") from error
         return self._process.pid
 
     def wait(self) -> int:
@@ -351,4 +352,6 @@ def _members(sessions: set[int]) -> list[int]:
 
 def _said(output: Path) -> str:
     text = output.read_text(errors="replace").strip()
-    return f"; the end of what it printed:\n{text[-_SHOWN:]}" if text else ", and printed nothing"
+    if len(text) > _SHOWN:
+        text = text[-_SHOWN:].partition("\n")[2] or text[-_SHOWN:]
+    return f"; the end of what it printed:\n{textwrap.indent(text, '  ')}" if text else ", and printed nothing"
