@@ -315,10 +315,12 @@ class GuardWatch:
         if guard.action == "stop":
             raise self._ended(f"{what}. The guard has action='stop': nothing of that step was saved")
         if not known and len(others) >= guard.max_rollbacks:
+            if not others:
+                raise self._ended(f"{what}. The guard has max_rollbacks=0: the run is not taken back")
             raise self._ended(
-                f"{what}. This run was taken back for {len(others)} bad steps already (max_rollbacks="
-                f"{guard.max_rollbacks}): `holdfast log {session.root.uri}` lists them. Look at the learning rate and "
-                "the data; a greater max_rollbacks goes on"
+                f"{what}. This run was taken back for {len(others)} bad step{'s' * (len(others) != 1)} already "
+                f"(max_rollbacks={guard.max_rollbacks}): `holdfast log {session.root.uri}` lists them. Look at the "
+                "learning rate and the data; a greater max_rollbacks goes on"
             )
         if any(rollback.left_out for rollback in known):
             raise self._ended(f"{what}, although its batches were left out: the damage is not done by them")
@@ -344,7 +346,7 @@ class GuardWatch:
 
     def _ended(self, text: str) -> TrainingError:
         assert self.alarm is not None
-        self._session.journal("guard", step=self.alarm.step, why=text)
+        self._session.journal("guard", step=self.alarm.step, why=text.removeprefix(f"step {self.alarm.step}: "))
         if self._session.life is not None:
             self._session.life.end("given up")
         return TrainingError(text)

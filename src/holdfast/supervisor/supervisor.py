@@ -292,7 +292,7 @@ class Supervisor:
             what = f"starting again{pause}"
         lasted = f"life {death.number} ended after {format_duration(death.seconds)}{where}"
         _say(f"{lasted}: {death.cause}{error}{newest}; {what}")
-        if isinstance(decision, End) and death.traceback and death.cause != "hang":
+        if isinstance(decision, End) and death.traceback and death.cause != "hang" and not death.given_up:
             sys.stderr.write(death.traceback)
             sys.stderr.flush()
 
