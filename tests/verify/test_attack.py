@@ -325,3 +325,14 @@ def test_an_error_of_the_script_is_shown_without_frames_of_ours(tmp_path):
     files = [line for line in frames if " File " in line]
     assert len(files) == 2
     assert all(line.startswith('    File "') and "train.py" in line for line in files), frames
+
+
+def test_a_life_that_is_late_before_it_has_printed_is_said(tmp_path):
+    """The bound may be over before its output is there; no option that the command lacks is advised."""
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    ended = attacked(tmp_path, "attack", "--timeout", "0.001", "--", sys.executable, "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr == "holdfast: the script did not end within 0.001 s, and printed nothing\n"
+    ended = attacked(tmp_path, "attack", "--copy-limit", "0", "--", sys.executable, "train.py")
+    assert ended.returncode == 1
+    assert "--in-place" not in ended.stderr

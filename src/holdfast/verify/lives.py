@@ -207,6 +207,7 @@ def run_life(
     folder = Path(plan.trace)
     plan_file, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
     plan.write(plan_file)
+    output.touch()  # it may be killed before it has made it
     fifos = (plan.signal, f"{plan.signal}.alive")
     for fifo in fifos:
         os.mkfifo(fifo)
@@ -232,7 +233,7 @@ def run_life(
             os.unlink(fifo)
     killed = came in ("moment", "due")
     if came == "late":
-        raise LifeFailedError(f"the script did not end within {timeout_s:.0f} s{_said(output)}")
+        raise LifeFailedError(f"the script did not end within {timeout_s:g} s{_said(output)}")
     if failure_counts and not killed and status != 0:
         raise LifeFailedError(f"the script ended with exit status {status}{_said(output)}")
     return Life(

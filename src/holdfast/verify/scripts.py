@@ -26,6 +26,7 @@ from .workplace import OutputWatch, Workplace
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
 
 COPY_BYTES = 2 << 30
+_IN_PLACE = "; or run it where it is with --in-place and {run} in its arguments for the directory it writes to"
 _ANEW = (
     "cannot resume",
     "no training",
@@ -126,7 +127,7 @@ def verify_script(
     with Home(keep_in) as home:
         place = Path(cwd or ".")
         check_script(command, place)
-        workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes)
+        workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes, advice=_IN_PLACE)
         starter = starter or (lambda parts, folder: Command(parts, env=env, cwd=folder, observed=True))
         chains = Chains(command, resume or command, home, place, workplace, starter)
         end = None if steps is None else Moment(step=steps)
