@@ -334,5 +334,11 @@ def test_a_life_that_is_late_before_it_has_printed_is_said(tmp_path):
     assert ended.returncode == 1
     assert ended.stderr == "holdfast: the script did not end within 0.001 s, and printed nothing\n"
     ended = attacked(tmp_path, "attack", "--copy-limit", "0", "--", sys.executable, "train.py")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "--in-place" not in ended.stderr
+    (tmp_path / "train.py").chmod(0o644)
+    ended = attacked(tmp_path, "attack", "--", "./train.py")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "holdfast: './train.py' cannot be started: Permission denied; a script is run as `-- python ./train.py`\n"
+    )

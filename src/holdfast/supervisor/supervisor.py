@@ -284,7 +284,9 @@ class Supervisor:
         where = f" at step {death.step}" if death.step >= 0 else ""
         error = f" ({death.error})" if death.error and death.cause != "hang" else ""
         safe = max(death.durable.values(), default=-1)
-        newest = f"; the newest durable step it knew is {safe}" if safe >= 0 else ""
+        newest = f"; the newest durable step it knew is {safe}" if safe > 0 else ""
+        if safe == 0:
+            newest = "; it knew of no durable step"
         if isinstance(decision, End):
             what = f"not started again: {decision.why}"
         else:

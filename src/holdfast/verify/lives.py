@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -132,7 +133,11 @@ class Command:
                     stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
-                raise ConfigError(f"{self._command[0]!r} cannot be started: {error.strerror or error}") from error
+                program = self._command[0]
+                advice = (
+                    f"; a script is run as `-- python {shlex.join(self._command)}`" if program.endswith(".py") else ""
+                )
+                raise ConfigError(f"{program!r} cannot be started: {error.strerror or error}{advice}") from error
         return self._process.pid
 
     def wait(self) -> int:
