@@ -160,7 +160,10 @@ def answering(name: str, advice: Mapping[str, str]) -> Callable[[_F], _F]:
         def checked(*args: Any, **given: Any) -> Any:
             wrong = sorted(given.keys() & advice.keys())
             if wrong:
-                lines = "; ".join(f"{argument}: {advice[argument]}" for argument in wrong)
+                several = len(wrong) > 1
+                lines = "; ".join(
+                    f"{argument}: {advice[argument]}" if several else advice[argument] for argument in wrong
+                )
                 raise ConfigError(f"{name} has no argument {' and '.join(wrong)}: {lines}")
             return function(*args, **given)
 

@@ -48,7 +48,7 @@ class Interval:
             raise ConfigError(f"unknown unit {self.unit!r} in an interval: use one of {', '.join(UNITS)}")
         whole = self.unit == "sec" or self.value == int(self.value)
         if not (self.value > 0) or self.value == float("inf") or not whole:
-            raise ConfigError(f"an interval of {self.value}{self.unit} is never due: it must be positive and whole")
+            raise ConfigError(f"an interval of {self.value:g}{self.unit} is never due: it must be positive and whole")
 
     def __str__(self) -> str:
         return format_duration(self.value) if self.unit == "sec" else f"{int(self.value)}{self.unit}"

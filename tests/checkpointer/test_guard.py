@@ -113,6 +113,46 @@ def test_a_guard_that_is_none_is_refused(tmp_path: Path) -> None:
         hf.Checkpointer(tmp_path, guard=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [{"every": "soon"}, {"rescue": 0}])
+def test_a_wrong_interval_is_called_by_its_argument(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Two arguments take intervals: the message says which one is wrong."""
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ConfigError, match=f"^{name}={value!r}: "):
+        hf.Checkpointer(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("metric", ["loss", "los"])
+def test_a_short_run_without_its_metric_was_not_watched(
+    tmp_path: Path, metric: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that was mistyped is said at the end of a run of any length."""
+    with hf.Checkpointer(tmp_path, {"x": 1}, guard=hf.Guard(metric=metric)) as ck:
+        ck.step(loss=1.0)
+        ck.step(loss=1.0)
+    assert ("so nothing was watched" in caplog.text) == (metric == "los")
+
+
+def test_what_follows_is_said_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loop with batches of its own is not promised that they are left out; 0 rollbacks are not counted."""
+
+    def loop(**options: Any) -> None:
+        with hf.Checkpointer(tmp_path, {"x": 1}, guard=hf.Guard(**options)) as ck:
+            ck.step(loss=1.0)
+            ck.step(loss=math.nan)
+
+    with pytest.raises(
+        TrainingError, match=r"step 2: loss is nan\. The guard has max_rollbacks=0: the run is not taken"
+    ):
+        loop(max_rollbacks=0)
+    printed = CliRunner().invoke(cli, ["log", str(tmp_path)]).output
+    assert "step 2: the guard: loss is nan. The guard has max_rollbacks=0" in printed
+    with pytest.raises(SystemExit):
+        loop()
+    err = capsys.readouterr().err
+    assert "loss is nan: it is trained again, once. The same command" in err
+    assert "left out" not in err
+
+
 # -- lives
 
 

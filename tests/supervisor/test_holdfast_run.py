@@ -388,7 +388,8 @@ def test_a_script_that_its_guard_takes_back_is_started_again(tmp_path: Path) -> 
 
 
 def test_a_script_that_its_guard_gives_up_is_not_started_again(tmp_path: Path) -> None:
-    """One life, its status."""
-    status, _, err = finished(STEPS + "life.stepped(9)\nlife.end('given up')\nsys.exit(1)", tmp_path)
+    """One life, its status, its error once."""
+    status, _, err = finished(STEPS + "life.stepped(9)\nlife.end('given up')\nraise ValueError('bad')", tmp_path)
     assert (status, (tmp_path / "lives").read_text()) == (1, "1"), err
     assert "not started again: its guard has found a bad step" in err
+    assert err.count("Traceback") == 1

@@ -298,3 +298,47 @@ def test_what_cannot_be_attacked_is_said(tmp_path):
     assert "began at step 0" in json.loads(ended.stdout)["message"]
     ended = run(tmp_path, "def save(): pass", "--kills", "1")
     assert "has to save at least once" in json.loads(ended.stdout)["message"]
+
+
+def attacked(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("command", ["attack", "verify-resume"])
+def test_a_script_that_is_not_there_is_said_in_a_sentence(tmp_path, command):
+    """Nothing is started for it."""
+    ended = attacked(tmp_path, command, "--", sys.executable, "nix.py")
+    assert ended.returncode == 2
+    assert ended.stderr == f"holdfast: there is no script 'nix.py' in {tmp_path}\n"
+
+
+def test_an_error_of_the_script_is_shown_without_frames_of_ours(tmp_path):
+    """As a fresh interpreter prints it, with the indents of a traceback."""
+    (tmp_path / "train.py").write_text("def fail():\n    raise ValueError('bad day')\n\n\nfail()\n")
+    ended = attacked(tmp_path, "attack", "--", sys.executable, "train.py")
+    assert ended.returncode == 1
+    first, head, *frames, last = ended.stderr.splitlines()
+    assert first == "holdfast: the script ended with exit status 1; the end of what it printed:"
+    assert head == "  Traceback (most recent call last):"
+    assert last == "  ValueError: bad day"
+    files = [line for line in frames if " File " in line]
+    assert len(files) == 2
+    assert all(line.startswith('    File "') and "train.py" in line for line in files), frames
+
+
+def test_a_life_that_is_late_before_it_has_printed_is_said(tmp_path):
+    """The bound may be over before its output is there; no option that the command lacks is advised."""
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    ended = attacked(tmp_path, "attack", "--timeout", "0.001", "--", sys.executable, "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr == "holdfast: the script did not end within 0.001 s, and printed nothing\n"
+    ended = attacked(tmp_path, "attack", "--copy-limit", "0", "--", sys.executable, "train.py")
+    assert ended.returncode == 2
+    assert "--in-place" not in ended.stderr
+    (tmp_path / "train.py").chmod(0o644)
+    ended = attacked(tmp_path, "attack", "--", "./train.py")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "holdfast: './train.py' cannot be started: Permission denied; a script is run as `-- python ./train.py`\n"
+    )

@@ -432,6 +432,8 @@ class StepBoundary:
         self.wait()
         if session.team is not None and not self.pace.stop_asked:
             self.judge_rest(alone=False)
+        if self.guard is not None:
+            self.guard.ended()
         self._say_lost()
         if step > 0 and session.last_step != step:
             error = session.saves.lost.error

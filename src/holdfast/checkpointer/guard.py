@@ -270,10 +270,19 @@ class GuardWatch:
         if not self._has_come:
             self._silent += 1
             if self._silent == _SILENT_STEPS:
-                _LOG.warning(
-                    "guard=Guard(metric=%r): no step has reported that metric yet, so nothing is watched: pass it, as "
-                    "in ck.step(%s=...)", self.guard.metric, self.guard.metric,
-                )  # fmt: skip
+                self._say_silence("yet, so nothing is")
+
+    def ended(self) -> None:
+        """Say at the end of the run if no step of this life has had the metric, and that was not said yet."""
+        if not self._has_come and 0 < self._silent < _SILENT_STEPS:
+            self._say_silence("in this life, so nothing was")
+
+    def _say_silence(self, what: str) -> None:
+        metric = self.guard.metric
+        _LOG.warning(
+            "guard=Guard(metric=%r): no step has reported that metric %s watched: pass it, as in ck.step(%s=...)",
+            metric, what, metric,
+        )  # fmt: skip
 
     def saving(self, step: int, name: str) -> None:
         """Have retention keep what may be needed yet, before a checkpoint of this name can push it out."""
@@ -331,10 +340,12 @@ class GuardWatch:
         if guard.action == "stop":
             raise self._ended(f"{what}. The guard has action='stop': nothing of that step was saved")
         if not known and len(others) >= guard.max_rollbacks:
+            if not others:
+                raise self._ended(f"{what}. The guard has max_rollbacks=0: the run is not taken back")
             raise self._ended(
-                f"{what}. This run was taken back for {len(others)} bad steps already (max_rollbacks="
-                f"{guard.max_rollbacks}): `holdfast log {session.root.uri}` lists them. Look at the learning rate and "
-                "the data; a greater max_rollbacks goes on"
+                f"{what}. This run was taken back for {len(others)} bad step{'s' * (len(others) != 1)} already "
+                f"(max_rollbacks={guard.max_rollbacks}): `holdfast log {session.root.uri}` lists them. Look at the "
+                "learning rate and the data; a greater max_rollbacks goes on"
             )
         if any(rollback.left_out for rollback in known):
             raise self._ended(f"{what}, although its batches were left out: the damage is not done by them")
@@ -360,7 +371,7 @@ class GuardWatch:
 
     def _ended(self, text: str) -> TrainingError:
         assert self.alarm is not None
-        self._session.journal("guard", step=self.alarm.step, why=text)
+        self._session.journal("guard", step=self.alarm.step, why=text.removeprefix(f"step {self.alarm.step}: "))
         if self._session.life is not None:
             self._session.life.end("given up")
         return TrainingError(text)

@@ -166,12 +166,12 @@ class CheckpointerOptions:
         if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         auto, given = _divide(every)
-        intervals = parse_intervals(given)
+        intervals = _intervals("every", given)
         if _divide(rescue)[0]:
             raise ConfigError(
                 "rescue='auto': give an interval, as in rescue=50 or '30s'; a snapshot costs a memory copy"
             )
-        snapshots = parse_intervals(rescue)
+        snapshots = _intervals("rescue", rescue)
         if any(interval.unit == "ep" for interval in snapshots):
             raise ConfigError(f"rescue={rescue!r}: give steps, samples or a time (rescue=50); every='1ep' saves epochs")
         now = time.monotonic()
@@ -235,6 +235,13 @@ def _divide(
         rest = [interval for interval in every if interval != "auto"]
         return len(rest) < len(every), rest
     return (True, None) if every == "auto" else (False, every)
+
+
+def _intervals(name: str, given: IntervalLike | Sequence[IntervalLike] | None) -> tuple[Interval, ...]:
+    try:
+        return parse_intervals(given)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={given!r}: {error}") from None
 
 
 def _fit(

@@ -97,6 +97,8 @@ class Rollback:
         what = f"{self.why} ({in_words(self.place)})" if self.place else self.why
         if self.left_out:
             return f"{what}, once more: left out from now on: {in_words(self.left_out)}"
+        if not self.place:  # the loop does not take its batches from `ck.batches`
+            return f"{what}: it is trained again, once"
         return f"{what}: it is trained again; if it is bad once more, its batches are left out"
 
     @property

@@ -284,7 +284,9 @@ class Supervisor:
         where = f" at step {death.step}" if death.step >= 0 else ""
         error = f" ({death.error})" if death.error and death.cause != "hang" else ""
         safe = max(death.durable.values(), default=-1)
-        newest = f"; the newest durable step it knew is {safe}" if safe >= 0 else ""
+        newest = f"; the newest durable step it knew is {safe}" if safe > 0 else ""
+        if safe == 0:
+            newest = "; it knew of no durable step"
         if isinstance(decision, End):
             what = f"not started again: {decision.why}"
         else:
@@ -292,7 +294,7 @@ class Supervisor:
             what = f"starting again{pause}"
         lasted = f"life {death.number} ended after {format_duration(death.seconds)}{where}"
         _say(f"{lasted}: {death.cause}{error}{newest}; {what}")
-        if isinstance(decision, End) and death.traceback and death.cause != "hang":
+        if isinstance(decision, End) and death.traceback and death.cause != "hang" and not death.given_up:
             sys.stderr.write(death.traceback)
             sys.stderr.flush()
 

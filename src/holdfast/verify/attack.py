@@ -27,7 +27,7 @@ from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .survival import Kill, Survival, Trial, judge, last_change
-from .warm import WarmInterpreter, WarmLife
+from .warm import WarmInterpreter, WarmLife, check_script
 from .workplace import Aim, Change, ChangeWatch, Workplace
 
 __all__ = ["attack_script"]
@@ -41,6 +41,7 @@ _WARNING = re.compile(
     re.IGNORECASE,
 )
 """What a script prints that does not take its newest checkpoint, and says so."""
+_SHOWN = 150  # characters of the line that a life ended with
 _SAVES_AT_MOST = 4  # without the planned change a life is killed after so many saves
 
 
@@ -84,9 +85,10 @@ def attack_script(
     """
     check_arguments(command, kills=kills, steps=None, every=1, timeout_s=timeout_s)
     if power_cuts < 0:
-        raise ConfigError(f"power_cuts={power_cuts}: 0 or more")
+        raise ConfigError(f"power_cuts={power_cuts}: give 0 or more")
     with Home(keep_in) as home:
         place = Path(cwd or ".")
+        check_script(command, place)
         workplace = Workplace(place, home, limit_bytes=copy_limit_bytes)
         warm = None
         if not cold and WarmInterpreter.fits(command) and (resume is None or WarmInterpreter.fits(resume)):
@@ -164,7 +166,7 @@ class _Attack:
         self.last, self._num_saves = last_change(self.changes, self.reference[0])
         self._say(
             f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
-            f"{len(self._kinds)} kinds in {self._num_saves} saves"
+            f"{len(self._kinds)} kinds in {self._num_saves} save{'s' * (self._num_saves != 1)}"
         )
         self._end(chain)
 
@@ -335,15 +337,14 @@ class _Attack:
         self.trials += [
             Trial(kill=kill, life=life.plan.life + 1, began=began, refused=refused, said=said) for kill in kills
         ]
-        if kills:
-            what = f"went on from step {began}" if began else "began at step 0"
-            if refused:
-                what = f"ended with {refused}"
-            elif began is None:
-                what = "went on from a state that was never there"
-            kill = kills[-1]
-            lost = "" if kill.lost is None else f", power cut: {len(kill.lost)} file(s) lost bytes"
-            self._say(f"{len(self.trials)}: killed after step {kill.at} ({kill.landed}){lost}: {what}")
+        what = f"went on from step {began}" if began else "began at step 0"
+        if refused:
+            what = f"ended with {refused}"
+        elif began is None:
+            what = "went on from a state that was never there"
+        for number, kill in enumerate(kills, len(self.trials) - len(kills) + 1):
+            lost = "" if kill.lost is None else f", power cut: {_in_words(len(kill.lost))} lost bytes"
+            self._say(f"{number}: killed after step {kill.at} ({kill.landed}){lost}: {what}")
 
     def _warned(self, life: Life) -> str:
         """Return the first line that a resume does not print as a rule, and that sounds like a warning."""
@@ -354,6 +355,9 @@ class _Attack:
 
 
 def _last_line(life: Life) -> str:
-    return next((line for line in reversed(life.said().splitlines()) if line.strip()), "it printed nothing").strip()[
-        :200
-    ]
+    line = next((line for line in reversed(life.said().splitlines()) if line.strip()), "it printed nothing").strip()
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+
+
+def _in_words(num_files: int) -> str:
+    return {0: "no file", 1: "1 file"}.get(num_files, f"{num_files} files")

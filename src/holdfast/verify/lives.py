@@ -7,9 +7,11 @@ import ctypes
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -131,7 +133,11 @@ class Command:
                     stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
-                raise ConfigError(f"{self._command[0]!r} cannot be started: {error}") from error
+                program = self._command[0]
+                advice = (
+                    f"; a script is run as `-- python {shlex.join(self._command)}`" if program.endswith(".py") else ""
+                )
+                raise ConfigError(f"{program!r} cannot be started: {error.strerror or error}{advice}") from error
         return self._process.pid
 
     def wait(self) -> int:
@@ -206,6 +212,7 @@ def run_life(
     folder = Path(plan.trace)
     plan_file, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
     plan.write(plan_file)
+    output.touch()  # it may be killed before it has made it
     fifos = (plan.signal, f"{plan.signal}.alive")
     for fifo in fifos:
         os.mkfifo(fifo)
@@ -231,7 +238,7 @@ def run_life(
             os.unlink(fifo)
     killed = came in ("moment", "due")
     if came == "late":
-        raise LifeFailedError(f"the script did not end within {timeout_s:.0f} s{_said(output)}")
+        raise LifeFailedError(f"the script did not end within {timeout_s:g} s{_said(output)}")
     if failure_counts and not killed and status != 0:
         raise LifeFailedError(f"the script ended with exit status {status}{_said(output)}")
     return Life(
@@ -351,4 +358,6 @@ def _members(sessions: set[int]) -> list[int]:
 
 def _said(output: Path) -> str:
     text = output.read_text(errors="replace").strip()
-    return f"; the end of what it printed:\n{text[-_SHOWN:]}" if text else ", and printed nothing"
+    if len(text) > _SHOWN:
+        text = text[-_SHOWN:].partition("\n")[2] or text[-_SHOWN:]
+    return f"; the end of what it printed:\n{textwrap.indent(text, '  ')}" if text else ", and printed nothing"

@@ -304,11 +304,11 @@ def check_arguments(command: object, *, kills: int, steps: int | None, every: in
     """
     if not command:
         raise ConfigError("no command: holdfast verify-resume -- python train.py")
-    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
-        raise ConfigError(
-            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
-            "steps is 2 or more, timeout_s is positive"
-        )
+    for name, value, least in (("kills", kills, 1), ("every", every, 1), ("steps", steps, 2)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: give {least} or more")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s={timeout_s:g}: give a positive number of seconds")
 
 
 def choose_by_rows(kills: int, seed: int) -> Callable[[Sequence[Row]], list[Kill]]:
@@ -439,7 +439,7 @@ class Twins:
         total = twin.rows[-1]["step"]
         if total < 2:
             raise NothingToVerifyError(
-                f"the run made {total} step(s) with ck.step: at least 2 are needed to resume in between"
+                f"the run made {total} steps with ck.step: at least 2 are needed to resume in between"
             )
 
     def _compare(

@@ -20,11 +20,13 @@ from .plan import LifePlan, Moment
 from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
+from .warm import check_script
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
 
 COPY_BYTES = 2 << 30
+_IN_PLACE = "; or run it where it is with --in-place and {run} in its arguments for the directory it writes to"
 _ANEW = (
     "cannot resume",
     "no training",
@@ -124,7 +126,8 @@ def verify_script(
     check_arguments(command, kills=kills, steps=steps, every=every, timeout_s=timeout_s)
     with Home(keep_in) as home:
         place = Path(cwd or ".")
-        workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes)
+        check_script(command, place)
+        workplace = None if in_place else Workplace(place, home, limit_bytes=copy_limit_bytes, advice=_IN_PLACE)
         starter = starter or (lambda parts, folder: Command(parts, env=env, cwd=folder, observed=True))
         chains = Chains(command, resume or command, home, place, workplace, starter)
         end = None if steps is None else Moment(step=steps)
@@ -398,7 +401,7 @@ def check_records(records: dict[int, Record], first: Life) -> dict[int, Record]:
     made = len(records[0].steps) if 0 in records else 0
     if made < 2:
         raise NothingToVerifyError(
-            f"the script made {made} step(s) with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
+            f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
             "are needed to resume in between. Steps are seen where torch.optim.Optimizer.step is called in an "
             f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
         )

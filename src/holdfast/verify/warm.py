@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError
 
 from .lives import end_with_parent, observed_environment
 
-__all__ = ["WarmInterpreter", "WarmLife"]
+__all__ = ["WarmInterpreter", "WarmLife", "check_script"]
 
 _PROGRAM = Path(__file__).parent / "warm_server.py"
 _FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")
@@ -100,6 +100,18 @@ class WarmLife:
     def wait(self) -> int:
         """Return its exit status; it has ended."""
         return self._interpreter.ask(wait=self._pid)
+
+
+def check_script(command: Sequence[str], cwd: Path) -> None:
+    """Look whether the script of a command is there, if it is a Python script.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if WarmInterpreter.fits(command):
+        script = command[_flags(command)]
+        if "{run}" not in script and not (cwd / script).is_file():
+            raise ConfigError(f"there is no script {script!r} in {cwd.absolute()}")
 
 
 def _flags(command: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from importlib.machinery import SourceFileLoader
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -60,6 +60,13 @@ def prepare(script: str) -> None:
     gc.freeze()
 
 
+def _show_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Print an uncaught error as a fresh interpreter does, without the frames of this program."""
+    while where is not None and where.tb_frame.f_code.co_filename == __file__:
+        where = where.tb_next
+    sys.__excepthook__(kind, error.with_traceback(where), where)
+
+
 def become(life: dict[str, Any]) -> None:
     """Become a life: run the script in this process, a fork."""
     end_with_parent()
@@ -82,6 +89,7 @@ def become(life: dict[str, Any]) -> None:
     observer.start(life["plan"])
     path = os.path.abspath(life["argv"][0])
     sys.argv = life["argv"]
+    sys.excepthook = _show_error
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")
     main.__dict__.update(

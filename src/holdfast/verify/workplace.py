@@ -54,12 +54,13 @@ class Workplace:
         source: the real one.
         home: directory that takes the copies; it may lie in the real one.
         limit_bytes: more than this is not copied.
+        advice: what can be done besides where it is too large, for people.
 
     Raises:
         ConfigError: the directory is too large; names its largest entries.
     """
 
-    def __init__(self, source: Path, home: Path, *, limit_bytes: int) -> None:
+    def __init__(self, source: Path, home: Path, *, limit_bytes: int, advice: str = "") -> None:
         self._source, self._home = source.absolute(), home.absolute()
         sizes = {entry.name: _size(Path(entry.path), self._home) for entry in os.scandir(source)}
         sizes = {name: size for name, size in sizes.items() if name not in _LINKED}
@@ -67,11 +68,10 @@ class Workplace:
         if total > limit_bytes:
             large = sorted(sizes, key=lambda name: -sizes[name])[:3]
             raise ConfigError(
-                f"the working directory {source} holds {format_bytes(total)} ("
+                f"the working directory {self._source} holds {format_bytes(total)} ("
                 + ", ".join(f"{name}: {format_bytes(sizes[name])}" for name in large)
                 + f"), and a script runs in a copy of it, of up to {format_bytes(limit_bytes)}, so that its own files "
-                "stay as they are. Start it in a smaller directory, allow more with --copy-limit, or run it where it "
-                "is with --in-place and {run} in its arguments for the directory it writes to"
+                f"stay as they are. Start it in a smaller directory, or allow more with --copy-limit{advice}"
             )
 
     def copy(self, name: str) -> Path:
