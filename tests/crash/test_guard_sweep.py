@@ -29,8 +29,9 @@ def server() -> Iterator[ForkServer]:
         yield one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(7))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow, pytest.mark.long][part > 1]) for part in range(7)]
+)
 def test_random_poisonings_and_kills_end_as_if_they_had_not_been(server: ForkServer, tmp_path: Path, part: int) -> None:
     """Nan or a jump in a batch, a bit flipped in a weight, lives killed at any moment: no human, the state of the twin.
 
