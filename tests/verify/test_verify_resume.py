@@ -312,7 +312,7 @@ def test_scripts_that_cannot_be_verified(tmp_path, monkeypatch):
         with hf.Checkpointer("runs/short", {"a": 1}) as ck:
             ck.step()
 
-    with pytest.raises(NothingToVerifyError, match=r"made 1 step\(s\)"):
+    with pytest.raises(NothingToVerifyError, match="made 1 step with"):
         verify_resume_script(short)
     with pytest.raises(AssertionError, match=r"exit status 1(.*\n)*.*boom"):
         verify_resume_script(lambda: loop(lambda ck, _: 1 / (1 - ck.epoch), at_end=lambda ck, _: print("boom")))
