@@ -439,7 +439,8 @@ class Twins:
         total = twin.rows[-1]["step"]
         if total < 2:
             raise NothingToVerifyError(
-                f"the run made {total} step{'s' * (total != 1)} with ck.step: at least 2 are needed to resume in between"
+                f"the run made {'1 step' if total == 1 else f'{total} steps'} with ck.step: at least 2 are needed to "
+                "resume in between"
             )
 
     def _compare(
