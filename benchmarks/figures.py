@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["figures_without_file", "rewritten"]
+__all__ = ["bounds_of", "figures_without_file", "rewritten"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,6 +59,12 @@ def figures_without_file(text: str) -> list[str]:
     ]
 
 
+def bounds_of(goal: dict[str, Any]) -> str:
+    """Return the bounds of a goal in a file of results, "" if it has none."""
+    bounds = [f"<= {goal['at_most']:g}"] if goal["at_most"] is not None else []
+    return " ".join(bounds + ([f">= {goal['at_least']:g}"] if goal["at_least"] is not None else []))
+
+
 def _block(words: Sequence[str], up: str) -> str:
     name, measured = result(words[0])
     chosen = [word.removeprefix("only=").replace("~", " ") for word in words if word.startswith("only=")]
@@ -95,11 +101,9 @@ def _medians(measured: dict[str, Any], chosen: Sequence[str], with_first: bool) 
 def _goals(measured: dict[str, Any]) -> Iterator[list[str]]:
     yield ["what", "measured", "goal", "reached"]
     for goal in measured["goals"]:
-        bounds = [f"<= {goal['at_most']:g}"] if goal["at_most"] is not None else []
-        bounds += [f">= {goal['at_least']:g}"] if goal["at_least"] is not None else []
-        if bounds:
+        if bounds := bounds_of(goal):
             value = "" if goal["value"] is None else f"{_number(goal['value'])} {goal['unit']}".rstrip()
-            yield [goal["what"], value, " ".join(bounds), "yes" if goal["reached"] else "**no**"]
+            yield [goal["what"], value, bounds, "yes" if goal["reached"] else "**no**"]
 
 
 def _rows_of_ray(measured: dict[str, Any]) -> Iterator[list[str]]:

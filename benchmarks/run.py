@@ -76,17 +76,17 @@ def show(name: str, result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks.figures import bounds_of
+
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(title=f"{name}  ({result['wall_s']:.0f} s)", title_justify="left")
     for column in ("what", "measured", "goal", "reached"):
         table.add_column(column, justify="right" if column == "measured" else "left")
     for goal in result["goals"]:
         value = "-" if goal["value"] is None else f"{goal['value']:.4g} {goal['unit']}"
-        bounds = [f"<= {goal['at_most']:g}"] if goal["at_most"] is not None else []
-        bounds += [f">= {goal['at_least']:g}"] if goal["at_least"] is not None else []
         reached = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[goal["reached"]]
         table.add_row(
-            goal["what"] + (f" [dim]({goal['note']})[/]" if goal["note"] else ""), value, " ".join(bounds), reached
+            goal["what"] + (f" [dim]({goal['note']})[/]" if goal["note"] else ""), value, bounds_of(goal), reached
         )
     console.print(table)
     rows = Table(title="medians", title_justify="left")

@@ -364,8 +364,7 @@ class RunSession:
         else:
             named.saves.settle()
         begun, name, follow = time.perf_counter(), named.name, named.follow
-        save_id, checkpoint_id, joint = self.next_save_id(), uuid.uuid4().hex, self.team is not None
-        in_run = "/" not in name  # the index of a run knows what lies directly in it
+        save_id, checkpoint_id = self.next_save_id(), uuid.uuid4().hex
         future: Future[Any]
         try:
             with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
@@ -374,20 +373,12 @@ class RunSession:
                 # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
                 if announce is not None:
                     announce(name)
-                fields = self._manifest(
-                    checkpoint_id, step, epoch, {} if callable(metrics) else metrics, parent=named.saves.parent,
-                    world_size=self.meeting.world_size,
-                )  # fmt: skip
+                job = self._job(named, save_id, checkpoint_id, step, epoch, {} if callable(metrics) else metrics)
+                fields = job.manifest
                 if self.staged:
                     self._staged_saves[name] = lambda far, name: CommittedCheckpoint.told(
                         far, name, step=step, metrics=fields["metrics"]
                     )
-                if extra := {**self.extra, **(named.extra or {})}:
-                    fields["extra"] = extra
-                job = SaveJob(
-                    directory=name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
-                    run=in_run and self.leads, part=joint, joint=joint,
-                )  # fmt: skip
                 late = self._sender.behind(metrics) if callable(metrics) else None
                 submitted = snapshotter.submit(
                     state(), self.client, self.storage, job, metrics=late, lazy=follow is None
@@ -441,20 +432,26 @@ class RunSession:
         """
         begun = time.perf_counter()
         named = named or NamedSave(name=self._free_name(step), saves=self.saves)
-        fields = self._manifest(
-            uuid.uuid4().hex, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
-        )
-        if extra := {**self.extra, **(named.extra or {})}:
-            fields["extra"] = extra
-        joint, in_run, save_id = self.team is not None, "/" not in named.name, f"{self.start_id}-{_SNAPSHOTS + step:x}"
-        job = SaveJob(
-            directory=named.name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
-            run=in_run and self.leads, part=joint, joint=joint,
-        )  # fmt: skip
+        job = self._job(named, f"{self.start_id}-{_SNAPSHOTS + step:x}", uuid.uuid4().hex, step, epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._tell_memory(snapshotter)
         self._held(time.perf_counter() - begun)
         return kept
+
+    def _job(
+        self, named: NamedSave, save_id: str, checkpoint_id: str, step: int, epoch: int, metrics: Mapping[str, Any]
+    ) -> SaveJob:
+        """Return what the writer is told of a state; the snapshotter adds its files."""
+        fields = self._manifest(
+            checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
+        )
+        if extra := {**self.extra, **(named.extra or {})}:
+            fields["extra"] = extra
+        joint, in_run = self.team is not None, "/" not in named.name  # a run's index has what lies directly in it
+        return SaveJob(
+            directory=named.name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+            run=in_run and self.leads, part=joint, joint=joint,
+        )  # fmt: skip
 
     def _tell_memory(self, snapshotter: Snapshotter) -> None:
         """Let `holdfast run` keep the memory of the newest saves for the next life."""

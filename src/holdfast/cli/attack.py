@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import time
 
 import click
 
-from .terminal import message, print_json
+from .verify_resume import examined, show_found
 
 __all__ = ["attack"]
 
@@ -46,30 +45,13 @@ def attack(
     failed, 2 usage.
     """
     from holdfast.verify.attack import attack_script
-    from holdfast.verify.lives import LifeFailedError
 
-    def say(line: str) -> None:
-        click.echo(f"holdfast: {message(line)}", err=as_json)
-
-    began = time.monotonic()
-    try:
-        found = attack_script(
+    found, seconds = examined(
+        lambda say: attack_script(
             command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else shlex.split(resume),
             seed=seed, timeout_s=timeout_s, cold=cold, keep_in=keep_in,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
-        )  # fmt: skip
-    except LifeFailedError as error:
-        if as_json:
-            print_json({"survives": False, "message": str(error), "command": list(command)})
-        click.echo(f"holdfast: {message(str(error))}", err=True)
-        raise click.exceptions.Exit(1) from error
-    seconds = round(time.monotonic() - began, 1)
-    if as_json:
-        print_json({**found.document(), "seconds": seconds})
-    else:
-        click.echo()
-        for line in found.lines():
-            click.echo(message(line))
-        click.echo(f"({seconds:.0f} s)")
-    if not found.survives:
-        raise click.exceptions.Exit(1)
+        ),
+        command, failed={"survives": False}, as_json=as_json,
+    )  # fmt: skip
+    show_found(found.document(), found.lines(), seconds, is_good=found.survives, as_json=as_json)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from .terminal import message, print_json
 
-__all__ = ["verify_resume"]
+__all__ = ["examined", "show_found", "verify_resume"]
 
+_FoundT = TypeVar("_FoundT")
 _SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
@@ -51,37 +54,63 @@ def verify_resume(
     python train.py. It runs in copies of the working directory. Exit status: 0 the resume is exact, 1 it is not or the
     script failed, 2 usage.
     """
-    from holdfast.verify.lives import LifeFailedError
     from holdfast.verify.scripts import verify_script
 
-    def say(line: str) -> None:
-        click.echo(f"holdfast: {message(line)}", err=as_json)
-
-    began = time.monotonic()
-    try:
-        report = verify_script(
+    report, seconds = examined(
+        lambda say: verify_script(
             command, kills=kills, resume=None if resume is None else shlex.split(resume), steps=steps,
             terminate=terminate, every=every, seed=seed, timeout_s=timeout_s, keep_in=keep_in, in_place=in_place,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
-        )  # fmt: skip
-    except LifeFailedError as error:
-        if as_json:
-            print_json({"exact": False, "verdict": "failed", "message": str(error), "command": list(command)})
-        click.echo(f"holdfast: {message(str(error))}", err=True)
-        raise click.exceptions.Exit(1) from error
-    seconds = round(time.monotonic() - began, 1)
+        ),
+        command, failed={"exact": False, "verdict": "failed"}, as_json=as_json,
+    )  # fmt: skip
     if html is not None:
         from pathlib import Path
 
         from holdfast.verify.page import page
 
         Path(html).write_text(page(report, seconds), encoding="utf-8")
+    show_found(report.document(), report.lines(), seconds, is_good=report.exact, as_json=as_json)
+
+
+def examined(
+    examine: Callable[[Callable[[str], None]], _FoundT],
+    command: Sequence[str],
+    *,
+    failed: Mapping[str, Any],
+    as_json: bool,
+) -> tuple[_FoundT, float]:
+    """Run an examination of a script; return what it found, and the seconds that it took.
+
+    Args:
+        examine: the examination; it is given what takes a line for each event.
+        command: the script.
+        failed: begin of the JSON document where a life of the script failed, which ends the command with status 1.
+        as_json: standard output is for the document alone.
+    """
+    from holdfast.verify.lives import LifeFailedError
+
+    began = time.monotonic()
+    try:
+        found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
+    except LifeFailedError as error:
+        if as_json:
+            print_json({**failed, "message": str(error), "command": list(command)})
+        click.echo(f"holdfast: {message(str(error))}", err=True)
+        raise click.exceptions.Exit(1) from error
+    return found, round(time.monotonic() - began, 1)
+
+
+def show_found(
+    document: Mapping[str, Any], lines: Iterable[str], seconds: float, *, is_good: bool, as_json: bool
+) -> None:
+    """Print what an examination found, as a document or as lines; ends with status 1 unless it is good."""
     if as_json:
-        print_json({**report.document(), "seconds": seconds})
+        print_json({**document, "seconds": seconds})
     else:
         click.echo()
-        for line in report.lines():
+        for line in lines:
             click.echo(message(line))
         click.echo(f"({seconds:.0f} s)")
-    if not report.exact:
+    if not is_good:
         raise click.exceptions.Exit(1)

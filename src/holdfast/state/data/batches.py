@@ -355,7 +355,7 @@ class ResumableBatches:
 
     def _compare_passes(self) -> None:
         if self._is_same_world and (differ := self._passes.begin()):
-            name = type(self._counter()).__name__
+            name = type(self._passes.owner).__name__
             self._warn(
                 f"epoch {self._epoch}: {name} counts its own passes, and has begun anew: {differ}. If its order "
                 "depends on that, it is not the one of an uninterrupted run: set it from ck.epoch before each epoch, "

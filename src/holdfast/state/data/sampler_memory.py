@@ -211,7 +211,7 @@ class PassCounts:
     """
 
     def __init__(self, owner: Any, *, given: Mapping[str, int] | None) -> None:
-        self._owner, self._given = owner, dict(given or {})
+        self.owner, self._given = owner, dict(given or {})
         self._begun: dict[str, int] = {}
 
     def begin(self) -> str:
@@ -233,14 +233,14 @@ class PassCounts:
         }
 
     def _numbers(self) -> dict[str, int]:
-        held = getattr(self._owner, "__dict__", {})
+        held = getattr(self.owner, "__dict__", {})
         return {name: value for name, value in held.items() if type(value) is int}
 
     def _is_known(self) -> bool:
         """Tell whether this process has seen a pass of it, and note that it does now."""
         try:
-            is_known = self._owner in _drawn_here
-            _drawn_here.add(self._owner)
+            is_known = self.owner in _drawn_here
+            _drawn_here.add(self.owner)
         except TypeError:
             return False
         return is_known

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, cast
 
 from holdfast.format.digest import CHUNK, Digests
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import save_id_of
 from holdfast.run.life import kept_arenas
-from holdfast.storage.base import FileReader, Storage
+from holdfast.storage.base import FileReader, Storage, WrappedStorage
 
 __all__ = ["KeptMemory"]
 
 _MISSES = 4  # blocks that are not in an arena, before it is asked no more
 
 
-class KeptMemory:
+class KeptMemory(WrappedStorage):
     """A storage, rooted at a checkpoint, whose files come from kept memory where they can; a context manager.
 
     Args:
@@ -35,7 +34,8 @@ class KeptMemory:
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, digests: Digests | None) -> None:
-        self._storage, self._digests = storage, digests
+        super().__init__(storage)
+        self._digests = digests
         self._sizes = {entry.path: entry.size for entry in manifest.files}
         self.nbytes = 0
         self._fds: list[int] = []
@@ -54,14 +54,11 @@ class KeptMemory:
         save_id = save_id_of(path)
         stem, _, suffix = path.partition(f"-{save_id}") if save_id else (path, "", "")
         places = self._places.get((stem, suffix))
-        return self._storage.open(path) if not places else _KeptFile(self, path, places)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
+        return self.below.open(path) if not places else _KeptFile(self, path, places)
 
     def as_storage(self) -> Storage:
-        """Return this as the storage that it is but for `open`."""
-        return cast("Storage", self) if self._fds else self._storage
+        """Return the storage to read from: the plain one if no memory is kept."""
+        return self if self._fds else self.below
 
     def __enter__(self) -> KeptMemory:
         return self
@@ -100,7 +97,7 @@ class _KeptFile(FileReader):
 
     def _opened(self) -> FileReader:
         if self._reader is None:
-            self._reader = self._kept._storage.open(self._path)
+            self._reader = self._kept.below.open(self._path)
         return self._reader
 
     def close(self) -> None:
