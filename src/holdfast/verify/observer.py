@@ -39,7 +39,6 @@ _NUM_GRADIENTS = 64
 _NUM_NAMED = 256  # tensors that have a digest of their own in each row
 _RAW = 48  # values kept as they are, to tell a rounded state from a lost one
 _SHARE = 50  # whole sums may take this part of the time
-_COARSE = 5  # CLOCK_REALTIME_COARSE: the clock of the times of files
 _F_SETSIG = 10  # of Linux' fcntl.h; `fcntl` does not name it
 
 
@@ -463,7 +462,7 @@ class Observer:
         sample = trained.weights.sample(weights)
         ((_, raw),) = trained.weights.parts([len(weights)])
         row: dict[str, Any] = {
-            "n": self._num_rows, "o": trained.number, "t": time.clock_gettime(_COARSE), "now": time.time(),
+            "n": self._num_rows, "o": trained.number, "now": time.time(),
             "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "e": trained.others.sample(trained.other_tensors),

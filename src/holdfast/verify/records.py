@@ -74,7 +74,7 @@ def _read(path: Path) -> Record:
 
 def saved_after(record: Record, changes: Iterable[tuple[float, Path]]) -> list[int]:
     """Return after how many steps files were written, ascending, without the start and the end."""
-    times = [step["t"] for step in record.steps]
+    times = [step["now"] for step in record.steps]
     counts = {bisect_left(times, moment) for moment, _ in changes}
     return sorted(count for count in counts if 0 < count < len(times))
 

@@ -317,7 +317,7 @@ def fails_to_save(folder: str, rank: int, kind: str) -> dict[str, Any]:
     submit = Snapshotter.submit
 
     def failing(self: Any, *args: Any, **options: Any) -> Any:
-        if dist.get_rank() == rank and args[2].manifest["step"] == 4:
+        if dist.get_rank() == rank and args[3].manifest["step"] == 4:
             raise getattr(errors, kind)("no room here")
         return submit(self, *args, **options)
 
