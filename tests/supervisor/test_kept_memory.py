@@ -12,7 +12,7 @@ import pytest
 from object_kit import BUCKET, moto, s3_environment
 
 from holdfast.run.life import VARIABLE, LifeReport
-from holdfast.supervisor.kept import KeptArenas
+from holdfast.supervisor.supervisor import KeptArenas
 from holdfast.testing import FaultProxy
 from holdfast.writer.arena import Arena
 

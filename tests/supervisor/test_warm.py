@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_holdfast_run import STEPS, finished
 
-from holdfast.supervisor.warm import PythonCommand
+from holdfast.run.python_command import PythonCommand
 
 WAITS = """
 def wait(ready):
@@ -60,6 +60,7 @@ if step == 2: raise OSError("second life")
     assert status == 0, err
     assert "exit status 1 (OSError: second life" in err
     assert "spare.py" not in err
+    assert "python_command.py" not in err
 
 
 def test_a_script_that_changes_its_environment_starts_cold_and_that_is_said_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one life: started in process groups of their own, signalled, looked at, and ended whole."""
+"""The processes of one life, and the spare that may be the next: in process groups of their own, ended whole."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
 from holdfast.run.process import is_zombie
-
-from .warm import Spare
+from holdfast.run.python_command import PythonCommand
 
 __all__ = [
     "LifeProcesses",
+    "Spare",
     "describe_status",
     "first_error",
-    "life_environment",
-    "life_stdin",
-    "prepare_child",
     "shell_status",
 ]
 
@@ -73,11 +70,11 @@ class LifeProcesses:
         port = "" if num_ranks is None else str(_free_port())
         for rank in range(num_ranks or 1):
             ranked = {} if num_ranks is None else _of_torchrun(rank, num_ranks, port)
-            environment = {**life_environment(), **ranked, **more, VARIABLE: str(folder)}
+            environment = {**_environment(), **ranked, **more, VARIABLE: str(folder)}
             try:
                 process = subprocess.Popen(
-                    command, env=environment, stdin=life_stdin(),
-                    preexec_fn=prepare_child(),  # noqa: PLW1509 - this process has no threads
+                    command, env=environment, stdin=_stdin(),
+                    preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
                 )  # fmt: skip
             except OSError as error:
                 self.end()
@@ -152,6 +149,60 @@ class LifeProcesses:
             process.wait()
 
 
+class Spare:
+    """An interpreter that gets ready to be the next life.
+
+    Args:
+        command: what it will run.
+        told: `MODULES` of the life that runs now.
+        home: folder of the supervisor.
+    """
+
+    def __init__(self, command: PythonCommand, told: Path, home: Path) -> None:
+        self._refusal = home / "refusal"
+        ours, self._pipe = os.pipe()
+        self.process = subprocess.Popen(
+            [*command.interpreter, str(_STARTUP / "spare.py"), str(ours)], env=_environment(), stdin=_stdin(),
+            pass_fds=[ours], preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
+        )  # fmt: skip
+        os.close(ours)
+        about = json.loads(told.read_bytes())
+        self._send({**about, "refusal": str(self._refusal), "argv": command.argv, "is_module": command.is_module})
+
+    def begin(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """Have it become a life, with these variables added; None if it has ended."""
+        if self.process.poll() is not None:
+            self.close()
+            return None
+        self._send(environment)
+        os.close(self._pipe)
+        self._pipe = -1
+        return self.process
+
+    def refusal(self) -> str:
+        """Return why it has ended by itself; "" while it lives."""
+        if self.process.poll() is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return self._refusal.read_text(encoding="utf-8")
+        return f"it ended with status {self.process.returncode}"
+
+    def close(self) -> None:
+        """End it, if it is no life yet; idempotent."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _send(self, document: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            data = json.dumps(document).encode() + b"\n"
+            while data:
+                data = data[os.write(self._pipe, data) :]
+
+
 def first_error(folder: Path) -> dict[str, Any] | None:
     """Return the exception that has ended a process of a life first, None if none was noted."""
     found = []
@@ -177,7 +228,7 @@ def shell_status(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def life_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the environment of a life: ours, with the folder of the start file."""
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -208,13 +259,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def life_stdin() -> int | None:
+def _stdin() -> int | None:
     """Return the standard input of a life: ours, unless it is a terminal."""
     # A process group in the background that reads from a terminal is stopped for ever.
     return subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
 
 
-def prepare_child() -> Callable[[], None]:
+def _prepare_child() -> Callable[[], None]:
     """Return what a child does before its program begins.
 
     It gets a process group of its own, and asks for SIGTERM, a request to stop, should we be killed.

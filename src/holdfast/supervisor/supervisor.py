@@ -1,4 +1,4 @@
-"""The loop of `holdfast run`: start the script, watch it, look at its end, start it again."""
+"""The loop of `holdfast run`: start the script, watch it, look at its end, start it again with the memory it had."""
 
 from __future__ import annotations
 
@@ -17,23 +17,20 @@ from typing import Any
 
 from holdfast._units import format_duration
 from holdfast.errors import HoldfastError
-from holdfast.run.life import DEATHS, RunReport, read_reports
+from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, RunReport, read_reports
+from holdfast.run.python_command import PythonCommand
 
 from .early import STOPS, HeldSignals
-from .kept import KeptArenas
 from .processes import (
     LifeProcesses,
+    Spare,
     describe_status,
     first_error,
-    life_environment,
-    life_stdin,
-    prepare_child,
     shell_status,
 )
 from .restarts import REQUEUE_STATUS, Again, Death, End, after
-from .warm import PythonCommand, Spare, is_told
 
-__all__ = ["Supervisor"]
+__all__ = ["KeptArenas", "Supervisor"]
 
 _LOOK_S = 1.0
 _HANG_S = 300.0  # least time without a boundary that is a hang
@@ -44,6 +41,7 @@ _STOPS = frozenset(getattr(signal, name) for name in STOPS)
 _FOR_REQUEUE = frozenset({signal.SIGTERM, signal.SIGUSR1})
 _SHOWN_DEATHS = 50
 _MANY_STOPS = 3  # the first saves, the second stops at once: a third one is sent by someone who still waits
+_MEMFD = "/memfd:holdfast-arena "  # see `holdfast.writer.arena`
 
 
 class Supervisor:
@@ -191,11 +189,9 @@ class Supervisor:
 
     def _get_ready(self, folder: Path) -> None:
         """Start a spare interpreter once this life has entered its run."""
-        if self._python is None or self._spare is not None or (told := is_told(folder)) is None:
-            return
-        self._spare = Spare(
-            self._python, told, self._home, environment=life_environment(), prepare=prepare_child(), stdin=life_stdin()
-        )
+        told = folder / MODULES  # not there before the life has entered its run
+        if self._python is not None and self._spare is None and told.exists():
+            self._spare = Spare(self._python, told, self._home)
 
     def _look_at(self, spare: Spare) -> None:
         """Do without spare interpreters from now on if this one has given up."""
@@ -343,6 +339,63 @@ class Supervisor:
         select.select([self._wake], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
+
+
+class KeptArenas:
+    """The arenas of the newest saves of the present life, and of the last life before it that had any.
+
+    They are memory that the death of a life does not free, for the next one to load from. A process names its arenas in
+    the folder of its life (`holdfast.run.life`); we open them through ``/proc`` while it lives, and name them to the
+    next life in the same way. That life cuts them to nothing once it has loaded its state.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[tuple[int, dict[str, Any]]]] = {}  # of the present life, by run and process
+        self._seen: set[str] = set()  # files that were read
+        self._before: list[tuple[int, dict[str, Any]]] = []
+
+    def begin(self, folder: Path) -> None:
+        """Name to a life that is about to begin in ``folder`` what lives before have left."""
+        held = [one for of_run in self._held.values() for one in of_run]
+        if held:
+            _close(self._before)
+            self._before = held
+        self._held, self._seen = {}, set()
+        named = [{**about, "path": f"/proc/{os.getpid()}/fd/{fd}"} for fd, about in self._before]
+        (folder / KEPT).write_text(json.dumps(named), encoding="utf-8")
+
+    def look(self, folder: Path) -> None:
+        """Open what the processes of the present life have named since the last look."""
+        for path in sorted(folder.glob(f"{ARENAS}*"), key=lambda path: path.stat().st_mtime_ns):
+            if path.name in self._seen:
+                continue
+            self._seen.add(path.name)
+            run = path.name.rpartition("-")[0]
+            _close(self._held.pop(run, []))  # it has other arenas now, or none
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                named = json.loads(path.read_bytes())
+                self._held[run] = [*filter(None, (_open(named["pid"], arena) for arena in named["arenas"]))]
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        for held in (self._before, *self._held.values()):
+            _close(held)
+        self._before, self._held = [], {}
+
+
+def _open(pid: int, arena: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    place = f"/proc/{int(pid)}/fd/{int(arena['fd'])}"
+    try:
+        if not os.readlink(place).startswith(_MEMFD):  # closed meanwhile, and something else opened
+            return None
+        return os.open(place, os.O_RDWR | os.O_CLOEXEC), arena
+    except OSError:
+        return None
+
+
+def _close(held: list[tuple[int, dict[str, Any]]]) -> None:
+    for fd, _ in held:
+        os.close(fd)
 
 
 def _environment(number: int) -> dict[str, str]:

@@ -27,7 +27,7 @@ from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .survival import Kill, Survival, Trial, judge, last_change
-from .warm import WarmInterpreter, WarmLife, check_script
+from .warm import WarmInterpreter, WarmLife, check_script, script_command
 from .workplace import Aim, Change, ChangeWatch, Workplace
 
 __all__ = ["attack_script"]
@@ -90,14 +90,15 @@ def attack_script(
         place = Path(cwd or ".")
         check_script(command, place)
         workplace = Workplace(place, home, limit_bytes=copy_limit_bytes)
+        first, again = script_command(command), script_command(resume or command)
         warm = None
-        if not cold and WarmInterpreter.fits(command) and (resume is None or WarmInterpreter.fits(resume)):
-            warm = WarmInterpreter(command, env=env, cwd=place.absolute())
+        if not cold and first is not None and again is not None:
+            warm = WarmInterpreter(first, env=env, cwd=place.absolute())
 
         def starter(parts: Sequence[str], folder: Path) -> Process:
-            if warm is None:
+            if warm is None or (python := script_command(parts)) is None:
                 return Command(parts, env=env, cwd=folder, observed=True)
-            return WarmLife(warm, parts, folder)
+            return WarmLife(warm, python, folder)
 
         chains = Chains(command, resume or command, home, place, workplace, starter)
         attack = _Attack(chains, home, timeout_s=timeout_s, keep=keep_in is not None, seed=seed, say=say)

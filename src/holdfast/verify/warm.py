@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,46 +16,35 @@ from typing import Any
 
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
+from holdfast.run.python_command import PythonCommand
 
 from .lives import end_with_parent, observed_environment
 
-__all__ = ["WarmInterpreter", "WarmLife", "check_script"]
+__all__ = ["WarmInterpreter", "WarmLife", "check_script", "script_command"]
 
 _PROGRAM = Path(__file__).parent / "warm_server.py"
-_FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")
 
 
 class WarmInterpreter:
     """An interpreter that forks lives.
 
     Args:
-        command: of the script: ``python [-u ...] SCRIPT ...``.
+        command: of the script.
         env: added to the environment.
         cwd: working directory of the command.
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None, cwd: Path) -> None:
-        self.flags = _flags(command)
+    def __init__(self, command: PythonCommand, *, env: Mapping[str, str] | None, cwd: Path) -> None:
         self.environment = observed_environment(env)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*command[: self.flags], str(_PROGRAM), str(theirs.fileno())], env=self.environment, cwd=cwd,
+                [*command.interpreter, str(_PROGRAM), str(theirs.fileno())], env=self.environment, cwd=cwd,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc
             )  # fmt: skip
         self._channel, self._lines = ours, ours.makefile("r", encoding="utf-8")
-        self.ask(prepare=os.fspath(cwd / command[self.flags]))
-
-    @staticmethod
-    def fits(command: Sequence[str]) -> bool:
-        """Tell whether a command is a Python script in an interpreter of its own."""
-        place = _flags(command)
-        return (
-            re.fullmatch(r"python(\d+(\.\d+)?)?", os.path.basename(command[0])) is not None
-            and place < len(command)
-            and command[place].endswith(".py")
-        )
+        self.ask(prepare=os.fspath(cwd / command.argv[0]))
 
     def ask(self, **asked: Any) -> int:
         """Have something done, and return the answer.
@@ -84,7 +72,7 @@ class WarmInterpreter:
 class WarmLife:
     """A life in a fork of a warm interpreter, in the place of a `Command`."""
 
-    def __init__(self, interpreter: WarmInterpreter, command: Sequence[str], cwd: Path) -> None:
+    def __init__(self, interpreter: WarmInterpreter, command: PythonCommand, cwd: Path) -> None:
         self._interpreter, self._command, self._cwd = interpreter, command, cwd
         self._pid = 0
 
@@ -93,7 +81,7 @@ class WarmLife:
         environment = {**self._interpreter.environment, VERIFY_VARIABLE: os.fspath(plan)}
         self._pid = self._interpreter.ask(
             cwd=os.fspath(self._cwd), env=environment, output=os.fspath(output), plan=os.fspath(plan),
-            argv=list(self._command[_flags(self._command) :]),
+            argv=self._command.argv,
         )  # fmt: skip
         return self._pid
 
@@ -102,21 +90,19 @@ class WarmLife:
         return self._interpreter.ask(wait=self._pid)
 
 
+def script_command(command: Sequence[str]) -> PythonCommand | None:
+    """Return what a command runs, if that is a Python script in an interpreter of its own; else None."""
+    python = PythonCommand.parse(command)
+    return python if python is not None and not python.is_module and python.argv[0].endswith(".py") else None
+
+
 def check_script(command: Sequence[str], cwd: Path) -> None:
     """Look whether the script of a command is there, if it is a Python script.
 
     Raises:
         ConfigError: it is not.
     """
-    if WarmInterpreter.fits(command):
-        script = command[_flags(command)]
+    if (python := script_command(command)) is not None:
+        script = python.argv[0]
         if "{run}" not in script and not (cwd / script).is_file():
             raise ConfigError(f"there is no script {script!r} in {cwd.absolute()}")
-
-
-def _flags(command: Sequence[str]) -> int:
-    """Return how many parts come before the script."""
-    place = 1
-    while place < len(command) and _FLAGS.fullmatch(command[place]):
-        place += 1
-    return place

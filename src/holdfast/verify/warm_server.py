@@ -16,8 +16,6 @@ import os
 import signal
 import socket
 import sys
-from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -60,11 +58,14 @@ def prepare(script: str) -> None:
     gc.freeze()
 
 
-def _show_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print an uncaught error as a fresh interpreter does, without the frames of this program."""
-    while where is not None and where.tb_frame.f_code.co_filename == __file__:
-        where = where.tb_next
-    sys.__excepthook__(kind, error.with_traceback(where), where)
+def load(name: str, path: str) -> Any:
+    """Load a file of our package as a module of this name; no package of ours need be there to be imported."""
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(_HERE), path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def become(life: dict[str, Any]) -> None:
@@ -80,25 +81,8 @@ def become(life: dict[str, Any]) -> None:
         os.dup2(source, fd)
     os.close(nothing)
     os.close(output)
-    spec = importlib.util.spec_from_file_location("_holdfast_observer", os.path.join(_HERE, "observer.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    observer = importlib.util.module_from_spec(spec)
-    sys.modules["_holdfast_observer"] = observer
-    spec.loader.exec_module(observer)
-    observer.start(life["plan"])
-    path = os.path.abspath(life["argv"][0])
-    sys.argv = life["argv"]
-    sys.excepthook = _show_error
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    main = ModuleType("__main__")
-    main.__dict__.update(
-        __file__=path, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", path), __cached__=None
-    )
-    sys.modules["__main__"] = main
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    load("_holdfast_observer", "verify/observer.py").start(life["plan"])
+    load("_holdfast_python_command", "run/python_command.py").run_as_main(life["argv"])
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ second one begins the life. It is never forked from: what it becomes is a proces
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 
@@ -43,27 +43,14 @@ def prepare(plan: dict[str, Any]) -> str:
     return f"the script changes its environment ({', '.join(differ)}), which imports may read" if differ else ""
 
 
-def run_file(path: str) -> None:
-    """Run a script as `python PATH` does."""
-    from importlib.machinery import SourceFileLoader
-
-    path = os.path.abspath(path)
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    main = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=loader, __cached__=None)
-    sys.modules["__main__"] = main
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
-
-
-def run_module(name: str) -> None:
-    """Run a module as `python -m NAME` does."""
-    import runpy
-
-    sys.path[0] = os.getcwd()
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+def load(name: str, path: str) -> Any:
+    """Load a file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:
@@ -83,18 +70,10 @@ def main() -> None:
 
     report_to(os.environ["HOLDFAST_LIFE"])
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[1:] = [entry for entry in sys.path[1:] if entry != here]
-    target, sys.argv = plan["argv"][0], plan["argv"]
-    try:
-        run_module(target) if plan["is_module"] else run_file(target)
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # noqa: BLE001 - the traceback without our frames
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        raise SystemExit(1) from None
+    del sys.path[0]
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    place = os.path.join(os.path.dirname(os.path.dirname(here)), "run", "python_command.py")
+    load("_holdfast_python_command", place).run_as_main(plan["argv"], is_module=plan["is_module"])
 
 
 if __name__ == "__main__":

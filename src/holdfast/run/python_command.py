@@ -1,0 +1,95 @@
+"""A command that runs Python, and how its script becomes the main program of an interpreter that has started already.
+
+Interpreters that need not have Holdfast load this file by its path: standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+__all__ = ["PythonCommand", "run_as_main"]
+
+_FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")  # that an interpreter which is prepared for it can be started with as well
+
+
+class PythonCommand:
+    """A command that runs a Python script or module in an interpreter of its own.
+
+    Attributes:
+        interpreter: the program and its options.
+        argv: the script or module, and its arguments.
+        is_module: it is run by ``-m``.
+    """
+
+    def __init__(self, interpreter: Sequence[str], argv: Sequence[str], *, is_module: bool) -> None:
+        self.interpreter, self.argv, self.is_module = list(interpreter), list(argv), is_module
+
+    @classmethod
+    def parse(cls, command: Sequence[str]) -> PythonCommand | None:
+        """Recognize ``python [-u ...] SCRIPT ...`` and ``python -m MODULE ...``; None for anything else.
+
+        Example:
+            >>> PythonCommand.parse(["python3", "-u", "train.py", "--lr", "1"]).argv
+            ['train.py', '--lr', '1']
+            >>> PythonCommand.parse(["torchrun", "train.py"]) is None
+            True
+        """
+        if not re.fullmatch(r"python(\d+(\.\d+)?)?", os.path.basename(command[0])):
+            return None
+        place = 1
+        while place < len(command) and _FLAGS.fullmatch(command[place]):
+            place += 1
+        rest = list(command[place:])
+        if rest[:1] == ["-m"] and len(rest) > 1:
+            return cls(command[:place], rest[1:], is_module=True)
+        if not rest or rest[0].startswith("-"):
+            return None
+        return cls(command[:place], rest, is_module=False)
+
+
+def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
+    """Run a script as `python PATH ...` does, or a module as `python -m NAME ...`, in this interpreter.
+
+    The entry of ``sys.path`` that Python sets for the program it was started with is to be gone. An error that ends the
+    script goes to its ``sys.excepthook`` without our frames, and then out as `SystemExit`.
+
+    Args:
+        argv: the script or the name of the module, and its arguments.
+        is_module: it is a module.
+    """
+    sys.argv = list(argv)
+    try:
+        if is_module:
+            import runpy
+
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
+        else:
+            _run_file(sys.argv[0])
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a process edge
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        raise SystemExit(1) from None
+
+
+def _run_file(path: str) -> None:
+    import builtins
+    from importlib.machinery import SourceFileLoader
+    from types import ModuleType
+
+    path = os.path.abspath(path)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None)
+    sys.modules["__main__"] = main
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
