@@ -14,7 +14,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import windows as windows_module
 from holdfast.copying.sending import num_windows
 from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint, planned, send_entries
-from holdfast.copying.windows import WINDOW, Windows
+from holdfast.copying.sending import WINDOW, Windows
 from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

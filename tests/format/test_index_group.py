@@ -10,7 +10,7 @@ from holdfast.format import index_group
 from holdfast.format.division import Division
 from holdfast.format.index import FileNumbers, Index, IndexFile, Piece, TensorEntry
 from holdfast.format.index_group import IndexGroup, read_indexes
-from holdfast.format.pieces import PieceTable
+from holdfast.format.index_group import PieceTable
 
 WORLD = 7
 NAMES = ["model/layers.0.weight", 'model/layers.1."b"', "schlüssel/12/\u0007", "model/layers.10.weight", "w5\ud800"]

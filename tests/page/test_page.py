@@ -13,7 +13,7 @@ from page_kit import HOSTILE, killed, train
 
 import holdfast as hf
 from holdfast.cli.main import cli
-from holdfast.page.curves import clock, grouped, thin
+from holdfast.page.facts import clock, grouped, thin
 from holdfast.page.document import render
 from holdfast.page.facts import collect, run_facts
 from holdfast.run.index import Attempt

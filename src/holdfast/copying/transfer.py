@@ -31,7 +31,7 @@ from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 
 from .sending import Brought, File, Progress, Sender, Stop, TransferStopped
-from .windows import WINDOW, Windows
+from .sending import WINDOW, Windows
 
 __all__ = [
     "REPEATED_FROM",

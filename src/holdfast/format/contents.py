@@ -260,7 +260,7 @@ def unite(
         tie(group.first)
     tables = [name for name, parts in blocks.items() if not all(isinstance(part, tuple) for part in parts)]
     if tables:
-        from .pieces import PieceTable
+        from .index_group import PieceTable
 
         table = PieceTable(files)
         for name in tables:

@@ -82,7 +82,7 @@ def verify_chunk(view: memoryview | bytes, table: bytes, number: int) -> bool:
 def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memoryview, bytes]]:
     """Read a file through one buffer, of whole chunks: yield where each view begins, the view, and its chunk digests.
 
-    A view is valid until the next one is asked for. `holdfast.copying.windows` reads ahead by other threads.
+    A view is valid until the next one is asked for. `holdfast.copying.sending` reads ahead by other threads.
     """
     for start in range(0, reader.size, len(buffer)):
         view = buffer[: min(len(buffer), reader.size - start)]

@@ -21,7 +21,7 @@ from holdfast._outgoing import brief
 from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.boxes import Box, flaw
 from holdfast.format.index import Piece, TensorEntry
-from holdfast.format.pieces import Boxes, Pieces
+from holdfast.format.index_group import Boxes, Pieces
 
 from ..tree import arrays
 from ..tree.sharded import is_spread, local_parts, local_tensor

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from holdfast.copying.windows import Windows
+from holdfast.copying.sending import Windows
 from holdfast.errors import StorageError
 from holdfast.format.digest import chunk_digests, digested
 from holdfast.storage.base import FileBatch, FileReader, Storage
