@@ -7,24 +7,17 @@ While a window is written, the next windows are read and digested. All files sha
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import NamedTuple
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.digest import bytes_digest, file_digest
-from holdfast.storage.base import FileBatch, Storage
-import contextlib
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import NamedTuple
-from holdfast.format.digest import chunk_digests
-from holdfast.storage.base import BLOCK, FileReader
+
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
+from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
 __all__ = ["Brought", "File", "ReadWindow", "Sender", "TransferStopped", "WINDOW", "Windows", "num_windows"]
 

@@ -30,8 +30,7 @@ from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 
-from .sending import Brought, File, Progress, Sender, Stop, TransferStopped
-from .sending import WINDOW, Windows
+from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
 
 __all__ = [
     "REPEATED_FROM",

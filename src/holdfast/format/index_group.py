@@ -15,8 +15,11 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, overload
+
 import numpy as np
+
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
+
 from .index import FileNumbers, Index, IndexFile, Piece, TensorEntry
 from .strict_json import dumps, loads
 from .tensor_file import item_size

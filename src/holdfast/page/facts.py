@@ -6,11 +6,13 @@ Only what is named here gets in: no notes, no configuration, no environment.
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
 from holdfast.checkpoint.summary import items, tensors
 from holdfast.checkpoint.verify import verify
 from holdfast.config import rules_of, stored_keep
@@ -25,19 +27,12 @@ from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput,
 from holdfast.run.index import RUN_FILE
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
-from holdfast.run.retention import best_of, decide
+from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks
 from holdfast.run.status import run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
-import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-from holdfast.run.record import flat_metrics
-from holdfast.run.retention import is_number
 
 __all__ = ["MOST_POINTS", "clock", "collect", "collect_all", "curves", "folder_facts", "grouped", "run_facts", "thin"]
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any
+
 import torch
+
 from holdfast._paused_gc import paused_gc
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, HoldfastError, StateMismatchError
-from holdfast.format.digest import Digests, bytes_digest
+from holdfast.format.digest import CHUNK, Digests, bytes_digest
 from holdfast.format.manifest import Manifest
-from holdfast.storage.base import Storage
+from holdfast.format.names import save_id_of
+from holdfast.run.life import kept_arenas
+from holdfast.storage.base import FileReader, Storage, WrappedStorage
+
 from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
 from .match import Matcher
 from .match_plan import Problems
@@ -25,13 +31,6 @@ from .selection import Selection
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
 from .targets import Targets
-import os
-from collections.abc import Sequence
-from holdfast.format.digest import CHUNK, Digests
-from holdfast.format.manifest import Manifest
-from holdfast.format.names import save_id_of
-from holdfast.run.life import kept_arenas
-from holdfast.storage.base import FileReader, Storage, WrappedStorage
 
 __all__ = ["KeptMemory", "Loaded", "load_state", "paths", "select"]
 
