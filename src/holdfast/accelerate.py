@@ -15,7 +15,7 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer as _Checkpointer
 from .errors import ConfigError, UnsupportedStateError
 from .frameworks import reporting
-from .frameworks.verified import verified_directory
+from .frameworks.directory_checkpoints import verified_directory
 from .trainers.function.worker.session import get_checkpoint
 
 __all__ = ["Checkpointer", "load_state", "report_model", "report_state"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast._plugins import tracker
+from holdfast._optional import tracker
 from holdfast._suggest import suggests_fields
 
 from ._not_here import removed

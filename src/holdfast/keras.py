@@ -18,9 +18,9 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
 from .frameworks import reporting, scalars
+from .frameworks.directory_checkpoints import verified_directory
 from .frameworks.keras_state import Counters, Variables, other_optimizers
 from .frameworks.reporting import epochs_between
-from .frameworks.verified import verified_directory
 from .trainers.function.worker.session import get_context, report
 
 __all__ = ["HoldfastCallback", "ReportCallback", "ReportCheckpointCallback", "load_model", "state"]

@@ -15,8 +15,8 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .errors import ConfigError
 from .frameworks import reporting
+from .frameworks.directory_checkpoints import verified_directory
 from .frameworks.shard_checkpoints import ShardCheckpoints
-from .frameworks.verified import verified_directory
 from .trainers.function.types import CheckpointUploadMode
 
 __all__ = ["Keeper", "load", "report"]

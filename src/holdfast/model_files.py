@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ._plugins import MODEL_FILES, made_by_package
+from ._optional import MODEL_FILES, made_by_package
 from .errors import ConfigError
 
 __all__ = ["Content", "ModelFiles", "model_files_of"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from holdfast._log import get_logger
-from holdfast._plugins import tracker
+from holdfast._optional import tracker
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 

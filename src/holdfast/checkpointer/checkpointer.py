@@ -32,7 +32,6 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
-from .auto_interval import AutoInterval
 from .boundaries import StepBoundary
 from .console import show_interval, show_stop
 from .guard import GuardWatch, Judge
@@ -41,7 +40,7 @@ from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .rendezvous import meet
 from .run_session import RunSession
-from .save_policy import DistributedSavePolicy, SavePolicy, Schedule
+from .save_policy import AutoInterval, DistributedSavePolicy, SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats

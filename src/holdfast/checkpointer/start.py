@@ -31,7 +31,6 @@ from holdfast.state.tree.optimizers import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-from .auto_interval import FIRST_S
 from .console import ResumeBlock, listed
 from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions

@@ -31,9 +31,9 @@ from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
+from .directory_checkpoints import newest_sound
 from .markers import drop_link, followed, is_marker, mark, unmark
 from .places import move_aside, same_as_parent
-from .verified import newest_sound
 
 __all__ = ["Saves"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast._not_here import answering
-from holdfast._plugins import tracker
+from holdfast._optional import tracker
 from holdfast.errors import ConfigError
 
 __all__ = [

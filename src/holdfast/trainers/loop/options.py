@@ -22,8 +22,7 @@ from .times.intervals import parse_every
 from .times.time import Time, TimeUnit
 from .training.evaluator import Evaluator
 from .training.metrics import as_metrics
-from .training.mixed import check_optimizers, default_optimizer, move_plain
-from .training.parallel import is_sharded
+from .training.parallel import check_optimizers, default_optimizer, is_sharded, move_plain
 from .training.ranks import Ranks
 from .training.steps import LossOfEvaluation
 

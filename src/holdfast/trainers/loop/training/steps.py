@@ -24,8 +24,7 @@ from ..state import State
 from ..times.timestamp import Timestamp
 from .data import microbatches, on_device
 from .metrics import Averaged, computed
-from .mixed import clip_gradients
-from .parallel import Parallel, is_sharded
+from .parallel import Parallel, clip_gradients, is_sharded
 from .ranks import Ranks
 from .save_policy import StopPolicy
 
