@@ -32,7 +32,7 @@ from holdfast.storage import LocalStorage
 from holdfast.testing.faults import FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
+from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 
 THEIRS = {"same.pt": b"S" * 70_000, "differs.pt": b"D" * 9000, "only1.bin": b"here", "w.bin": b"w" * 5000}
 SECOND = "checkpoint_000003"

@@ -29,8 +29,8 @@ from holdfast.writer import distributed
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
-from holdfast.writer.uploads import staged_part, staged_run
+from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
+from holdfast.writer.uploads import staged_run
 
 LIMIT_S = 20.0
 
@@ -215,7 +215,7 @@ def test_what_is_said_before_a_save_arrives_is_kept_until_it_is_stored(
 ) -> None:
     """The remote fails just when the metrics are to be bound: they are bound with the next try."""
     may_go, failures = threading.Event(), iter([StorageError("no answer")])
-    send, bind = staged_part.send_entries, Catalog.set_metrics
+    send, bind = staged_run.send_entries, Catalog.set_metrics
 
     def send_later(*args: Any, **more: Any) -> Any:
         assert may_go.wait(LIMIT_S)
@@ -226,7 +226,7 @@ def test_what_is_said_before_a_save_arrives_is_kept_until_it_is_stored(
             raise failure
         return bind(*args)
 
-    monkeypatch.setattr(staged_part, "send_entries", send_later)
+    monkeypatch.setattr(staged_run, "send_entries", send_later)
     monkeypatch.setattr(Catalog, "set_metrics", fail_once)
     with life(tmp_path, "aaaaaaa1") as one:
         one.save(1)
@@ -256,7 +256,7 @@ def test_only_directories_of_checkpoints_are_looked_at(tmp_path: Path) -> None:
     name = staged_name("aaaaaaa1-1")
     for directory in ("step_00000001", "elsewhere"):
         local.put(f"{directory}/{name}", b'{"format": "holdfast", "format_version": [99, 0]}')
-    assert list(staged_part.files_in_front(local)) == [("step_00000001", name)]
+    assert list(staged_run.files_in_front(local)) == [("step_00000001", name)]
     assert staged_run.staged_saves(local) == []
 
 
@@ -268,8 +268,8 @@ def test_what_rank_0_has_asked_for_is_done_before_the_end(tmp_path: Path, monkey
         assert may_go.wait(LIMIT_S)
         removed.append(args)
 
-    monkeypatch.setattr(staged_part, "remove_part", remove)
-    parts = staged_part.StagedParts(LocalStorage(tmp_path), LocalStorage(tmp_path), 1, "aaaaaaa1", lambda _: None)
+    monkeypatch.setattr(staged_run, "remove_part", remove)
+    parts = staged_run.StagedParts(LocalStorage(tmp_path), LocalStorage(tmp_path), 1, "aaaaaaa1", lambda _: None)
     parts.take({"do": "clear", "save": "aaaaaaa1-1", "directory": "step_00000001"})
     threading.Timer(0.05, may_go.set).start()
     parts.await_end(time.monotonic() + LIMIT_S, lambda: True)

@@ -32,7 +32,7 @@ from holdfast.writer.ranks.link import (
 )
 from holdfast.writer.ranks.member import ControlMember
 from holdfast.writer.ranks.server import ControlServer
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
+from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 
 TOKEN = "t0ken"
 LIMIT_S = 60.0

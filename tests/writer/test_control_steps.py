@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
+from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 from holdfast.writer.ranks.steps import RankStanding, StepAgreement
 
 

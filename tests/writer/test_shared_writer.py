@@ -19,7 +19,7 @@ from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SharedWriter, WriterClient
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, WHO_LEFT, StepMailbox
+from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 from holdfast.writer.uploads.files import UploadJob
 
 OF = "0123abcd"

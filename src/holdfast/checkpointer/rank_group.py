@@ -20,7 +20,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
-from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, WHO_LEFT, StepMailbox
+from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 
 from .rendezvous import Meeting, same_for_all
 

@@ -1,8 +1,8 @@
 """When a run saves and when it stops.
 
 `Schedule` and `Deadline` decide from counters and a clock. `SavePolicy` adds signals, for one process that decides
-alone; in `DistributedSavePolicy` what depends on time or signals happens at a step that all ranks agree on. `AutoInterval` finds the interval of a
-run with ``every="auto"``.
+alone; in `DistributedSavePolicy` what depends on time or signals happens at a step that all ranks agree on.
+`AutoInterval` finds the interval of a run with ``every="auto"``.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from .progress import RESERVED, Progress
 from .rendezvous import Meeting, same_for_all
 from .resume import Fit, ResumeResult, is_within, resume_run
 from .run_session import RunSession
+from .save_policy import FIRST_S
 
 __all__ = ["StartedRun", "check_room", "start_run"]
 

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import Session, current_session
 
-from .markers import is_marker
+from .places import is_marker
 from .places import claim
 
 __all__ = ["TOPICS", "epochs_between", "reporting", "written_together"]

@@ -21,7 +21,7 @@ from holdfast.format.names import UNLISTED
 from holdfast.state.tree.arrays import dtype_name
 
 from .blobs import Blob
-from .foreign_files import mapped_ranges, own_file, streamed
+from .gathered import mapped_ranges, own_file, streamed
 from .gathered import Gathered
 from .unpickle import read_torch
 

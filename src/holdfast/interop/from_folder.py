@@ -16,7 +16,7 @@ from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import Blob
-from .foreign_files import mapped_ranges, own_file, ranges
+from .gathered import mapped_ranges, own_file, ranges
 from .from_dcp import from_dcp
 from .from_torch import take_optimizers
 from .gathered import Gathered

@@ -12,7 +12,7 @@ import torch
 from holdfast.errors import UnsupportedStateError
 from holdfast.state.save.torch_file import from_plain
 
-from .foreign_files import mapped_ranges
+from .gathered import mapped_ranges
 from .gathered import Gathered
 from .unpickle import Opaque, read_torch
 

@@ -316,7 +316,7 @@ class WriterClient:
         """Join the writers of the other ranks: rank 0's writer listens, all connect to it. Returns at once.
 
         Args:
-            board: memory of a `holdfast.writer.ranks.step_mailbox.StepMailbox`, cleared.
+            board: memory of a `holdfast.writer.step_memory.StepMailbox`, cleared.
             rank: of this trainer.
             world_size: number of ranks.
             addresses: where rank 0's writer listens, to be tried in turn.

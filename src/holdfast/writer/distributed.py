@@ -25,10 +25,10 @@ from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
 from .ranks.saves import named_error
 from .ranks.server import ControlServer
-from .ranks.step_mailbox import WHO_LEFT, StepMailbox
+from .step_memory import WHO_LEFT, StepMailbox
 
 if TYPE_CHECKING:
-    from .uploads.staged_part import StagedParts
+    from .uploads.staged_run import StagedParts
 
 __all__ = ["DeferredAnswers", "Joint"]
 
@@ -160,7 +160,7 @@ class Joint:
 
     def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str, call: int | None = None) -> None:
         """Stage our parts on the local disk from now on; they go to the remote later. May be repeated."""
-        from .uploads.staged_part import StagedParts  # not above: few writers need it, and each start waits
+        from .uploads.staged_run import StagedParts  # not above: few writers need it, and each start waits
 
         here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
         if self._staged is None:

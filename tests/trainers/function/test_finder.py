@@ -11,7 +11,7 @@ import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.run.catalog import Catalog
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.function.control.finder import RunContents, find_start
+from holdfast.trainers.function.control.starts import RunContents, find_start
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource
 

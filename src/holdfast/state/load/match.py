@@ -20,8 +20,7 @@ from ..tree.objects import ask_in_order, state_of
 from ..tree.optimizers import is_plain
 from ..tree.sharded import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
-from .match_module import match_module
-from .match_optim import match_optimizer
+from .match_objects import match_module, match_optimizer
 from .match_plan import MatchPlan, kind_of
 from .rank_values import match_per_rank, match_rng
 

@@ -1,6 +1,6 @@
 """The result of matching a stored checkpoint with a live state: what to read where, what to run, what does not fit.
 
-`Matcher` (`match`) walks through both, with `match_module` for modules, `match_optim` for optimizers and `rank_values`
+`Matcher` (`match`) walks through both, with `match_objects` for modules and optimizers, and `rank_values`
 for values of single ranks. All of them write into a `MatchPlan`.
 """
 

@@ -15,7 +15,7 @@ from holdfast.state.tree.sharded import reshard
 from .callbacks import Logger
 from .events import Event
 from .state import State, Stateful
-from .times.intervals import parse_every
+from .times.timestamp import parse_every
 from .times.time import Time, TimeUnit
 from .training.parallel import is_sharded
 

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 from .arguments import check_flags
 from .events import Event
 from .state import State, Stateful
-from .times.intervals import parse_every
+from .times.timestamp import parse_every
 from .times.time import TimeUnit
 from .times.timestamp import Timestamp
 from .training.metrics import computed

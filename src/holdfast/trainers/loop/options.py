@@ -18,7 +18,7 @@ from holdfast.state.accelerator import accelerator, default_device
 from holdfast.state.data.seeding import seed_all
 
 from .arguments import check_path, several
-from .times.intervals import parse_every
+from .times.timestamp import parse_every
 from .times.time import Time, TimeUnit
 from .training.evaluator import Evaluator
 from .training.metrics import as_metrics

@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank
 
-from .times.intervals import Span, finished, parse_every
+from .times.timestamp import Span, finished, parse_every
 from .times.time import Time
 from .times.timestamp import Timestamp
 from .training.data import DataPosition

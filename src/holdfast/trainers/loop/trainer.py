@@ -37,13 +37,13 @@ from .saving.saver import CheckpointSaver, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
-from .times.intervals import Every, When, parse_when
+from .times.timestamp import Every, When, parse_when
 from .times.schedulers import compiled, refresh
 from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
 from .training.parallel import Parallel, bare
-from .training.progress import ProgressBar
+from .loggers import ProgressBar
 from .training.ranks import Ranks
 from .training.save_policy import StopPolicy, make_pace
 from .training.steps import Evaluation, TrainStep, check_precision, make_scaler

@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 
 from .link import CHALLENGE_BYTES, PROOF_BYTES, Link, Message, make_answer, make_proof
 from .server import BEAT_S, ENDED_S, STALE_S
-from .step_mailbox import NEVER, StepMailbox
+from ..step_memory import NEVER, StepMailbox
 
 __all__ = ["ControlMember"]
 

@@ -68,7 +68,7 @@ class NextAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindStart:
-    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.finder`.
+    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.starts`.
 
     Attributes:
         deep: names of checkpoints of which every byte is read, not just sizes.

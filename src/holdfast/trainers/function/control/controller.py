@@ -45,7 +45,7 @@ from .actions import (
 )
 from .commits import Commits
 from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
-from .finder import RunContents
+from .starts import RunContents
 from .plan import Room, RunSpec
 from .policy import Cause, GiveUp
 from .report_ledger import ReportLedger

@@ -60,7 +60,7 @@ from .actions import (
     StoreRows,
     Validate,
 )
-from .finder import RunContents, find_start
+from .starts import RunContents, find_start
 from .messages import say
 from .plan import RunSpec
 from .validation import TaskRunner, pack_validation

@@ -11,7 +11,7 @@ from holdfast.config import Keep, rules_of
 from holdfast.writer.messages import RunOpened
 
 from .actions import RunState
-from .finder import RunContents
+from .starts import RunContents
 from .plan import RunSpec
 from .starts import Start
 

@@ -11,7 +11,7 @@ from holdfast.model_files import Content, ModelFiles
 
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
 from ._session import Session, current_session
-from .context import Context
+from ._session import Context
 
 __all__ = [
     "Session",

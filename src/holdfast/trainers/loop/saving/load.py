@@ -31,7 +31,7 @@ from holdfast.format.codec import dumps
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.tensor_file import DTYPES, read_header
-from holdfast.interop.foreign_files import forget, mapped_ranges
+from holdfast.interop.gathered import forget, mapped_ranges
 from holdfast.interop.unpickle import Opaque, read_torch
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers

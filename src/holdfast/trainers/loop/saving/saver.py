@@ -33,7 +33,7 @@ from ..arguments import OF_SAVER, check_flags, check_function, check_path
 from ..callbacks import Callback, Logger
 from ..events import Event
 from ..state import State
-from ..times.intervals import Every, parse_every
+from ..times.timestamp import Every, parse_every
 from ..times.timestamp import Timestamp
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded

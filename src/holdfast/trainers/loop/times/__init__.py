@@ -1,4 +1,4 @@
 """Amounts of training as pure values.
 
-`time`, `timestamp`, when something is due (`intervals`), and schedules of the learning rate (`schedulers`).
+`time`, `timestamp` with when something is due, and schedules of the learning rate (`schedulers`).
 """

@@ -14,7 +14,7 @@ from holdfast.state.data.batches import ResumableBatches
 from ..callbacks import EventEngine, Logger
 from ..events import Event
 from ..state import State
-from ..times.intervals import Every, When
+from ..times.timestamp import Every, When
 from .data import num_batches, num_tokens, on_device
 from .evaluator import DEFAULT
 from .metrics import computed

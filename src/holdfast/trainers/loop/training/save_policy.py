@@ -11,7 +11,7 @@ from holdfast.checkpointer.save_policy import agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
 
-from ..times.intervals import Every, When
+from ..times.timestamp import Every, When
 from ..times.time import TimeUnit
 from .ranks import Ranks
 
