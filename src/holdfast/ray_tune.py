@@ -32,7 +32,7 @@ from .errors import (
     StorageNotFoundError,
 )
 from .format.manifest import Manifest
-from .frameworks.metrics import scalars
+from .frameworks.reporting import scalars
 from .storage.resolve import from_description
 
 __all__ = ["REFERENCE_NAME", "get_checkpoint", "report"]

@@ -25,7 +25,7 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.announce import Announcer
 from .errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from .format.manifest import MANIFEST_NAME
-from .frameworks.metrics import finite, numbers
+from .frameworks.reporting import finite, numbers
 from .storage.base import Storage
 from .storage.local.local_storage import LocalStorage
 from .trainers.loop.callbacks import Callback

@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.errors import ConfigError
 from holdfast.state.data import batches as data_batches
 from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.split import DealtSampler, Split, split_of
+from holdfast.state.data.order import DealtSampler, Split, split_of
 
 # -- the arithmetic, against torch and against sets
 

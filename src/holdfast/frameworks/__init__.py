@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from .directory_checkpoints import DirectoryCheckpoints
 from .grafted import Grafted
-from .metrics import scalars
+from .reporting import scalars
 from .reporting import reporting
 from .saves import Saves
 

@@ -37,7 +37,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult
 
-from .metrics import scalars
+from .reporting import scalars
 from .places import STAGED, sweep_staged, unused
 
 __all__ = ["DirectoryCheckpoints", "LostCheckpoint", "newest_sound", "verified_directory"]

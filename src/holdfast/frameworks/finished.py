@@ -21,7 +21,7 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import current_session
 
-from .metrics import scalars
+from .reporting import scalars
 from .places import claim, last_change
 
 __all__ = [

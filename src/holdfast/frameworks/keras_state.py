@@ -22,7 +22,7 @@ from holdfast.state.tree import rng
 from holdfast.state.tree.values import PerRank
 
 from .array_views import array_of, tensor_of
-from .metrics import scalars
+from .reporting import scalars
 
 __all__ = [
     "Counters",

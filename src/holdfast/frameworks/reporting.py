@@ -1,9 +1,13 @@
-"""Report what a framework writes, from inside the function trainer: how, and after how many epochs."""
+"""Report what a framework writes, from inside the function trainer: how, after how many epochs, with which metrics.
+
+Metrics are those in what a framework logs (`scalars`), and those of a checkpoint as experiment trackers take them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +22,16 @@ from holdfast.errors import ConfigError
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import Session, current_session
 
-from .places import is_marker
-from .places import claim
+from .places import claim, is_marker
 
-__all__ = ["TOPICS", "epochs_between", "reporting", "written_together"]
+__all__ = ["TOPICS", "epochs_between", "finite", "numbers", "reporting", "scalars", "written_together"]
 
 TOPICS = ("written", "taken")
 """What is agreed on in the meeting."""
 
 _TIMEOUT_S = 600.0
 _numbers = itertools.count()
+_PLAIN = (bool, int, float, str)
 
 
 @contextlib.contextmanager
@@ -146,3 +150,51 @@ def written_together(
 
 def _fail(error: BaseException) -> None:
     raise error
+
+
+def scalars(*logged: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the numbers and strings in what a framework logged; the later mapping wins.
+
+    One-element tensors and arrays become numbers (reading a tensor on an accelerator waits for it). Anything else,
+    such as a histogram or an image, is left out: it is no metric.
+    """
+    found: dict[str, Any] = {}
+    for mapping in logged:
+        for name, value in (mapping or {}).items():
+            plain = _plain(value)
+            if plain is not None:
+                found[str(name)] = plain
+    return found
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    if isinstance(value, _PLAIN):
+        return value
+    size = getattr(value, "numel", None)  # tensors
+    size = size() if callable(size) else getattr(value, "size", None)  # arrays
+    if size == 1 and callable(getattr(value, "item", None)):
+        item = value.item()
+        return item if isinstance(item, _PLAIN) else None
+    return None
+
+
+def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in (nested) metrics, by names joined with "/"."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            found[f"{prefix}{name}"] = float(value)
+    return found
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return (nested) metrics for JSON, which knows neither NaN nor infinity: these become text."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found[name] = finite(value)
+        else:
+            found[name] = repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return found

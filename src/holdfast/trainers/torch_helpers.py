@@ -23,7 +23,7 @@ from torch.utils.data import (
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.errors import ConfigError
 from holdfast.state.accelerator import default_device, has_streams, make_current
-from holdfast.state.data.split import DealtSampler, knows_its_rank
+from holdfast.state.data.order import DealtSampler, knows_its_rank
 from holdfast.state.gradient_order import fix_or_warn
 
 from .loader import PreparedLoader

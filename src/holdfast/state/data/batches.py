@@ -32,7 +32,7 @@ from .loaders import StatedPosition, clone_of
 from .order import MapOrder
 from .sampler_memory import PassCounts
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
-from .split import split_of
+from .order import split_of
 
 __all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
 

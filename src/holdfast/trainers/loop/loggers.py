@@ -276,8 +276,6 @@ class ProgressBar(LoggerDestination):
             self._bar.update(self._task, description=self._words(state))
 
     def _words(self, state: State) -> str:
-        from ..loggers import plain
-
         numbers = {name.removeprefix("metrics/"): plain(value) for name, value in self._last.items()}
         shown = [f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, (int, float))]
         return "  ".join([f"epoch {int(state.timestamp.epoch)}", *shown])

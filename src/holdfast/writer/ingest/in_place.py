@@ -25,7 +25,7 @@ from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
-from .digesting import Copier
+from .sources import Copier
 from .merge import FileList, known_fields, manifest_fields
 from .sources import scan
 

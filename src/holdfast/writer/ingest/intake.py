@@ -34,7 +34,7 @@ from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
-from .digesting import SMALL_BYTES, Copier, changed, opened
+from .sources import SMALL_BYTES, Copier, changed, opened
 from .incoming import read_incoming, remove_incoming
 from .merge import FileList, MergedFile, MergePlan, contested, manifest_fields, merge
 from .sources import Contents, damaged, scan

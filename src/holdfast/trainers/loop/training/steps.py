@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.state.data.batches import batch_length
 from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.seeding import generators_kept, seed_all
-from holdfast.state.data.split import knows_its_rank
+from holdfast.state.data.order import knows_its_rank
 
 from ..callbacks import EventEngine, Logger
 from ..events import Event
