@@ -19,6 +19,7 @@ from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.remains import is_remains
+from holdfast.run.status import refuse_checkpoint
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -182,8 +183,7 @@ def run_at(storage: Storage, path: str) -> Catalog:
     if catalog.index.damage == "missing" and not catalog.records():
         inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
         inside += [record.name for record in catalog.strangers()]
-        if storage.exists(MANIFEST_NAME):
-            raise ConfigError(f"{storage.uri} is a checkpoint: give its run, the directory above it")
+        refuse_checkpoint(storage, ConfigError)
         hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog

@@ -20,7 +20,6 @@ from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastEr
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import ContentsReader
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput, saves, stats
@@ -29,7 +28,7 @@ from holdfast.run.record import Record, flat_metrics
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks
-from holdfast.run.status import run_state, runs_below
+from holdfast.run.status import refuse_checkpoint, run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
@@ -86,8 +85,7 @@ def collect_all(storages: Sequence[Storage]) -> dict[str, Any]:
 
 
 def _no_run(storage: Storage) -> CheckpointNotFoundError:
-    if storage.exists(MANIFEST_NAME):
-        return CheckpointNotFoundError(f"{storage.uri} is a checkpoint: give its run, the directory above it")
+    refuse_checkpoint(storage, CheckpointNotFoundError)
     return CheckpointNotFoundError(f"there is no run at {storage.uri}, and none directly below it: check the path")
 
 

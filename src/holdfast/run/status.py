@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.errors import HoldfastError
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
@@ -15,7 +17,7 @@ from .catalog import Catalog
 from .index import RUN_FILE
 from .lease import STALE_S, owner_of
 
-__all__ = ["RunStatus", "run_state", "runs_below"]
+__all__ = ["RunStatus", "refuse_checkpoint", "run_state", "runs_below"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,16 @@ def runs_below(storage: Storage, names: Sequence[str] | None = None) -> list[tup
         linked = [(name, LocalStorage(root / name)) for name in links if (root / name / RUN_FILE).is_file()]
         found = sorted({**dict(found), **dict(linked)}.items())
     return found
+
+
+def refuse_checkpoint(storage: Storage, error: type[HoldfastError]) -> None:
+    """Refuse a checkpoint where a run is asked for.
+
+    Raises:
+        HoldfastError: it is one; of the class ``error``.
+    """
+    if storage.exists(MANIFEST_NAME):
+        raise error(f"{storage.uri} is a checkpoint: give its run, the directory above it")
 
 
 def run_state(catalog: Catalog) -> RunStatus:
