@@ -11,7 +11,7 @@ import pytest
 from checkpoint_kit import MODEL, Shape, build, small
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.copying import windows as windows_module
+from holdfast.copying import sending as sending_module
 from holdfast.copying.sending import num_windows
 from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint, planned, send_entries
 from holdfast.copying.sending import WINDOW, Windows
@@ -353,8 +353,8 @@ def test_buffers_are_bounded(source, target, monkeypatch) -> None:
     """However many threads are asked for, all windows of a copy together are 128 MiB, 32 MiB where a client uploads."""
     build(source, "c", tensors=tuple(Shape(f"m{number}/w", (2_200_000,)) for number in range(10)))
     made = []
-    real = windows_module.mmap.mmap
-    monkeypatch.setattr(windows_module.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
+    real = sending_module.mmap.mmap
+    monkeypatch.setattr(sending_module.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
     copy_checkpoint(source, "c", target, "c", num_threads=100)
     assert 0 < sum(made) <= num_windows(source, target) * WINDOW
     assert num_windows(source, target) * WINDOW == (32 << 20 if target.local_root is None else 128 << 20)

@@ -196,10 +196,6 @@ def _verify(job: _Job) -> dict[str, list[str]]:
     return problems
 
 
-def _said(command: str) -> str:
-    return {"push": "pushed", "pull": "pulled", "cp": "copied"}.get(command, "copied")
-
-
 def _document(job: _Job, problems: dict[str, list[str]], *, verified: bool, seconds: float) -> dict[str, Any]:
     rows = []
     for outcome in job.done:
@@ -246,7 +242,7 @@ def _print(document: dict[str, Any]) -> None:
     foreign = sum(row["state"] == "foreign" for row in rows)
     if foreign:
         checked += f"; {foreign} without a manifest of Holdfast: nothing to check against"
-    done = _said(click.get_current_context().info_name or "")
+    done = {"push": "pushed", "pull": "pulled"}.get(click.get_current_context().info_name or "", "copied")
     done = done if document["error"] is None else f"not all {done}"
     head = f"{done} to {document['target']}: {_bytes(document)} in {format_duration(document['seconds'])}"
     out.print(Text(f"{head} ({checked})" if document["error"] is None else head, style="bold"), soft_wrap=True)

@@ -159,7 +159,7 @@ def _weights(
         )
     if stage == 3:
         merged = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        blobs.update(_cut_each(merged, [_joined(rank_groups) for rank_groups in groups]))
+        blobs.update(_cut_each(merged, [[(tensor.reshape(-1), where) for tensor, where in of_rank] for of_rank in groups]))
     else:
         for number, group in enumerate(shapes):
             pieces = [rank_groups[number] for rank_groups in groups]
@@ -188,10 +188,6 @@ def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[
         where = mapped_ranges(path)
         groups.append([(tensor, where) for tensor in state[key]])
     return groups, stage
-
-
-def _joined(groups: list[Piece]) -> list[Piece]:
-    return [(tensor.reshape(-1), where) for tensor, where in groups]
 
 
 def _cut_once(shapes: dict[str, tuple[int, ...]], pieces: list[Piece]) -> Iterator[tuple[str, Blob]]:

@@ -85,7 +85,8 @@ def _fix(model: DistributedDataParallel) -> bool:
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-    refused = model.static_graph or model.mixed_precision is not None or _has_sparse(model.module)
+    refused = model.static_graph or model.mixed_precision is not None
+    refused = refused or any(getattr(child, "sparse", False) is True for child in model.module.modules())
     refused = refused or _has_hooks(model, _OF_MODULES)
     refused = refused or any(_has_hooks(parameter, _OF_PARAMETERS) for parameter in parameters)
     # Asked of all ranks: hooks may be on one of them alone (a logger that watches gradients on rank 0).
@@ -100,10 +101,6 @@ def _fix(model: DistributedDataParallel) -> bool:
 
 def _has_hooks(holder: Any, kinds: tuple[str, ...]) -> bool:
     return any(getattr(holder, kind, None) for kind in kinds)
-
-
-def _has_sparse(module: nn.Module) -> bool:
-    return any(getattr(child, "sparse", False) is True for child in module.modules())
 
 
 @contextmanager

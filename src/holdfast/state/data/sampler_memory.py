@@ -63,7 +63,7 @@ class SamplerMemory:
     def drawn(self) -> None:
         """Note what the draw has changed so far."""
         now = self._capture()
-        self._changed.update(path for path in self._held if path in now and not _is_same(self._held[path], now[path]))
+        self._changed.update(path for path in self._held if path in now and _digest(self._held[path]) != _digest(now[path]))
 
     def state_dict(self, *, is_over: bool) -> dict[str, Any]:
         """Return what is to be given back: for the rest of this epoch, or once it is over for the next one."""
@@ -175,10 +175,6 @@ def _put(now: Any, packed: Any) -> Any:
     return (
         {"list": list, "tuple": tuple}[kind](items) if kind != "deque" else deque(items, getattr(now, "maxlen", None))
     )
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    return _digest(left) == _digest(right)
 
 
 def _digest(packed: Any) -> bytes:

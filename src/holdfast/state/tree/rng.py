@@ -44,7 +44,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
     Args:
         devices: include the accelerators in use; False: only the three generators on the host.
     """
-    state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": python_entry(random.getstate()), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = plain(numpy.random.get_state(legacy=False))
@@ -112,10 +112,6 @@ def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
     except REFUSALS as error:
         return [f"{kind} generators: {type(error).__name__}: {error}"]
     return []
-
-
-def _python_state() -> dict[str, Any]:
-    return python_entry(random.getstate())
 
 
 def python_entry(state: tuple[Any, ...]) -> dict[str, Any]:

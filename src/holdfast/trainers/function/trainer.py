@@ -410,7 +410,11 @@ def _seconds(name: str) -> float:
 def _keep(config: CheckpointConfig | CheckpointStrategy | None) -> Keep:
     if config is None:
         return Keep()
-    if isinstance(config, CheckpointStrategy) and _is_by_age(config):
+    if (
+        isinstance(config, CheckpointStrategy)
+        and config.checkpoint_score_attribute == TIMESTAMP
+        and config.checkpoint_score_order == "max"
+    ):
         return Keep(last=config.num_to_keep or None)  # the order of saves, whatever clocks say
     return config.retention
 
@@ -424,10 +428,6 @@ def _scores(
         return None, {"num_to_keep": config.num_to_keep, **score}
     keep = _keep(config)
     return (None if keep.metric is None else {"attribute": keep.metric, "order": keep.mode}), None
-
-
-def _is_by_age(config: CheckpointStrategy) -> bool:
-    return config.checkpoint_score_attribute == TIMESTAMP and config.checkpoint_score_order == "max"
 
 
 def _versions() -> dict[str, str]:

@@ -87,7 +87,7 @@ class StagedRun:
             if save.startswith(f"{start_id}-"):
                 self._saves[name] = save, manifest
                 self._known.add(name)
-        waiting = [_record(name, manifest) for name, (_, manifest) in self._saves.items()]
+        waiting = [record_from_manifest(name, manifest, Sidecar()) for name, (_, manifest) in self._saves.items()]
         waiting.sort(key=lambda record: record.order)
         self.queue = UploadQueue(
             self,
@@ -234,10 +234,6 @@ def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:
             except CheckpointError as error:
                 _LOG.warning("a staged save is left alone: %s", error)
     return found
-
-
-def _record(name: str, manifest: Manifest) -> Record:
-    return record_from_manifest(name, manifest, Sidecar())
 
 
 class StagedParts:

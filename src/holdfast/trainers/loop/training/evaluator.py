@@ -100,7 +100,7 @@ class Evaluator:
                 f"Evaluator(device_eval_microbatch_size={device_eval_microbatch_size!r}): evaluations take whole "
                 "batches; give the loader a smaller batch_size"
             )
-        if metric_names is not None and (isinstance(metric_names, str) or not all(map(_is_text, metric_names))):
+        if metric_names is not None and (isinstance(metric_names, str) or not all(isinstance(name, str) for name in metric_names)):
             raise ConfigError(f"Evaluator(metric_names={metric_names!r}): give a list of names")
         self.label = label
         self.spec = as_spec(dataloader, f"Evaluator({label!r}, dataloader)")
@@ -131,10 +131,6 @@ class Evaluator:
         return {
             name: metric for name, metric in metrics.items() if any(re.match(kept, name) for kept in self.metric_names)
         }
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def check_subset(value: Any, what: str) -> int | None:
