@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .trainers.loop.callbacks import Logger, LoggerDestination
-from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
+from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, ProgressBar, TensorBoardLogger
 from .trainers.loop.saving.uploads import RemoteUploaderDownloader
-from .trainers.loop.loggers import ProgressBar
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [

@@ -15,8 +15,7 @@ import torch
 
 import holdfast as hf
 from holdfast.checkpointer import save_policy
-from holdfast.checkpointer.save_policy import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, best_interval_s
-from holdfast.checkpointer.save_policy import Schedule
+from holdfast.checkpointer.save_policy import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, Schedule, best_interval_s
 from holdfast.run.journal import JournalEvent
 from holdfast.run.reports import Attempt, RunHistory
 

@@ -9,8 +9,7 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.format import index_group
 from holdfast.format.division import Division
 from holdfast.format.index import FileNumbers, Index, IndexFile, Piece, TensorEntry
-from holdfast.format.index_group import IndexGroup, read_indexes
-from holdfast.format.index_group import PieceTable
+from holdfast.format.index_group import IndexGroup, PieceTable, read_indexes
 
 WORLD = 7
 NAMES = ["model/layers.0.weight", 'model/layers.1."b"', "schlüssel/12/\u0007", "model/layers.10.weight", "w5\ud800"]

@@ -13,9 +13,8 @@ from page_kit import HOSTILE, killed, train
 
 import holdfast as hf
 from holdfast.cli.main import cli
-from holdfast.page.facts import clock, grouped, thin
 from holdfast.page.document import render
-from holdfast.page.facts import collect, run_facts
+from holdfast.page.facts import clock, collect, grouped, run_facts, thin
 from holdfast.run.index import Attempt
 from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve

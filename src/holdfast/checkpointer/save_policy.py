@@ -26,7 +26,20 @@ from .progress import Progress
 from .rank_group import RankGroup
 from .signals import StopSignals
 
-__all__ = ["AutoInterval", "Call", "Deadline", "DistributedSavePolicy", "FIRST_S", "Lives", "MOST_S", "PRIOR_S", "SavePolicy", "Schedule", "agreed", "best_interval_s"]
+__all__ = [
+    "FIRST_S",
+    "MOST_S",
+    "PRIOR_S",
+    "AutoInterval",
+    "Call",
+    "Deadline",
+    "DistributedSavePolicy",
+    "Lives",
+    "SavePolicy",
+    "Schedule",
+    "agreed",
+    "best_interval_s",
+]
 
 Call = Literal["save", "stop", "settle", "rollback"] | None
 _LOOK_S = 0.0005

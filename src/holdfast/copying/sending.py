@@ -19,7 +19,7 @@ from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
-__all__ = ["Brought", "File", "ReadWindow", "Sender", "TransferStopped", "WINDOW", "Windows", "num_windows"]
+__all__ = ["WINDOW", "Brought", "File", "ReadWindow", "Sender", "TransferStopped", "Windows", "num_windows"]
 
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
 # windows: 256 MiB in all.

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from .directory_checkpoints import DirectoryCheckpoints
 from .grafted import Grafted
-from .reporting import scalars
-from .reporting import reporting
+from .reporting import reporting, scalars
 from .saves import Saves
 
 __all__ = ["DirectoryCheckpoints", "Grafted", "Saves", "reporting", "scalars"]

@@ -37,8 +37,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult
 
-from .reporting import scalars
 from .places import STAGED, sweep_staged, unused
+from .reporting import scalars
 
 __all__ = ["DirectoryCheckpoints", "LostCheckpoint", "newest_sound", "verified_directory"]
 

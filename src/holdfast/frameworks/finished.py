@@ -21,8 +21,8 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import current_session
 
-from .reporting import scalars
 from .places import claim, last_change
+from .reporting import scalars
 
 __all__ = [
     "all_written",

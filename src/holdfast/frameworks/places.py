@@ -25,7 +25,20 @@ from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, state_of
 from holdfast.errors import StorageError
 from holdfast.run.process import birth, is_dead, machine
 
-__all__ = ["STAGED", "claim", "drop_link", "followed", "is_marker", "last_change", "mark", "move_aside", "same_as_parent", "sweep_staged", "unmark", "unused"]
+__all__ = [
+    "STAGED",
+    "claim",
+    "drop_link",
+    "followed",
+    "is_marker",
+    "last_change",
+    "mark",
+    "move_aside",
+    "same_as_parent",
+    "sweep_staged",
+    "unmark",
+    "unused",
+]
 
 _LOG = get_logger("frameworks")
 STAGED = "_holdfast-staged-"

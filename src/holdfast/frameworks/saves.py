@@ -32,8 +32,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .directory_checkpoints import newest_sound
-from .places import drop_link, followed, is_marker, mark, unmark
-from .places import move_aside, same_as_parent
+from .places import drop_link, followed, is_marker, mark, move_aside, same_as_parent, unmark
 
 __all__ = ["Saves"]
 

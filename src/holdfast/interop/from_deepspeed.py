@@ -21,8 +21,7 @@ from holdfast.format.names import UNLISTED
 from holdfast.state.tree.arrays import dtype_name
 
 from .blobs import Blob
-from .gathered import mapped_ranges, own_file, streamed
-from .gathered import Gathered
+from .gathered import Gathered, mapped_ranges, own_file, streamed
 from .unpickle import read_torch
 
 __all__ = ["from_deepspeed", "is_deepspeed"]
@@ -159,7 +158,9 @@ def _weights(
         )
     if stage == 3:
         merged = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        blobs.update(_cut_each(merged, [[(tensor.reshape(-1), where) for tensor, where in of_rank] for of_rank in groups]))
+        blobs.update(
+            _cut_each(merged, [[(tensor.reshape(-1), where) for tensor, where in of_rank] for of_rank in groups])
+        )
     else:
         for number, group in enumerate(shapes):
             pieces = [rank_groups[number] for rank_groups in groups]

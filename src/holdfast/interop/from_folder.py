@@ -16,10 +16,9 @@ from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import Blob
-from .gathered import mapped_ranges, own_file, ranges
 from .from_dcp import from_dcp
 from .from_torch import take_optimizers
-from .gathered import Gathered
+from .gathered import Gathered, mapped_ranges, own_file, ranges
 from .to_dcp import METADATA_NAME
 from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch

@@ -12,8 +12,7 @@ import torch
 from holdfast.errors import UnsupportedStateError
 from holdfast.state.save.torch_file import from_plain
 
-from .gathered import mapped_ranges
-from .gathered import Gathered
+from .gathered import Gathered, mapped_ranges
 from .unpickle import Opaque, read_torch
 
 __all__ = ["from_lightning", "from_torch", "is_lightning", "named", "take_optimizers"]

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from .arena import Arena
 
-__all__ = ["BOARD_BYTES", "KINDS", "NEVER", "StepMailbox", "StepMemory", "WHO_LEFT", "rows_left", "steps_done"]
+__all__ = ["BOARD_BYTES", "KINDS", "NEVER", "WHO_LEFT", "StepMailbox", "StepMemory", "rows_left", "steps_done"]
 
 _SIZE = 256 << 10
 _STEPS, _LENGTH, _HEAD, _STAMP = struct.Struct("=q"), struct.Struct("=Q"), struct.Struct("=Ic"), struct.Struct("=qqd")

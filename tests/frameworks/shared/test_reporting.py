@@ -13,8 +13,7 @@ import torch
 
 import holdfast as hf
 from holdfast.frameworks import reporting, scalars
-from holdfast.frameworks.places import mark
-from holdfast.frameworks.places import claim
+from holdfast.frameworks.places import claim, mark
 from holdfast.run.process import machine
 from holdfast.storage.memory import MemoryStorage
 from holdfast.torch import TorchTrainer

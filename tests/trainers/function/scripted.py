@@ -18,8 +18,8 @@ from holdfast.trainers.function.control.actions import (
     Tick,
 )
 from holdfast.trainers.function.control.controller import Controller
-from holdfast.trainers.function.control.starts import RunContents
 from holdfast.trainers.function.control.plan import RunSpec
+from holdfast.trainers.function.control.starts import RunContents
 from holdfast.trainers.function.engine import Exited, Reason, Received, Started
 from holdfast.trainers.function.transit import error_to_wire
 from holdfast.writer.frames import Message

@@ -13,9 +13,8 @@ from schedule_kit import run
 import holdfast as hf
 from holdfast._ranks import RankInfo
 from holdfast.trainers.loop.saving.naming import NameTemplate, is_later, run_variables
-from holdfast.trainers.loop.times.timestamp import parse_every
 from holdfast.trainers.loop.times.time import Time, TimeUnit
-from holdfast.trainers.loop.times.timestamp import Timestamp
+from holdfast.trainers.loop.times.timestamp import Timestamp, parse_every
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,9 @@ from holdfast.errors import ConfigError, StateMismatchError
 from ..tree.values import PerRank
 from .digest import indices_digest
 from .loaders import StatedPosition, clone_of
-from .order import MapOrder
+from .order import MapOrder, split_of
 from .sampler_memory import PassCounts
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
-from .order import split_of
 
 __all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
 

@@ -63,7 +63,9 @@ class SamplerMemory:
     def drawn(self) -> None:
         """Note what the draw has changed so far."""
         now = self._capture()
-        self._changed.update(path for path in self._held if path in now and _digest(self._held[path]) != _digest(now[path]))
+        self._changed.update(
+            path for path in self._held if path in now and _digest(self._held[path]) != _digest(now[path])
+        )
 
     def state_dict(self, *, is_over: bool) -> dict[str, Any]:
         """Return what is to be given back: for the rest of this epoch, or once it is over for the next one."""

@@ -360,8 +360,8 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> str | None:
 class KeptMemory(WrappedStorage):
     """A storage, rooted at a checkpoint, whose files come where they can from memory that the life before has left.
 
-    `holdfast run` holds the arenas of a life that has died (`holdfast.run.life`). An arena is laid out as the files of a
-    checkpoint, so a block of a file is looked for at its place there, and counts if its digests are those of the
+    `holdfast run` holds the arenas of a life that has died (`holdfast.run.life`). An arena is laid out as the files of
+    a checkpoint, so a block of a file is looked for at its place there, and counts if its digests are those of the
     checkpoint that is loaded: an arena may hold an older save, or the beginning of a newer one. What is not there is
     read as ever. A context manager.
 

@@ -15,8 +15,8 @@ from holdfast.state.tree.sharded import reshard
 from .callbacks import Logger
 from .events import Event
 from .state import State, Stateful
-from .times.timestamp import parse_every
 from .times.time import Time, TimeUnit
+from .times.timestamp import parse_every
 from .training.parallel import is_sharded
 
 __all__ = ["EMA", "Algorithm", "LabelSmoothing"]

@@ -17,9 +17,8 @@ from holdfast.errors import ConfigError
 from .arguments import check_flags
 from .events import Event
 from .state import State, Stateful
-from .times.timestamp import parse_every
 from .times.time import TimeUnit
-from .times.timestamp import Timestamp
+from .times.timestamp import Timestamp, parse_every
 from .training.metrics import computed
 
 __all__ = [

@@ -18,8 +18,8 @@ from holdfast.state.accelerator import accelerator, default_device
 from holdfast.state.data.seeding import seed_all
 
 from .arguments import check_path, several
-from .times.timestamp import parse_every
 from .times.time import Time, TimeUnit
+from .times.timestamp import parse_every
 from .training.evaluator import Evaluator
 from .training.metrics import as_metrics
 from .training.parallel import check_optimizers, default_optimizer, is_sharded, move_plain

@@ -12,9 +12,8 @@ from holdfast.errors import ConfigError
 from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank
 
-from .times.timestamp import Span, finished, parse_every
 from .times.time import Time
-from .times.timestamp import Timestamp
+from .times.timestamp import Span, Timestamp, finished, parse_every
 from .training.data import DataPosition
 from .training.evaluator import DataSpec, Evaluator
 from .training.ranks import Ranks

@@ -22,6 +22,7 @@ from holdfast.state.tree import rng
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
 from .callbacks import Callback, EventEngine, Logger, LoggerDestination
 from .events import Event
+from .loggers import ProgressBar
 from .options import (
     check_clip,
     choose_device,
@@ -37,13 +38,12 @@ from .saving.saver import CheckpointSaver, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
-from .times.timestamp import Every, When, parse_when
 from .times.schedulers import compiled, refresh
+from .times.timestamp import Every, When, parse_when
 from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
 from .training.parallel import Parallel, bare
-from .loggers import ProgressBar
 from .training.ranks import Ranks
 from .training.save_policy import StopPolicy, make_pace
 from .training.steps import Evaluation, TrainStep, check_precision, make_scaler

@@ -25,9 +25,8 @@ from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
-from .sources import Copier
 from .merge import FileList, known_fields, manifest_fields
-from .sources import scan
+from .sources import Copier, scan
 
 __all__ = ["commit_in_place"]
 

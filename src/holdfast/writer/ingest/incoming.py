@@ -22,8 +22,7 @@ from holdfast.storage.base import Storage
 
 from ..messages import IngestSource
 from ..serial_executor import SerialExecutor
-from .sources import SMALL_BYTES, Copier
-from .sources import Contents, SourceFile, check_contents, damaged, scan
+from .sources import SMALL_BYTES, Contents, Copier, SourceFile, check_contents, damaged, scan
 
 __all__ = ["Incoming", "put_incoming", "read_incoming", "remove_incoming"]
 

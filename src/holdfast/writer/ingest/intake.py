@@ -34,10 +34,9 @@ from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
-from .sources import SMALL_BYTES, Copier, changed, opened
 from .incoming import read_incoming, remove_incoming
 from .merge import FileList, MergedFile, MergePlan, contested, manifest_fields, merge
-from .sources import Contents, damaged, scan
+from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, scan
 
 __all__ = ["Intake"]
 

@@ -31,7 +31,7 @@ from holdfast.storage.local.ops import errors_of
 from ..messages import IngestSource
 from ..serial_executor import SerialExecutor
 
-__all__ = ["Contents", "Copier", "SMALL_BYTES", "SourceFile", "changed", "check_contents", "damaged", "opened", "scan"]
+__all__ = ["SMALL_BYTES", "Contents", "Copier", "SourceFile", "changed", "check_contents", "damaged", "opened", "scan"]
 
 _NAMED = 5
 SMALL_BYTES = 1 << 20

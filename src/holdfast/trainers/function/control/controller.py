@@ -45,12 +45,11 @@ from .actions import (
 )
 from .commits import Commits
 from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
-from .starts import RunContents
 from .plan import Room, RunSpec
 from .policy import Cause, GiveUp
 from .report_ledger import ReportLedger
 from .reports import Reports
-from .starts import Start, choose_start
+from .starts import RunContents, Start, choose_start
 from .worker_group import Clock, WorkerGroup, first_line, training_failed
 
 __all__ = ["Controller"]

@@ -60,9 +60,9 @@ from .actions import (
     StoreRows,
     Validate,
 )
-from .starts import RunContents, find_start
 from .messages import say
 from .plan import RunSpec
+from .starts import RunContents, find_start
 from .validation import TaskRunner, pack_validation
 
 __all__ = ["Executor", "ExecutorOptions", "LocalWorkers", "LogCopies", "bring_beside"]

@@ -11,9 +11,8 @@ from holdfast.config import Keep, rules_of
 from holdfast.writer.messages import RunOpened
 
 from .actions import RunState
-from .starts import RunContents
 from .plan import RunSpec
-from .starts import Start
+from .starts import RunContents, Start
 
 __all__ = ["end_line", "listed", "say", "start_block"]
 

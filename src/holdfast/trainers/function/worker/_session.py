@@ -1,4 +1,4 @@
-"""`Session`: a worker's side of a run, from "begin" to the end of train_func; `Context`: who and where this worker is."""
+"""`Session`: a worker's side of a run, from "begin" to the end of train_func; `Context`: who it is, and where."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from holdfast.config import ValidationTaskConfig
 from holdfast.model_files import Content, ModelFiles
 
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
-from ._session import Session, current_session
-from ._session import Context
+from ._session import Context, Session, current_session
 
 __all__ = [
     "Session",

@@ -33,8 +33,7 @@ from ..arguments import OF_SAVER, check_flags, check_function, check_path
 from ..callbacks import Callback, Logger
 from ..events import Event
 from ..state import State
-from ..times.timestamp import Every, parse_every
-from ..times.timestamp import Timestamp
+from ..times.timestamp import Every, Timestamp, parse_every
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S

@@ -100,7 +100,9 @@ class Evaluator:
                 f"Evaluator(device_eval_microbatch_size={device_eval_microbatch_size!r}): evaluations take whole "
                 "batches; give the loader a smaller batch_size"
             )
-        if metric_names is not None and (isinstance(metric_names, str) or not all(isinstance(name, str) for name in metric_names)):
+        if metric_names is not None and (
+            isinstance(metric_names, str) or not all(isinstance(name, str) for name in metric_names)
+        ):
             raise ConfigError(f"Evaluator(metric_names={metric_names!r}): give a list of names")
         self.label = label
         self.spec = as_spec(dataloader, f"Evaluator({label!r}, dataloader)")

@@ -11,8 +11,8 @@ from holdfast.checkpointer.save_policy import agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
 
-from ..times.timestamp import Every, When
 from ..times.time import TimeUnit
+from ..times.timestamp import Every, When
 from .ranks import Ranks
 
 if TYPE_CHECKING:

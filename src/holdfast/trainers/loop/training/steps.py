@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import batch_length
 from holdfast.state.data.loaders import clone_of
-from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.data.order import knows_its_rank
+from holdfast.state.data.seeding import generators_kept, seed_all
 
 from ..callbacks import EventEngine, Logger
 from ..events import Event
