@@ -171,7 +171,7 @@ class Spare:
 
     def begin(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Have it become a life, with these variables added; None if it has ended."""
-        if self.process.poll() is not None:
+        if self.process.poll() is not None or self.refusal():  # one that refuses takes a moment to end
             self.close()
             return None
         self._send(environment)
@@ -180,12 +180,11 @@ class Spare:
         return self.process
 
     def refusal(self) -> str:
-        """Return why it has ended by itself; "" while it lives."""
-        if self.process.poll() is None:
-            return ""
+        """Return why it does not become a life; "" while it may."""
         with contextlib.suppress(OSError):
-            return self._refusal.read_text(encoding="utf-8")
-        return f"it ended with status {self.process.returncode}"
+            if why := self._refusal.read_text(encoding="utf-8"):
+                return why
+        return "" if self.process.poll() is None else f"it ended with status {self.process.returncode}"
 
     def close(self) -> None:
         """End it, if it is no life yet; idempotent."""

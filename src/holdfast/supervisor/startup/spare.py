@@ -59,9 +59,10 @@ def main() -> None:
         plan = json.loads(pipe.readline())
         why = prepare(plan)
         if why:
-            with open(plan["refusal"], "w", encoding="utf-8") as file:
+            with open(f"{plan['refusal']}.new", "w", encoding="utf-8") as file:
                 file.write(why)
-            return
+            os.replace(f"{plan['refusal']}.new", plan["refusal"])
+            raise SystemExit(1)  # 0 would be a life that is done
         line = pipe.readline()
     if not line:
         return  # the supervisor needs no further life
