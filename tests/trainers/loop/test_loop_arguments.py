@@ -308,7 +308,7 @@ def test_lines_where_there_is_no_terminal(
     """The log of a job gets a line now and then: batch, share, pace, epoch, metrics, loss; none without the bar."""
     plain(None, progress_bar=True).fit()
     assert "batches/s" not in capsys.readouterr().err, "a short training needs no line"
-    monkeypatch.setattr("holdfast.trainers.loop.training.progress._LINE_S", (0.0, 0.0))
+    monkeypatch.setattr("holdfast.trainers.loop.loggers._LINE_S", (0.0, 0.0))
     plain(None, progress_bar=True, eval_dataloader=loader(6)).fit()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 12
