@@ -18,6 +18,8 @@ from process_kit import wait_gone
 
 from holdfast.errors import HoldfastError, SessionError
 from holdfast.format.commit import read_manifest
+from holdfast.run.index import RunIndex
+from holdfast.run.view import RunView
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.crash import wait_until
@@ -200,6 +202,33 @@ def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
         arena.view[:] = bytes(arena.size)
         assert wait_gone(first)
         assert client.run_op("records").result(60) == []
+
+
+def test_a_writer_thread_whose_channel_ends_rescues_no_snapshot_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer lives by definition: nothing is rescued, the run does not say that it died, and calls say why."""
+    storage = LocalStorage(tmp_path)
+    contents = [kit.noise(8, kit.MIB)]
+    with kit.fill(contents) as arena, WriterClient.start(storage, thread=True) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        fields = {"run_id": opened.run_id, "attempt": opened.attempt, "step": 1}
+        client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
+        client.run_op("records").result(20)
+
+        def send(*_: object) -> None:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._talk._channel, "send", send)
+            client.release(arena)
+        arena.view[:] = bytes(arena.size)
+        assert client._talk._thread is not None
+        client._talk._thread.join(20)
+        with pytest.raises(HoldfastError, match="a thread, was lost"):
+            client.run_op("records")
+    assert RunView(storage).names() == []
+    assert RunIndex.load(storage).attempts[-1].reason == "nothing more could be sent to its writer"
 
 
 def test_the_second_death_fails_the_futures(tmp_path: Path) -> None:
