@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 import writer_kit as kit
-from process_kit import wait_gone
+from process_kit import wait_gone, wait_until
 
+from holdfast import Checkpoint
 from holdfast.errors import HoldfastError, SessionError
 from holdfast.format.commit import read_manifest
 from holdfast.run.index import RunIndex
 from holdfast.run.view import RunView
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
-from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 
@@ -49,7 +49,7 @@ def test_trainer_killed_after_submit_is_committed(tmp_path: Path, trainers: list
     trainer.wait(60)
     assert wait_gone(writer), "the writer outlives its trainer"
     storage = LocalStorage(tmp_path)
-    manifest = read_manifest(storage, directory)
+    manifest = Checkpoint.at(storage, directory).manifest
     data = {entry.size: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
     assert data[48 * kit.MIB] == kit.noise(1, 48 * kit.MIB)
     run = json.loads(storage.read("run.json"))
@@ -137,7 +137,7 @@ def test_a_killed_writer_is_started_again_and_commits(tmp_path: Path, caplog: py
         result = future.result(60)
         assert wait_until(lambda: client.process_id != first)  # on a busy machine the kill may have come too late
         assert "started again" in caplog.text
-        manifest = read_manifest(storage, job.directory)
+        manifest = Checkpoint.at(storage, job.directory).manifest
         assert manifest.checkpoint_id == job.manifest["checkpoint_id"]
         assert storage.read(f"{job.directory}/{job.files[0].path}") == contents[0]
         assert result.directory == job.directory
@@ -307,7 +307,7 @@ def test_close_with_a_limit_leaves_the_sealed_save_to_the_writer(tmp_path: Path)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert wait_gone(pid)
-        assert read_manifest(storage, job.directory)
+        assert Checkpoint.at(storage, job.directory).manifest
 
 
 def test_signals_of_a_batch_system_do_not_stop_a_save(tmp_path: Path) -> None:

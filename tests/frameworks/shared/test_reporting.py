@@ -16,7 +16,7 @@ from holdfast.frameworks import reporting, scalars
 from holdfast.frameworks.markers import mark
 from holdfast.frameworks.places import claim
 from holdfast.run.process import machine
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function.worker.handoff import HandoffArea
 
