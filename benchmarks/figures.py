@@ -121,7 +121,7 @@ def _heading(kind: str) -> str:
         return _UNITS[kind]
     if kind.endswith("per_s"):
         return kind.removesuffix("per_s").replace("_", " ") + "per second"
-    if unit in {"s", "ms", "mb", "mib"} and name:
+    if unit in {"s", "ms", "us", "mb", "mib"} and name:
         return f"{name.replace('_', ' ')} ({unit})"
     return f"{kind} (s)" if kind.split(maxsplit=1)[0] in _IN_SECONDS else kind.replace("_", " ")
 

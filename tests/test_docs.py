@@ -15,7 +15,7 @@ import pytest
 from docs_kit import NOTEBOOKS, PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_page
 
 from holdfast.cli.main import cli
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 _SLOW = {"not-models.md", "function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
 

@@ -15,18 +15,16 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 from fsspec.implementations.memory import MemoryFileSystem
 
 import holdfast as hf
 from holdfast import _outgoing
 from holdfast._outgoing import conceal, conceal_url, masked, masked_client, on_one_line, visible
-from holdfast.cli.main import cli
 from holdfast.errors import StorageError
-from holdfast.storage import LibcloudObjectStore
+from holdfast.storage import LibcloudObjectStore, resolve
 from holdfast.storage.adapters.fsspec import FsspecStorage
 from holdfast.storage.object.object_storage import ObjectStorage
-from holdfast.storage.resolve import resolve
 from holdfast.torch import TorchTrainer
 
 MARK = "zq9MarkerOfASecret"
@@ -89,7 +87,7 @@ def shown(call: Callable[[], Any]) -> str:
 
 def command(*arguments: str) -> str:
     """Run a command and return all that it prints, and its traceback if it has one."""
-    result = CliRunner().invoke(cli, list(arguments))
+    result = invoke(*arguments, code=None)
     trace = [] if result.exc_info is None else traceback.format_exception(*result.exc_info)
     kept = [line for line in trace if "SystemExit" not in line]
     return "\n".join([result.stdout, result.stderr, *kept])

@@ -13,9 +13,7 @@ from holdfast.checkpoint.follow import follow
 from holdfast.config import Keep
 from holdfast.errors import ConfigError, StorageError, StoragePermissionError
 from holdfast.run.external import EXTERNAL
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast as hf
 from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
+from holdfast.storage import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import run_kit as kit
 import torch
+from catalog_kit import index_of
 from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries
-from holdfast.run.index import RunIndex
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 
 class Killed(Exception):
@@ -105,7 +105,7 @@ def test_a_failed_save_does_not_keep_a_life_from_its_end(tmp_path: Path) -> None
         storage.refuses = True
         ck.step()
         raise KeyError("of the body")
-    last = RunIndex.load(storage).current
+    last = index_of(storage).current
     assert last is not None
     assert last.ended is not None
     assert json.loads(storage.read("lease.json"))["released"] is True

@@ -16,7 +16,7 @@ import holdfast as hf
 from holdfast import _progress
 from holdfast.checkpointer.console import ResumeBlock, load_bar
 from holdfast.state.load.restore import load_state
-from holdfast.storage.resolve import resolve
+from holdfast.storage import resolve
 
 
 def test_the_block_of_a_resume_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

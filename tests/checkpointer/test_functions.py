@@ -22,8 +22,7 @@ from holdfast.checkpointer import functions, save_target
 from holdfast.checkpointer.save_target import SaveTarget
 from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
-from holdfast.testing import FaultyStorage
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import FaultyStorage, assert_state_equal
 from holdfast.writer.arena import Arena
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import random
 import signal
 import statistics
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 import holdfast as hf
 from holdfast.checkpointer.guard import GuardWatch, Judge
 from holdfast.cli.main import cli
-from holdfast.errors import ConfigError, CorruptCheckpointError, TrainingError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, TrainingError
 from holdfast.page.facts import collect
 from holdfast.run.catalog import Catalog
 from holdfast.run.rollbacks import BatchSpan, Rollback, choose, read_rollbacks
@@ -348,9 +349,49 @@ def test_a_checkpoint_whose_own_metric_is_bad_is_not_gone_on_from(tmp_path: Path
                 ck.step(loss=loss)
     with hf.Checkpointer(tmp_path, {}, every=4, keep=None, guard=hf.Guard()) as ck:
         assert ck.global_step == 4
+        assert os.readlink(tmp_path / "latest") == "step_00000004"
     hf.Checkpoint(tmp_path / "step_00000004").delete()
     with pytest.raises(CorruptCheckpointError, match="its loss is nan"):
         hf.Checkpointer(tmp_path, {}, every=4, keep=None, guard=hf.Guard()).start()
+    assert not (tmp_path / "latest").is_symlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"its guard would go on from: step_00000008 \(its loss is nan\)"):
+        hf.load(tmp_path)
+    with hf.Checkpointer(tmp_path, {}, every=4, keep=None) as ck:
+        assert ck.global_step == 8, "without a guard nothing is refused"
+        assert os.readlink(tmp_path / "latest") == "step_00000008"
+
+
+def test_no_way_into_a_run_leads_to_what_its_guard_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Link, `ls`, `latest`, `show` and `load` give what the next start takes, or say what is wrong with it."""
+    run, bad = tmp_path / "run", "step_00000008"
+
+    def told(*args: object) -> tuple[str, str]:
+        result = CliRunner().invoke(cli, [str(arg) for arg in args])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    with pytest.raises(SystemExit), hf.Checkpointer(run, {}, every=2, keep=None, guard=hf.Guard(patience=3)) as ck:
+        for _ in ck.batches(range(20)):
+            ck.step(loss=1.0 if ck.global_step < 7 else math.nan)
+            if ck.global_step == 9:
+                ck.wait()
+                assert (run / bad).exists()
+                assert os.readlink(run / "latest") == "step_00000006", "the value of step 8 is bad, whatever follows"
+    assert os.readlink(run / "latest") == "step_00000006"
+    out, err = told("latest", run)
+    assert out.endswith("step_00000006\n")
+    assert f"no start takes them, for its guard: {bad} (it holds step 8 of attempt 1, where loss is nan)" in err
+    out, _ = told("ls", run)
+    assert "bad step" in out
+    assert f"{bad}: it holds step 8 of attempt 1" in out
+    listed = {row["name"]: row for row in json.loads(told("ls", run, "--json")[0])["checkpoints"]}
+    assert (listed["step_00000006"]["marks"], listed[bad]["marks"]) == (["newest"], [])
+    assert "no start takes it: it holds step 8" in told("show", run / bad)[0]
+    assert "no start takes it: it holds step 8" in told("pin", run / bad)[1]
+    assert hf.load(run)["holdfast"]["progress"]["step"] == 6
+    assert f"is taken; newer, but no start takes them, for its guard: {bad}" in caplog.text
+    with hf.Checkpointer(run, {}, every=2, keep=None, guard=hf.Guard(patience=3)) as ck:
+        assert (ck.global_step, ck.latest()) == (6, ck.resumed_from)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from holdfast.checkpointer import node_local
 from holdfast.checkpointer.start import check_room
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import part_name, staged_name
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 MIB = 1 << 20
 SAVE = "aaaaaaa1-1"

@@ -17,8 +17,7 @@ import torch
 
 import holdfast as hf
 from holdfast.checkpointer import pending_saves
-from holdfast.storage.base import FileWriter
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import FileWriter, MemoryStorage
 from holdfast.testing import FaultyStorage
 
 

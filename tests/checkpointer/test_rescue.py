@@ -22,9 +22,8 @@ import holdfast as hf
 from holdfast.errors import ConfigError
 from holdfast.run.reports import read_reports
 from holdfast.state.save import snapshot
-from holdfast.storage.resolve import resolve
-from holdfast.testing import assert_state_equal
-from holdfast.testing.crash import ForkServer
+from holdfast.storage import resolve
+from holdfast.testing import ForkServer, assert_state_equal
 from holdfast.writer.arena import Arena
 from holdfast.writer.free_memory import FreeMemory
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import run_kit as kit
 import torch
+from catalog_kit import index_of
 
 import holdfast as hf
-from holdfast.run.index import RunIndex
-from holdfast.storage.local.local_storage import LocalStorage
 
 
 def parents(path: Path) -> dict[str, str | None]:
@@ -39,7 +38,7 @@ def test_an_older_step_starts_a_branch_that_is_the_newest(tmp_path: Path) -> Non
     ck = kit.train(tmp_path, 6)
     assert ck.resumed_from == hf.Checkpoint(tmp_path / "step_00000004-a2")
     assert kit.names(tmp_path)[:2] == ["step_00000006-a3", "step_00000004-a2"]
-    assert RunIndex.load(ck.storage).attempts[-1].resumed_from == {
+    assert index_of(ck.storage).attempts[-1].resumed_from == {
         "name": "step_00000004-a2", "step": 4, "attempt": 2,
     }  # fmt: skip
 
@@ -80,7 +79,7 @@ def test_a_checkpoint_of_another_run_can_be_the_start(spelling: str, tmp_path: P
         ck.step()
     assert kit.steps(tmp_path / "mine") == [6]
     assert {file: file.read_bytes() for file in found.rglob("*") if file.is_file()} == before
-    attempt = RunIndex.load(LocalStorage(tmp_path / "mine")).attempts[-1]
+    attempt = index_of(tmp_path / "mine").attempts[-1]
     assert attempt.resumed_from["name"] == str(found)
     assert kit.train(tmp_path / "mine", 6).resumed_from.step == 6
 
@@ -152,5 +151,5 @@ def test_a_start_that_fails_leaves_the_run_free_for_the_next(tmp_path: Path) -> 
         ck.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     assert kit.train(tmp_path, 4).global_step == 4
-    reasons = [attempt.reason for attempt in RunIndex.load(LocalStorage(tmp_path)).attempts]
+    reasons = [attempt.reason for attempt in index_of(tmp_path).attempts]
     assert reasons == ["finished", "did not start: StateMismatchError", "finished"]

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 
 import holdfast as hf
 from holdfast.checkpointer.pending_saves import RunSave
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.run.catalog import Catalog
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.storage.base import Storage
-from holdfast.storage.resolve import resolve
+from holdfast.storage import Storage, resolve
 from holdfast.testing import FaultyStorage
 from holdfast.writer.messages import IngestSource
 
@@ -101,7 +100,7 @@ def test_a_lost_save_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     session.settle()
     assert session.saves.lost.in_a_row == 0
     end(session)
-    newest, before = Catalog(resolve(tmp_path / "run")).records()
+    newest, before = catalog_of(tmp_path / "run").records()
     assert (newest.name, before.name) == ("step_00000002", "step_00000001")
     assert hf.Checkpoint(tmp_path / "run" / newest.name).manifest.parent == before.checkpoint_id  # type: ignore[union-attr]
 

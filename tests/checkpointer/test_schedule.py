@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import run_kit as kit
 import torch
+from catalog_kit import index_of
 
 import holdfast as hf
 from holdfast._units import parse_intervals
@@ -178,7 +179,7 @@ def test_an_exception_saves_nothing_new_and_finishes_what_is_under_way(tmp_path:
     with hf.Checkpointer(tmp_path, fresh, every=None) as ck:
         assert ck.global_step == 4
         assert all(torch.equal(one, two) for one, two in zip(good, kit.weights(fresh), strict=True))
-    reasons = [attempt.reason for attempt in hf.run.index.RunIndex.load(ck.storage).attempts]
+    reasons = [attempt.reason for attempt in index_of(ck.storage).attempts]
     assert reasons == ["ZeroDivisionError: division by zero", "finished"]
 
 

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import run_kit as kit
 import torch
+from catalog_kit import catalog_of, index_of
 
 import holdfast as hf
 from holdfast.checkpointer import identity
 from holdfast.checkpointer.identity import plain_at_once
-from holdfast.run.catalog import Catalog
-from holdfast.run.index import RunIndex
-from holdfast.storage.resolve import resolve
 
 
 def history(path: Any) -> list[dict[str, Any]]:
-    return RunIndex.load(resolve(path)).history()
+    return index_of(path).history()
 
 
 @pytest.fixture
@@ -220,7 +218,7 @@ def test_metrics_bound_to_a_save_that_found_no_space_do_not_stop_training(
 def test_a_failed_report_raises_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics that could not be written are not lost in silence, also those sent because many had gathered."""
     from holdfast.checkpointer import metrics
-    from holdfast.storage.memory import MemoryStorage
+    from holdfast.storage import MemoryStorage
 
     monkeypatch.setattr(metrics, "_MAX_ROWS", 5)
 
@@ -252,6 +250,6 @@ def test_a_lost_index_is_rebuilt_with_its_metrics(tmp_path: Path) -> None:
             ck.save()
             ck.report(val=value)
     (tmp_path / "run.json").write_text("{broken")
-    assert Catalog(resolve(tmp_path)).best("val").step == 2
+    assert catalog_of(tmp_path).best("val").step == 2
     assert kit.train(tmp_path, 3).resumed_from.step == 3
     assert json.loads((tmp_path / "run.json").read_text())["attempts"][-1]["attempt"] == 2

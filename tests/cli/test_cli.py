@@ -13,24 +13,22 @@ import time
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of, hold
 from checkpoint_kit import Shape, build, small
-from click.testing import CliRunner, Result
+from command_kit import invoke
 
 import holdfast
 from holdfast.cli.main import _GROUPS, cli
 from holdfast.config import Keep
 from holdfast.errors import StoragePermissionError
-from holdfast.run.catalog import Catalog
-from holdfast.run.lease import Lease, make_owner
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run with two good checkpoints, one quarantined, one never committed, and a directory of the user."""
     storage = LocalStorage(tmp_path / "run")
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     catalog.index.register_attempt("aaaaaaaa", host="h", pid=1)
     parent = None
     for step, loss in ((10, 0.5), (20, math.nan), (30, 0.7)):
@@ -45,13 +43,6 @@ def run(tmp_path) -> Path:
     build(storage, "step_40", finish=False)
     storage.put("notes/a.txt", b"x")
     return tmp_path / "run"
-
-
-def invoke(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
 
 
 def as_json(*arguments: object, code: int = 0) -> dict:
@@ -91,7 +82,7 @@ def test_ls_names_each_checkpoint_with_its_state_and_marks(run) -> None:
 def test_ls_is_readable_in_a_hundred_columns(run, monkeypatch) -> None:
     """In a narrow terminal metric columns give way, never the names."""
     storage = LocalStorage(run)
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     metrics = {f"a_rather_long_metric_name_{number}": 0.123456 for number in range(9)}
     fields = {"run_id": catalog.index.run_id, "attempt": 2, "step": 12345678, "epoch": 3}
     catalog.add("step_0012345678", small(storage, "step_0012345678", metrics=metrics, **fields))
@@ -111,10 +102,10 @@ def test_ls_of_a_folder_of_runs_has_one_line_for_each(run) -> None:
     for name in (".cache/a", "plots/a"):
         (run.parent / name).parent.mkdir()
         (run.parent / name).write_bytes(b"x")
-    other = Catalog(LocalStorage(run.parent / "other"))
+    other = catalog_of(run.parent / "other")
     other.index.register_attempt("bbbbbbbb", host="h", pid=1)
     other.index.finish({})
-    lease = Lease.acquire(LocalStorage(run), make_owner("cccccccc"))
+    lease = hold(run)
     rows = {row["name"]: row for row in as_json("ls", run.parent)["runs"]}
     assert list(rows) == ["run", "other"]
     row = rows["run"]
@@ -130,7 +121,7 @@ def test_ls_of_a_folder_of_runs_has_one_line_for_each(run) -> None:
 
 def test_a_metric_that_nobody_has_is_said_and_no_column_comes_twice(run) -> None:
     """A misspelt --metric is no empty column, and a metric called step is no second column of that name."""
-    catalog = Catalog(LocalStorage(run))
+    catalog = catalog_of(run)
     catalog.set_metrics("step_10", {"step": 10, "epoch": 1})
     for path in (run, run.parent):
         said = invoke("ls", path, "--metric", "vla")

@@ -9,15 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from catalog_kit import catalog_of, hold, index_of
 from checkpoint_kit import Shape, build, small
 from test_cli import as_json, flip, invoke, run  # noqa: F401 - a fixture
 
-from holdfast.checkpoint.handle import Checkpoint
-from holdfast.run.catalog import Catalog
-from holdfast.run.index import RunIndex
-from holdfast.run.lease import Lease, make_owner
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.resolve import resolve
+from holdfast import Checkpoint
+from holdfast.storage import LocalStorage, resolve
 
 pytestmark = pytest.mark.usefixtures("_arguments")
 
@@ -51,7 +48,7 @@ def test_a_run_is_pushed_and_pulled_back_whole(run, remote, tmp_path) -> None:  
     assert found["bytes_copied"] == sum(row["bytes_copied"] for row in found["checkpoints"])
     there = resolve(f"{remote}/run")
     assert names(there) == {"step_10", "step_20", "notes", "reports", "run.json", "lease.json"}
-    old, new = Catalog(LocalStorage(run)), Catalog(there)
+    old, new = catalog_of(run), catalog_of(there)
     assert [record.name for record in new.records()] == [record.name for record in old.records()]
     assert (new.index.run_id, new.index.attempts, new.record("step_20").pinned) == (
         old.index.run_id, old.index.attempts, True,
@@ -59,21 +56,21 @@ def test_a_run_is_pushed_and_pulled_back_whole(run, remote, tmp_path) -> None:  
     back = as_json("pull", f"{remote}/run", tmp_path / "back", "--verify")
     assert (back["ok"], back["verified"]) == (True, True)
     assert Checkpoint(tmp_path / "back" / "run" / "step_10").verify().ok
-    assert RunIndex.load(LocalStorage(tmp_path / "back" / "run")).run_id == old.index.run_id
+    assert index_of(tmp_path / "back" / "run").run_id == old.index.run_id
 
 
 def test_the_same_command_again_sends_only_what_is_new(run, remote) -> None:  # noqa: F811
     """What is complete stays; late metrics and a new checkpoint come along."""
     as_json("push", run, remote)
     storage = LocalStorage(run)
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     small(storage, "step_50", run_id=catalog.index.run_id, attempt=1, step=50)
     catalog.set_metrics("step_10", {"late": 1})
     again = rows(as_json("push", run, remote))
     assert again["step_50"]["bytes_sent"] > 0
     assert again["step_10"]["bytes_sent"] == again["step_20"]["bytes_sent"] == 0
     assert again["step_10"]["bytes_there"] == Checkpoint(run / "step_10").size_bytes
-    assert Catalog(resolve(f"{remote}/run")).record("step_10").metrics["late"] == 1
+    assert catalog_of(f"{remote}/run").record("step_10").metrics["late"] == 1
 
 
 def test_where_things_land_does_not_depend_on_what_is_there(tmp_path, remote) -> None:
@@ -111,14 +108,14 @@ def test_wrong_usage_is_said_with_status_two(run, tmp_path, remote) -> None:  # 
 def test_a_living_run_at_the_destination_is_left_alone(run, tmp_path) -> None:  # noqa: F811
     """Its trainer would not expect new checkpoints; the lease of the source does not matter, and ours is given back."""
     target = LocalStorage(tmp_path / "target")
-    with_lease = Lease.acquire(target, make_owner("beefbeef"))
+    with_lease = hold(target)
     try:
         found = as_json("cp", run, tmp_path / "target", code=1)
         assert found["error"] == "RunBusyError"
         assert names(target) == {"lease.json", ".lease.lock"}
     finally:
         with_lease.release()
-    busy = Lease.acquire(LocalStorage(run), make_owner("beefbeef"))
+    busy = hold(run)
     assert as_json("cp", run, tmp_path / "target")["ok"]
     busy.release()
     assert "lease.json" not in names(target)
@@ -127,10 +124,10 @@ def test_a_living_run_at_the_destination_is_left_alone(run, tmp_path) -> None:  
 def test_another_run_and_a_run_that_went_on_are_not_mixed(run, tmp_path) -> None:  # noqa: F811
     """Two runs in one directory, or attempts that would be forgotten, are refused."""
     other = LocalStorage(tmp_path / "other")
-    RunIndex.load(other).register_attempt("bbbbbbbb", host="h", pid=1)
+    index_of(other).register_attempt("bbbbbbbb", host="h", pid=1)
     assert "another run" in as_json("cp", run, tmp_path / "other", code=1)["message"]
     as_json("cp", run, tmp_path / "copy")
-    RunIndex.load(LocalStorage(tmp_path / "copy")).register_attempt("cccccccc", host="h", pid=1)
+    index_of(tmp_path / "copy").register_attempt("cccccccc", host="h", pid=1)
     assert "by itself" in as_json("cp", run, tmp_path / "copy", code=1)["message"]
     assert as_json("cp", run, tmp_path / "copy", "--overwrite")["ok"]
 
@@ -152,17 +149,17 @@ def test_what_is_quarantined_at_the_destination_stays_so(run, tmp_path) -> None:
     copy = tmp_path / "copy"
     as_json("cp", run, copy)
     flip(copy, "step_20")
-    build(LocalStorage(copy), "step_5", run_id=RunIndex.load(LocalStorage(run)).run_id, step=5)
-    there = Catalog(LocalStorage(copy)).index
+    build(LocalStorage(copy), "step_5", run_id=index_of(run).run_id, step=5)
+    there = catalog_of(copy).index
     there.quarantine("step_20", "rot")
     there.quarantine("step_5", "of earlier")
     found = as_json("cp", run, copy, code=1)
     assert rows(found)["step_20"]["state"] == "failed"
     assert "--overwrite" in rows(found)["step_20"]["problems"][0]
     assert rows(found)["step_10"]["state"] == "ok"
-    assert {"step_20", "step_5"} <= RunIndex.load(LocalStorage(copy)).quarantined.keys()
+    assert {"step_20", "step_5"} <= index_of(copy).quarantined.keys()
     assert as_json("cp", run, copy, "--overwrite")["ok"]
-    index = RunIndex.load(LocalStorage(copy))
+    index = index_of(copy)
     assert "step_20" not in index.quarantined
     assert "step_5" in index.quarantined
     assert Checkpoint(copy / "step_20").verify(deep=True).ok

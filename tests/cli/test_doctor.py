@@ -16,8 +16,7 @@ from holdfast.cli.probe_disk import LEFT, probe_disk, skew_of
 from holdfast.cli.probe_store import probe_store
 from holdfast.cli.probes import ProbeDeadline
 from holdfast.errors import StorageError, StoragePermissionError
-from holdfast.storage.base import StorageTraits
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage, StorageTraits
 
 
 def snapshot(folder: Path) -> dict:

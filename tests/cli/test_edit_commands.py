@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from catalog_kit import begin, names, save
+from catalog_kit import begin, catalog_of, hold, names, save, steps_of
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.config import Keep
-from holdfast.run.catalog import Catalog
-from holdfast.run.lease import Lease, make_owner
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 
 @pytest.fixture
@@ -23,33 +21,29 @@ def storage(tmp_path) -> LocalStorage:
     return storage
 
 
-def left(storage: LocalStorage) -> list[int]:
-    return sorted(record.step for record in Catalog(storage).records())
-
-
 def test_prune_says_first_and_deletes_by_the_rules_of_a_run(storage) -> None:
     """The same verdicts as retention; pinned and held ones stay; the run's own rules are not replaced."""
     keep = ("--keep", "last=1, best=1, metric=val")
     invoke("pin", storage.uri, "--step", "4")
     with Checkpoint.at(storage, "step_0003").hold():
         rows = {row["step"]: (row["state"], row["why"]) for row in as_json("prune", storage.uri, *keep)["checkpoints"]}
-        assert left(storage) == [1, 2, 3, 4, 5, 6]
+        assert steps_of(storage) == [1, 2, 3, 4, 5, 6]
         assert [step for step, (state, _) in rows.items() if state == "would go"] == [5, 1]
         assert rows[2][1] == "best 1 by val (rank 1: 0)"
         assert rows[3][1].startswith("held by process")
         done = as_json("prune", storage.uri, *keep, "--yes")
         assert {row["step"] for row in done["checkpoints"] if row["state"] == "in the trash"} == {1, 5}
-    assert left(storage) == [2, 3, 4, 6]
-    assert Catalog(storage).index.keep == Keep().to_json()
+    assert steps_of(storage) == [2, 3, 4, 6]
+    assert catalog_of(storage).index.keep == Keep().to_json()
     assert "1 of 4 checkpoints" in invoke("prune", storage.uri, *keep).stdout
 
 
 def test_a_live_run_is_left_alone(storage) -> None:
     """Its owner deletes by itself; the message names it."""
-    lease = Lease.acquire(storage, make_owner("aaaaaaaa"))
+    lease = hold(storage)
     for command in (("prune", storage.uri, "--keep", "last=1"), ("rm", f"{storage.uri}/step_0001")):
         assert "in use by process" in invoke(*command, "--yes", code=1).stderr
-    assert left(storage) == [1, 2, 3, 4, 5, 6]
+    assert steps_of(storage) == [1, 2, 3, 4, 5, 6]
     invoke("pin", f"{storage.uri}/step_0001")  # that works beside it
     lease.release()
 
@@ -61,12 +55,12 @@ def test_rm_deletes_what_is_named_and_refuses_what_is_needed(storage) -> None:
     refused = invoke("rm", one, newest, "--yes", code=1).stdout
     assert "the newest of its run (--force deletes" in refused
     assert "nothing is, where one is refused" in refused
-    assert left(storage) == [1, 2, 3, 4, 5, 6]
+    assert steps_of(storage) == [1, 2, 3, 4, 5, 6]
     assert [row["state"] for row in as_json("rm", one, "--yes")["checkpoints"]] == [
         "in the trash" if storage.local_root else "deleted"
     ]
     invoke("rm", newest, "--yes", "--force")
-    assert left(storage) == [2, 3, 4, 5]
+    assert steps_of(storage) == [2, 3, 4, 5]
     assert not list(storage.list("step_0001"))
     storage.put("notes/a.txt", b"x")
     foreign = invoke("rm", f"{storage.uri}/notes", "--yes", "--force", code=1).stdout
@@ -80,7 +74,7 @@ def test_rm_deletes_what_is_no_good(run) -> None:  # noqa: F811
     invoke("rm", run / "step_30", run / "step_40", "--yes")
     assert not (run / "step_30").exists()
     assert not (run / "step_40").exists()
-    assert names(Catalog(LocalStorage(run))) == ["step_20", "step_10"]
+    assert names(catalog_of(run)) == ["step_20", "step_10"]
 
 
 def test_pins_are_seen_and_taken_back(storage) -> None:

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke as command
 
 import holdfast as hf
-from holdfast.cli.main import cli
 
 
 @pytest.fixture
@@ -20,9 +19,7 @@ def saved(tmp_path):
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
-    assert result.exit_code == code, result.output
-    return result.stdout
+    return command(*arguments, code=code).stdout
 
 
 def test_export_says_what_it_wrote(saved, tmp_path) -> None:

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 from test_cli import run  # noqa: F401 - a fixture
 
 import holdfast as hf
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.cli import sweep as sweep_module
 from holdfast.cli.main import cli
 from holdfast.run.heartbeat import upkeep
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 ELSEWHERE = {"page", "run", "stats"}  # what they print is described on pages of their own
@@ -86,9 +86,7 @@ def _arguments(monkeypatch):
 
 
 def told(*arguments: object, code: int = 0) -> dict:
-    result = CliRunner().invoke(cli, [*map(str, arguments)], prog_name="holdfast")
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    return json.loads(invoke(*arguments, code=code).stdout)
 
 
 @pytest.fixture
@@ -174,7 +172,7 @@ def test_probing(tmp_path) -> None:
 
 def test_following(trained) -> None:
     """One document a line."""
-    result = CliRunner().invoke(cli, ["watch", str(trained), "--exec", "echo '{\"v\": 1}'", "--report", "--json"])
+    result = invoke("watch", trained, "--exec", "echo '{\"v\": 1}'", "--report", "--json", code=None)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     check("watch", *rows)
     assert Checkpoint(rows[-1]["checkpoint"]).metrics["v"] == 1

@@ -11,9 +11,9 @@ import pytest
 from catalog_kit import begin, save
 from test_cli import _arguments, as_json, invoke  # noqa: F401
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.run.data_ring import DataRing
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 
 @pytest.fixture

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 
 
 def holdfast(*arguments: object) -> str:
-    result = CliRunner().invoke(cli, [str(one) for one in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
+    return invoke(*arguments).output
 
 
 def train(root: Path, until: int) -> None:

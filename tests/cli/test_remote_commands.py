@@ -10,16 +10,15 @@ import threading
 import time
 
 import pytest
+from catalog_kit import catalog_of
 from checkpoint_kit import MODEL, Shape, build
 from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
 from test_cli import as_json, invoke
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.errors import ConfigError, StorageError
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage, resolve
 from holdfast.storage.object.unfinished import UnfinishedUploads
-from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 
 # The largest goes through the windows of a copy more than once.
@@ -58,7 +57,7 @@ def root(proxy, monkeypatch, request) -> str:
 def run(tmp_path) -> LocalStorage:
     """Three checkpoints of a run that share the frozen item ``ema``."""
     storage = LocalStorage(tmp_path / "gpt")
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     catalog.index.register_attempt("aaaaaaaa", host="h", pid=1)
     for step in (1, 2, 3):
         tensors = (

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of
 from checkpoint_kit import small
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_mode_of_the_runs_keep_holds_when_its_metric_is_named(tmp_path) -> N
     from holdfast.config import Keep
 
     storage = LocalStorage(tmp_path / "run")
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     catalog.index.register_attempt("aaaaaaaa", host="h", pid=1)
     for step, acc in ((1, 0.9), (2, 0.5)):
         fields = {"run_id": catalog.index.run_id, "attempt": 1, "step": step}
@@ -62,7 +62,7 @@ def test_what_there_is_not_says_what_there_is(run, tmp_path) -> None:  # noqa: F
     assert "it has run" in invoke("latest", run.parent, code=2).stderr
     assert "one of them" in invoke("show", run, "--step", "1", "--best", "val", code=2).stderr
     assert "is one checkpoint" in invoke("show", run / "step_10", "--step", "10", code=2).stderr
-    Catalog(LocalStorage(tmp_path / "empty")).index.register_attempt("aaaaaaaa", host="h", pid=1)
+    catalog_of(tmp_path / "empty").index.register_attempt("aaaaaaaa", host="h", pid=1)
     assert "none has been committed yet" in invoke("latest", tmp_path / "empty", code=1).stderr
 
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_no_run(run, command) -> None:  # noqa: F811
 
 def test_rules_of_another_version(run) -> None:  # noqa: F811
     """`prune` does not guess what a rule means that it does not know, and names the way out."""
-    catalog = Catalog(LocalStorage(run))
+    catalog = catalog_of(run)
     catalog.index.keep = {"last": 1, "newer_rule": 3}
     catalog.index.save()
     said = invoke("prune", run, code=2).stderr

@@ -8,20 +8,19 @@ import time
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.cli.stats import openmetrics
 from holdfast.page.facts import collect
 from holdfast.run.heartbeat import upkeep
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 _SAMPLE = re.compile(r'[a-z_]+\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\} [0-9.eE+-]+')
 
 
 def call(*arguments):
-    return CliRunner().invoke(cli, [str(one) for one in arguments])
+    return invoke(*arguments, code=None)
 
 
 def train(root, steps, *, error=False, **more):

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from catalog_kit import begin, save
+from catalog_kit import begin, catalog_of, save
 from test_cli import _arguments, invoke  # noqa: F401
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 SRC = Path(hf.__file__).parents[1]
 # Trains step by step, each allowed by a file, so that the test decides who is where.
@@ -66,7 +65,7 @@ def test_an_evaluator_in_another_process_decides_what_is_best(tmp_path) -> None:
     assert watcher.returncode == 0, rows
     assert sorted({row["step"] for row in rows}) == [1, 2, 3, 4, 5, 6]
     assert all(row["status"] == 0 and row["reported"] for row in rows)
-    assert {record.step for record in Catalog(LocalStorage(run)).records()} == {2, 3, 6}  # 3: resumed from
+    assert {record.step for record in catalog_of(run).records()} == {2, 3, 6}  # 3: resumed from
     assert invoke("best", run, "--metric", "val", "--mode", "max").stdout.endswith("step_00000002\n")
     assert not (run / ".external").exists()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 HERE = Path(__file__).parent
 

@@ -20,9 +20,7 @@ from holdfast.run import index as runindex
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
-from holdfast.testing.crash import ArmedOps
-from holdfast.testing.faults import FaultyStorage
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import ArmedOps, FaultyStorage, assert_state_equal
 
 KEEP = hf.Keep(last=2)
 MODEL_FILES = hf.ModelFiles(

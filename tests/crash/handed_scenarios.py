@@ -29,7 +29,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.errors import RunBusyError
 from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox

@@ -18,8 +18,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 from holdfast.storage.local import small_files
-from holdfast.testing.crash import ArmedOps
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import ArmedOps, FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, FilePlan, IngestJob, IngestSource, PartsJob, SaveJob

@@ -11,7 +11,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part, sweep_passing
 from holdfast.storage import LocalStorage
 from holdfast.storage.local import local_storage
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
 

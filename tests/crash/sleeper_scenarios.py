@@ -33,8 +33,7 @@ from holdfast.run.lease import Lease
 from holdfast.storage import LocalStorage
 from holdfast.storage.local import local_tree
 from holdfast.storage.object.object_storage import ObjectStorage
-from holdfast.testing.crash import ArmedOps
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import ArmedOps, FaultyStorage
 
 STALE_S = 0.3
 PATIENCE_S = 40.0

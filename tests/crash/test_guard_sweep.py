@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 KIT = str(Path(__file__).resolve().parents[1] / "kits" / "guard_training.py")
 CASES, BOUND_S = 16, 50.0  # for each test: about two poisonings a case

@@ -11,7 +11,7 @@ import intake_scenarios
 import pytest
 from test_crash_sweep import copy_tree
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 FILE = str(Path(__file__).with_name("handed_scenarios.py"))
 CASES = [case for case in scenarios.ALL if case != "attempts"]

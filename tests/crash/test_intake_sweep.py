@@ -9,8 +9,7 @@ import intake_scenarios as scenarios
 import pytest
 from test_crash_sweep import copy_tree
 
-from holdfast.testing import CRASH_EXIT_CODE, FaultyOps, FaultyStorage, power_cut_states, snapshot
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import CRASH_EXIT_CODE, FaultyOps, FaultyStorage, ForkServer, power_cut_states, snapshot
 from holdfast.writer.client import WriterClient
 
 FILE = str(Path(__file__).with_name("intake_scenarios.py"))

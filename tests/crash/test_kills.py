@@ -11,12 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from catalog_kit import index_of
 
 import holdfast as hf
-from holdfast.run.index import RunIndex
-from holdfast.storage import LocalStorage
-from holdfast.testing import assert_state_equal
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer, assert_state_equal
 
 SCRIPT = str(Path(__file__).parents[1] / "kits" / "kill_training.py")
 
@@ -101,10 +99,7 @@ def compare(home):
     left, right = hf.load(home / "twin-result"), hf.load(home / "run-result")
     assert_state_equal(left, right)
     assert sorted(right["ids"][:160]) == list(range(160)), "each sample once in the first epoch"
-    rows = [
-        [(row["step"], row["metrics"]) for row in RunIndex.load(LocalStorage(home / name)).history()]
-        for name in ("twin", "run")
-    ]
+    rows = [[(row["step"], row["metrics"]) for row in index_of(home / name).history()] for name in ("twin", "run")]
     assert rows[0] == rows[1]
     assert len(rows[0]) == 80
 

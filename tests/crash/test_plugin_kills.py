@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 SCENARIOS = str(Path(__file__).with_name("plugin_scenarios.py"))
 BOX = Path(__file__).parents[2] / "examples" / "plugin"

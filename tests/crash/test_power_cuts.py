@@ -7,11 +7,10 @@ from pathlib import Path
 
 import crash_scenarios as scenarios
 import pytest
+from catalog_kit import catalog_of
 
 import holdfast as hf
 from holdfast.run import index
-from holdfast.run.catalog import Catalog
-from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 
 NUM_STATES = {"default": 60, "slow": 900}
@@ -37,8 +36,8 @@ def record_many(root, ops):
 def look_many(root, marks, before):
     """The index, of which a part is written beside run.json, says what the manifests say, or says that it is lost."""
     scenarios.many_rows()
-    listed = {one.name: (one.step, one.metrics) for one in Catalog(LocalStorage(root)).records()}
-    scanned = Catalog(LocalStorage(root))
+    listed = {one.name: (one.step, one.metrics) for one in catalog_of(root).records()}
+    scanned = catalog_of(root)
     scanned.scan()
     assert listed == {one.name: (one.step, one.metrics) for one in scanned.records()}
     return look_run(root, marks, before)

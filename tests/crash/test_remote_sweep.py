@@ -13,8 +13,7 @@ import remote_scenarios as scenarios
 from object_kit import BUCKET, client, moto
 
 from holdfast.run.fence import is_fence
-from holdfast.testing import Fault, FaultProxy
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import Fault, FaultProxy, ForkServer
 
 HERE = Path(__file__).parent
 FILE = str(HERE / "remote_scenarios.py")

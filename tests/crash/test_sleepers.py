@@ -12,8 +12,7 @@ import pytest
 from object_kit import BUCKET, client, moto
 from test_crash_sweep import copy_tree
 
-from holdfast.testing import Fault, FaultProxy
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import Fault, FaultProxy, ForkServer
 
 HERE = Path(__file__).parent
 FILE = str(HERE / "sleeper_scenarios.py")

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.commit import read_manifest
 from holdfast.state.load.reader import BLOCK
-from holdfast.storage import LocalStorage
-from holdfast.storage.base import FileReader, FileWriter
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import FileReader, FileWriter, LocalStorage, MemoryStorage
 
 BLOCKS = 10
 LIMIT_S = 60

@@ -9,18 +9,15 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
+from catalog_kit import catalog_of, index_of
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.errors import CorruptCheckpointError
-from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence, damaged_fences, write_fence
-from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.record import METRICS_FILE, Sidecar, read_sidecar, write_sidecar
 from holdfast.run.reports import read_history
-from holdfast.storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 
 BEST = "step_00000002"
 METADATA = ".metadata.json"
@@ -37,7 +34,7 @@ def run(tmp_path_factory):
     best.report(val=0.25)
     best.pin()
     best.set_metadata({"note": "the first that speaks"})
-    Catalog(LocalStorage(home)).index.save()
+    catalog_of(home).index.save()
     write_fence(LocalStorage(home), Fence(below=1, known={BEST: "*"}), "5f3a9c02")
     return home
 
@@ -50,8 +47,8 @@ def seen_by(run, path: str):
     def is_seen(data: bytes) -> bool:
         storage.put(where, data)
         try:
-            if path == RUN_FILE:
-                return RunIndex.load(storage).damage is not None
+            if path == "run.json":
+                return index_of(storage).damage is not None
             if path.startswith("reports/"):
                 return bool(read_history(storage).damaged)
             if path.startswith("fence-"):
@@ -112,14 +109,14 @@ def test_every_flipped_bit_is_seen(run, caplog):
 def test_verify_reports_each(run, tmp_path):
     """`holdfast verify` of a run names every such file with a flipped bit, and ends with 1."""
     shutil.copytree(run, tmp_path / "sound")  # `verify` leaves there what it has found
-    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "sound")]).exit_code == 0
+    invoke("verify", tmp_path / "sound")
     for path in files_of(run):
         home = tmp_path / "copy"
         shutil.copytree(run, home)
         data = bytearray((home / path).read_bytes())
         data[len(data) // 2] ^= 4
         (home / path).write_bytes(data)
-        told = CliRunner().invoke(cli, ["verify", "--json", str(home)])
+        told = invoke("verify", "--json", home, code=None)
         document = json.loads(told.stdout)
         problems = [problem for row in document["checkpoints"] for problem in [row["name"], *row["problems"]]]
         assert (told.exit_code, any(path.rsplit("/", 1)[-1] in problem for problem in problems)) == (1, True), path
@@ -141,7 +138,7 @@ def test_a_damaged_late_metric_costs_no_checkpoint(tmp_path, capfd):
             ck.step(val=value)
             ck.wait()
     assert sorted(path.name for path in home.glob("step_*")) == ["step_00000001", "step_00000002", "step_00000004"]
-    catalog = Catalog(LocalStorage(home))
+    catalog = catalog_of(home)
     assert catalog.record("step_00000001").pinned
     assert catalog.best("val").name == "step_00000002"
     assert capfd.readouterr().err.count("step_00000001/.metrics.json is damaged") in (1, 2), "once in each process"
@@ -201,11 +198,10 @@ def test_other_readers_see_the_same_json(tmp_path):
 def test_a_copy_made_again_does_not_hide_damage_of_its_target(run, tmp_path):
     """`holdfast cp` merges late metrics into a damaged sidecar; that the others are lost is still said after it."""
     there = tmp_path / "there"
-    copied = CliRunner().invoke(cli, ["cp", str(run), str(there)])
-    assert copied.exit_code == 0, copied.output
+    invoke("cp", run, there)
     sidecar = there / BEST / METRICS_FILE
     sidecar.write_bytes(b"x" + sidecar.read_bytes()[1:])
-    assert CliRunner().invoke(cli, ["cp", str(run), str(there)]).exit_code == 0
+    invoke("cp", run, there)
     found = read_sidecar(LocalStorage(there), BEST)
     assert found.damage
     assert found.metrics == {"val": 0.25}

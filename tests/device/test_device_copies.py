@@ -12,8 +12,8 @@ from training_kit import Training, as_late_as_can_be, on_cpu, read
 
 from holdfast.errors import HoldfastError
 from holdfast.state.save.device_copies import Checksums, is_checked, needed
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.state import assert_state_equal
+from holdfast.storage import LocalStorage
+from holdfast.testing import assert_state_equal
 from holdfast.writer.client import WriterClient
 
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 from on_device import on_device
 from training_kit import as_late_as_can_be, model_of
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
 from holdfast.run.rollbacks import read_rollbacks
-from holdfast.storage.resolve import resolve
 
 
 def train(run, steps, *, bad=0, lazy=True, **options):
@@ -35,7 +34,7 @@ def train(run, steps, *, bad=0, lazy=True, **options):
 
 
 def bad_steps(run):
-    return [(found.step, bool(found.left_out)) for found in read_rollbacks(Catalog(resolve(run)).index.notes)]
+    return [(found.step, bool(found.left_out)) for found in read_rollbacks(catalog_of(run).index.notes)]
 
 
 @on_device
@@ -52,10 +51,10 @@ def test_a_bad_value_is_found_after_its_step_was_saved(tmp_path):
             train(tmp_path, 30, bad=12, lazy=False, every=1, keep=hf.Keep(last=1))
         assert end.value.code == 86
         assert bad_steps(tmp_path)[number] == (12, number == 1)
-        steps = [record.step for record in Catalog(resolve(tmp_path)).records()]
+        steps = [record.step for record in catalog_of(tmp_path).records()]
         assert any(step < 12 for step in steps), steps
     train(tmp_path, 30, bad=12, lazy=False, every=1, keep=hf.Keep(last=1))
-    newest = Catalog(resolve(tmp_path)).newest()
+    newest = catalog_of(tmp_path).newest()
     assert newest.step == 29
 
 

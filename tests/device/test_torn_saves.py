@@ -14,8 +14,8 @@ from training_kit import Training, as_late_as_can_be, model_of, on_cpu, read
 
 import holdfast as hf
 from holdfast.errors import TornSaveError
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.state import assert_state_equal
+from holdfast.storage import LocalStorage
+from holdfast.testing import assert_state_equal
 from holdfast.writer.client import WriterClient
 
 assert len(LOOPS) > 20

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_kit import as_late_as_can_be
 
 import holdfast as hf
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import assert_state_equal
 
 
 class Dead(Exception):

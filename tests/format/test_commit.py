@@ -23,9 +23,7 @@ from holdfast.format.commit import PartSummary, commit, look_before, read_manife
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import save_id_of, start_id_of
-from holdfast.storage.base import StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 
 _names = iter(range(10**6))
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 from torch import nn
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.format.contents import ContentsReader
 
 ROLES = ["index", "state"]
@@ -45,7 +44,7 @@ def test_all_who_look_into_a_checkpoint_say_the_same_of_a_rotten_small_file(save
     with pytest.raises(hf.CorruptCheckpointError, match=message):
         hf.export(saved, Path(saved.path).parent / "out.pt", to="torch")
     for command in (["show", saved.path], ["diff", saved.path, other.path]):
-        result = CliRunner().invoke(cli, [str(word) for word in command])
+        result = invoke(*command, code=None)
         assert result.exit_code != 0
         assert "are not what was written" in " ".join(result.output.split()).replace(f"{name}: ", "")
 

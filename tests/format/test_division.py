@@ -11,7 +11,7 @@ from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.division import Division, disagreement, sketch
 from holdfast.format.index import Index
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 
 def one(num_ranks=2, structure="ab", **samples):

@@ -7,15 +7,15 @@ import struct
 from pathlib import Path
 
 import pytest
+from catalog_kit import index_of
 
 from holdfast.format.codec import _NODES, decode, loads
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import plan_name, read_part, read_plan, sweep_passing
 from holdfast.format.scalars import DECODERS
 from holdfast.format.verify import verify_files
-from holdfast.run.index import RunIndex
 from holdfast.run.record import read_sidecar, unpack
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 BLOCKS = dict(re.findall(r"^```(?:json|python) (\S+)\n(.*?)\n```$", DOC, re.DOTALL | re.MULTILINE))
@@ -80,7 +80,7 @@ def test_part_and_plan_files_are_as_shown(example):
 
 def test_the_index_of_a_run_is_as_shown(example):
     """The run.json of the text is read, and the segment of the text gives back what it held."""
-    index = RunIndex.load(LocalStorage(example))
+    index = index_of(example)
     assert index.damage is None
     assert [one.details for one in index.attempts] == [{"rank": 1, "seconds": {"detect": 0.004}}, None]
     assert index.notes == {"trainer": {"workers": 2}}
@@ -108,11 +108,11 @@ def test_the_changes_of_a_run_are_as_shown(example):
     (example / "run-changes.json").write_text(BLOCKS["run-changes.json"] + "\n")
     whole = BLOCKS["run.json"]
     (example / "run.json").write_text(whole.replace(' "columns"', ' "changes": "8c1be90a27d5f346",\n "columns"'))
-    index = RunIndex.load(LocalStorage(example))
+    index = index_of(example)
     assert (index.damage, sorted(index.rows)) == (None, ["checkpoint_000003", "step_00000700"])
     assert unpack(index.rows["step_00000700"]).metrics == {"loss": 0.2}
     (example / "run.json").write_text(whole)
-    assert sorted(RunIndex.load(LocalStorage(example)).rows) == ["checkpoint_000003"]
+    assert sorted(index_of(example).rows) == ["checkpoint_000003"]
 
 
 def test_late_metrics(example):

@@ -18,7 +18,7 @@ from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import save_id_of
 from holdfast.format.strict_json import dumps
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _numbers = count()
 

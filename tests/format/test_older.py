@@ -10,10 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage import LocalStorage
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -35,7 +34,7 @@ def made_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def records(run: Path) -> dict[str, bool]:
-    return {record.name: record.pinned for record in Catalog(LocalStorage(run)).records()}
+    return {record.name: record.pinned for record in catalog_of(run).records()}
 
 
 def test_it_is_listed_verified_and_loaded(older: Path) -> None:

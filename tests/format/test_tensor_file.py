@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.tensor_file import BLOCK, DTYPES, item_size, lay_out, read_header, split_by_size
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 
 def reader_of(data):

@@ -14,8 +14,7 @@ from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensor_file import lay_out
 from holdfast.format.verify import verify_files
-from holdfast.storage.base import FileReader, PrefixStorage
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import FileReader, LocalStorage, PrefixStorage
 
 SAVE = "deadbeef-1"
 MODEL, INDEX, STATE, TABLE = (

@@ -10,23 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_kit import invoke
 from interop_kit import Odd, full_state, trained
 from mesh_kit import Layout, save_ranks
 
 import holdfast as hf
-from holdfast.checkpoint.handle import Checkpoint
-from holdfast.cli.main import cli
+from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, StateMismatchError
 from holdfast.interop.average import average, ema_weights
-from holdfast.storage.local.local_storage import LocalStorage
-
-
-def invoke(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
+from holdfast.storage import LocalStorage
 
 
 @pytest.fixture

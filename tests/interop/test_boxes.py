@@ -19,9 +19,7 @@ from holdfast.interop import blobs
 from holdfast.interop.blobs import Blob, BoxReader, assemble
 from holdfast.interop.part import DirectPartWriter, Row
 from holdfast.interop.source import OpenedCheckpoint
-from holdfast.storage.base import StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 
 
 def cuts(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:

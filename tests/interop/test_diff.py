@@ -11,22 +11,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_kit import invoke
 from interop_kit import full_state
 from mesh_kit import Layout, save_ranks
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.errors import CorruptCheckpointError
 from holdfast.interop.diff import Tolerance, compare
-from holdfast.storage.local.local_storage import LocalStorage
-
-
-def invoke(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
+from holdfast.storage import LocalStorage
 
 
 def pair(folder, before: dict, after: dict, **options):

@@ -19,8 +19,7 @@ import holdfast as hf
 from holdfast.errors import StorageError
 from holdfast.interop.sink import ExportFolder
 from holdfast.state.save.torch_file import from_plain
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import assert_state_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,14 +1,16 @@
-"""Fills catalogs as the writer does."""
+"""Fills the catalog of a run as the writer does, and says what stands in one."""
 
 from __future__ import annotations
+
+import os
 
 from checkpoint_kit import START, small
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
-from holdfast.storage.base import Storage, StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import Lease, make_owner
+from holdfast.storage import LocalStorage, MemoryStorage, Storage, StorageTraits, resolve
 
 
 class Far(MemoryStorage):
@@ -78,3 +80,23 @@ def save(catalog: Catalog, step: int, *, keep: Keep | None = None, name: str | N
 
 def names(catalog: Catalog) -> list[str]:
     return [record.name for record in catalog.records()]
+
+
+def catalog_of(place: str | os.PathLike[str] | Storage) -> Catalog:
+    """The checkpoints of the run at a place, as they are now."""
+    return Catalog(resolve(place))
+
+
+def steps_of(place: str | os.PathLike[str] | Storage) -> list[int]:
+    """Steps of the checkpoints of a run, in order."""
+    return sorted(record.step for record in catalog_of(place).records())
+
+
+def index_of(place: str | os.PathLike[str] | Storage) -> RunIndex:
+    """What ``run.json`` says now: attempts, their ends, the history of metrics."""
+    return RunIndex.load(resolve(place))
+
+
+def hold(place: str | os.PathLike[str] | Storage, start_id: str = START) -> Lease:
+    """Take the lease of a run, as a trainer does; its ``release`` gives it back."""
+    return Lease.acquire(resolve(place), make_owner(start_id))

@@ -11,7 +11,7 @@ from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.strict_json import dumps
-from holdfast.storage.base import Storage
+from holdfast.storage import Storage
 
 START = "00c0ffee"
 _saves = count()

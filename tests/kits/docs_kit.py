@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 __all__ = [
     "NOTEBOOKS", "PAGES", "ROOT", "blocks", "group_of", "groups_of", "page_test", "pages_of", "run_example",

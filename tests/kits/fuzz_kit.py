@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
 from holdfast.checkpoint import summary
-from holdfast.cli.main import cli
 from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
@@ -317,9 +316,7 @@ def commands_of(run: Path, home: Path) -> Iterator[tuple[str, ...]]:
 
 def command(*arguments: str) -> str:
     """Run a command; return what it printed on both streams. An error that it does not put into words comes through."""
-    result = CliRunner().invoke(cli, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = invoke(*arguments, code=None)
     return result.stdout + result.stderr
 
 

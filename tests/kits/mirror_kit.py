@@ -14,7 +14,7 @@ from object_kit import BUCKET, KEY, SECRET
 import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
-from holdfast.storage.base import Storage
+from holdfast.storage import Storage
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault, FaultProxy
 

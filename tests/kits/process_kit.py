@@ -1,9 +1,11 @@
-"""The end of a process that need not be a child of this one."""
+"""Waits for what other processes do: their end, and what they leave in files."""
 
 from __future__ import annotations
 
 import os
 import select
+import time
+from collections.abc import Callable
 
 
 def wait_gone(pid: int, timeout_s: float = 60.0) -> bool:
@@ -16,3 +18,13 @@ def wait_gone(pid: int, timeout_s: float = 60.0) -> bool:
         return bool(select.select([fd], [], [], timeout_s)[0])
     finally:
         os.close(fd)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, step_s: float = 0.005) -> bool:
+    """Poll ``condition`` until it holds; False when the time is up. Where there is an event, wait for that."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(step_s)
+    return True

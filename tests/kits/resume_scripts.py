@@ -6,6 +6,7 @@ in the data, and goes on exactly.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -299,6 +300,7 @@ def forked(command: Sequence[str], folder: Path) -> Forked:
     """Run ``python train.py`` in a fork of this process, which has imported torch, as in an interpreter of its own."""
 
     def body() -> None:
+        gc.freeze()  # the observer need not look through what is there: models of other tests are nobody's here
         os.chdir(folder)
         torch.set_num_threads(1)  # the parent's pool of threads did not come along
         start(os.environ["HOLDFAST_VERIFY"])

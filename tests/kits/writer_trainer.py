@@ -10,7 +10,7 @@ from pathlib import Path
 
 import writer_kit as kit
 
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 
 CONTENTS = [kit.noise(1, 48 * kit.MIB), kit.noise(2, 70_000)]

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from catalog_kit import catalog_of
 
-from holdfast.run.catalog import Catalog
-from holdfast.storage import resolve
 from holdfast.testing import assert_state_equal
 from loops import LOOPS, Ended, Loop
 
@@ -67,7 +66,7 @@ def check(name: str, kills: list[list[int]]) -> None:
     base = f"memory://{name}-{next(_numbers)}"
     wanted, ticks = life(loop, f"{base}/whole")
     assert ticks > 3
-    records = Catalog(resolve(f"{base}/whole")).records()
+    records = catalog_of(f"{base}/whole").records()
     assert max(record.step for record in records) > 3, "a loop that counts no steps and saves nothing tests nothing"
     for number, places in enumerate(kills or [[at] for at in range(1, ticks + 1)]):
         plan = [1 + (at - 1) % ticks for at in places]

@@ -7,16 +7,14 @@ import time
 
 import pytest
 import torch
+from command_kit import invoke
 from hypothesis import given
 from hypothesis import strategies as st
-from page_kit import HOSTILE, killed, train
+from page_kit import HOSTILE, killed, log_rows, train
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.page.document import render
 from holdfast.page.facts import clock, collect, grouped, run_facts, thin
-from holdfast.run.index import Attempt
-from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
 
 KEEP = hf.Keep(last=2, best=1, metric="val", mode="min")
@@ -33,12 +31,6 @@ def run(tmp_path_factory):
 
 def facts_in(html):
     return json.loads(re.search(r'<script id="facts" type="application/json">(.*?)</script>', html, re.DOTALL)[1])
-
-
-def call(*arguments):
-    from click.testing import CliRunner
-
-    return CliRunner().invoke(cli, [str(one) for one in arguments])
 
 
 # ---- facts
@@ -127,8 +119,7 @@ def test_values_that_cannot_be_drawn(tmp_path):
 
 def test_nothing_there(tmp_path):
     """A folder without runs is an error that names it."""
-    result = call("page", tmp_path, "-o", tmp_path / "x.html")
-    assert result.exit_code == 2
+    result = invoke("page", tmp_path, "-o", tmp_path / "x.html", code=2)
     assert "there is no run at" in result.output
     assert not (tmp_path / "x.html").exists()
 
@@ -153,9 +144,8 @@ def test_thin_keeps_every_extreme(points, most):
 def test_many_reports(tmp_path):
     """A curve of 50 000 values has 2 000 points on the page, the one spike among them, and says so."""
     storage = resolve(tmp_path / "run")
-    log = ReportLog(storage, Attempt(attempt=1, start_id="aaaaaaaa"), "f" * 16)
     rows = ({"step": n, "metrics": {"loss": 9.0 if n == 31_234 else 1.0 + n % 2 / 10}} for n in range(50_000))
-    log.write(rows)
+    log_rows(storage, rows)
     curve = collect(storage)["metrics"][0]
     assert curve["count"] == 50_000
     assert len(curve["points"]) <= 2000
@@ -227,30 +217,26 @@ def test_no_secrets(tmp_path, monkeypatch):
 
 def test_the_command(run, tmp_path):
     """One run, a folder of runs, and the facts alone."""
-    result = call("page", run, "-o", tmp_path / "a.html")
-    assert result.exit_code == 0, result.output
+    invoke("page", run, "-o", tmp_path / "a.html")
     assert facts_in((tmp_path / "a.html").read_text())["kind"] == "run"
     train(run.parent / "other", 6)
-    result = call("page", run.parent, "-o", tmp_path / "b.html")
-    assert result.exit_code == 0, result.output
+    invoke("page", run.parent, "-o", tmp_path / "b.html")
     facts = facts_in((tmp_path / "b.html").read_text())
-    apart = json.loads(call("page", run, run.parent / "other", run.parent / "other", "--json").output)
+    apart = json.loads(invoke("page", run, run.parent / "other", run.parent / "other", "--json").output)
     assert [one["name"] for one in apart["runs"]] == ["gpt", "other"]
     assert apart["title"] == "2 runs"
-    result = call("page", run, tmp_path / "none", "--json")
-    assert result.exit_code == 2
+    result = invoke("page", run, tmp_path / "none", "--json", code=2)
     assert "there is no run at" in result.output
     assert [one["name"] for one in facts["runs"]] == ["gpt", "other"]
     assert {metric["name"]: len(metric["curves"]) for metric in facts["metrics"]} == {"loss": 2, "val": 1}
-    assert json.loads(call("page", run, "--json").output)["kind"] == "run"
+    assert json.loads(invoke("page", run, "--json").output)["kind"] == "run"
     assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_what_cannot_be_written(run, tmp_path):
     """A target that is no file is an error and leaves nothing behind."""
     (tmp_path / "folder").mkdir()
-    result = call("page", run, "-o", tmp_path / "folder")
-    assert result.exit_code == 1
+    result = invoke("page", run, "-o", tmp_path / "folder", code=1)
     assert "folder" in result.output
     assert not list(tmp_path.glob(".*"))
 
@@ -279,8 +265,7 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
             real_sleep(0.05)  # its writer gives the lease back
 
     monkeypatch.setattr(command.time, "sleep", pause)
-    result = call("page", root, "-o", target, "--watch")
-    assert result.exit_code == 0, result.output
+    invoke("page", root, "-o", target, "--watch")
     seen = [*seen[:2], facts_in(target.read_text())]
     assert [one["live"] for one in seen] == [True, True, False]
     assert [one["checkpoints"][0]["step"] for one in seen] == [1, 2, 2]

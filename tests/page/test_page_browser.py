@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from page_kit import HOSTILE, browse, browser_is_here, train
+from page_kit import HOSTILE, browse, browser_is_here, log_rows, train
 
 import holdfast as hf
 from holdfast.page.document import render
 from holdfast.page.facts import collect
-from holdfast.run.index import Attempt
-from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
 
 pytestmark = [pytest.mark.frameworks, browser_is_here]
@@ -189,8 +187,8 @@ def test_small_and_dark(page, width, scheme):
 def test_ten_thousand_checkpoints(tmp_path):
     """A long run: the table answers at once, and the rest of it is one click away."""
     storage = resolve(tmp_path / "run")
-    log = ReportLog(storage, Attempt(attempt=1, start_id="aaaaaaaa"), "f" * 16)
-    log.write({"step": n, "metrics": {"loss": 1 / (n + 1)}, "checkpoint": f"step_{n:08d}"} for n in range(10_000))
+    rows = ({"step": n, "metrics": {"loss": 1 / (n + 1)}, "checkpoint": f"step_{n:08d}"} for n in range(10_000))
+    log_rows(storage, rows)
     facts = collect(storage)
     for row in facts["checkpoints"]:
         row["state"] = "ok"  # ten thousand real ones take minutes to save
@@ -418,9 +416,8 @@ def test_metrics_are_grouped(tmp_path):
 def test_a_long_run_is_drawn_at_once(tmp_path):
     """10 000 values and 300 checkpoints: the charts are drawn at once, counted from the start of the script."""
     storage = resolve(tmp_path / "run")
-    log = ReportLog(storage, Attempt(attempt=1, start_id="aaaaaaaa"), "f" * 16)
     row = {f"m{at}": 1.5 for at in range(5)}
-    log.write(
+    rows = (
         {
             "step": n,
             "time": 1e9 + n,
@@ -429,6 +426,7 @@ def test_a_long_run_is_drawn_at_once(tmp_path):
         }
         for n in range(10_000)
     )
+    log_rows(storage, rows)
     facts = collect(storage)
     assert len(facts["checkpoints"]) == 304
     (tmp_path / "run.html").write_text(render(facts))

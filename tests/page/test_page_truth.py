@@ -4,15 +4,15 @@ import subprocess
 import sys
 
 import pytest
+from catalog_kit import index_of
 from page_kit import browse, browser_is_here
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast._units import format_bytes
 from holdfast.page.document import render
 from holdfast.page.facts import collect
-from holdfast.run.index import RunIndex
-from holdfast.storage import LocalStorage, resolve
-from holdfast.testing.crash import wait_until
+from holdfast.storage import resolve
 
 pytestmark = [pytest.mark.frameworks, browser_is_here]
 
@@ -111,7 +111,7 @@ def trained(tmp_path, script):
         if done.returncode == 0:
             return root
         assert done.returncode == -9, done.stderr.decode()
-        wait_until(lambda: RunIndex.load(LocalStorage(root)).attempts[-1].ended is not None, timeout_s=30)
+        wait_until(lambda: index_of(root).attempts[-1].ended is not None, timeout_s=30)
     raise AssertionError("it never ended")
 
 

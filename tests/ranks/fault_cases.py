@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast.checkpointer import rank_group
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 
 TIMEOUT_S = 8.0
 ENDLESS_S = 900.0  # where a death has to be noticed by itself

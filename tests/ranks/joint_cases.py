@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries, functions, run_session, save_target
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:

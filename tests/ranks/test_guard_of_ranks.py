@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,52 @@ def test_all_ranks_leave_out_the_same_batch(ranks, tmp_path, where) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_are_killed_beside_a_bad_batch_end_as_those_that_never_had_it(ranks, tmp_path, seed) -> None:
+    """With snapshots: what is rescued, what is left out and what is trained again fit together, bitwise."""
+    chance = random.Random(seed)
+    bad, rescue = chance.randrange(1, 23), chance.choice([1, 3])
+    kills = [{str(chance.randrange(2)): chance.randrange(2, 24)} for _ in range(3)]
+    kills[chance.randrange(3)] = {"0": bad + 1, "1": bad + 1}  # the bad step itself, before anybody has judged it
+    ends = []
+    while not ends or ends[-1] != [0, 0]:
+        kill = kills[len(ends)] if len(ends) < len(kills) else None
+        ended = ranks.ranks(f"{CASES}:train", str(tmp_path / "run"), bad, rescue=rescue, kill_at=kill)
+        ends.append([one.status for one in ended])
+        assert len(ends) < 9, (ends, [one.error or one.output for one in ended])
+    twin = ranks.checked(f"{CASES}:train", str(tmp_path / "twin"), -1, bad)
+    assert [one.value for one in ended] == twin, ends
+
+
+@pytest.mark.slow
 def test_stop_ends_all_ranks(ranks, tmp_path) -> None:
     """Rank 0 raises the reason, the others leave at the same step."""
     ended = ranks.ranks(f"{CASES}:train", str(tmp_path / "run"), 9, action="stop")
     assert [one.status for one in ended] == [1, 86]
     assert "action='stop'" in ended[0].error
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_loss_that_every_rank_has_as_a_whole_is_read_by_rank_0_alone(ranks, tmp_path, guarded) -> None:
+    """A replicated DTensor: nothing is communicated, so nobody waits for ranks that do not read."""
+    ended = ranks.ranks(f"{CASES}:spread_loss", str(tmp_path / "run"), "replicate", guarded, timeout_s=60)
+    statuses = [one.status for one in ended]
+    assert statuses == ([86, 86] if guarded else [0, 0]), [one.error or one.output for one in ended]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["partial", "shard"])
+def test_a_loss_of_which_each_rank_has_a_part_is_refused(ranks, tmp_path, kind) -> None:
+    """To read it is a call of all ranks: rank 0 says so instead of waiting for them."""
+    ended = ranks.ranks(f"{CASES}:spread_loss", str(tmp_path / "run"), kind, timeout_s=60)
+    assert "step 1: metric 'loss' is a DTensor of which each rank holds a part" in ended[0].error
+    assert "loss=value.full_tensor(), called on all ranks" in ended[0].error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [{"guard": True}, {"rescue": 1}])
+def test_what_rank_0_alone_is_given_is_an_error_of_all(ranks, tmp_path, option) -> None:
+    """``guard=... if rank == 0 else None``: all ranks save before a step that was bad, and keep the same snapshots."""
+    ended = ranks.ranks(f"{CASES}:differ", str(tmp_path / "run"), **option, timeout_s=60)
+    for one in ended:
+        assert "the arguments of Checkpointer must be the same on all ranks" in one.error, one.output

@@ -11,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from catalog_kit import steps_of
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
 
 CASES = str(Path(__file__).with_name("fault_cases.py"))
 WEIGHTS_AT_5 = -1.0050358772277832  # of five steps without interruption
@@ -100,7 +99,7 @@ def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
             assert one["durable"] == 2
         elif not victim_gone:
             assert one["error"] is None, one
-    found = sorted(record.step for record in Catalog(resolve(root)).records())
+    found = steps_of(root)
     assert found[:1] == [2]
     may_commit = {expected is SAVED}
     if (what, rank) == ("SIGSTOP writer", 0):  # let go on, it may commit what nobody waits for any more
@@ -161,7 +160,7 @@ def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, ran
             assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
         else:
             assert ended[1 - rank].status == 0, (at, ended[1 - rank])
-        found = sorted(record.step for record in Catalog(resolve(root)).records())
+        found = steps_of(root)
         assert found == [2, 4] if what == "writer" else found in ([2], [2, 4]), at
         again = ranks.checked(f"{CASES}:run", str(root), str(notes), None, 5)
         assert [(one["start"], one["error"]) for one in again] == [(max(found), None)] * 2, at

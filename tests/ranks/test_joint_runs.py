@@ -7,16 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of, steps_of
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
 
 CASES = str(Path(__file__).with_name("joint_cases.py"))
-
-
-def steps(root):
-    return sorted(record.step for record in Catalog(resolve(root)).records())
 
 
 def test_a_killed_run_goes_on_bit_exact(ranks, tmp_path):
@@ -30,7 +25,7 @@ def test_a_killed_run_goes_on_bit_exact(ranks, tmp_path):
         assert again[rank]["tensors"] == plain[rank]["tensors"]
         assert again[rank]["random"] == plain[rank]["random"]
     assert plain[0]["random"] != plain[1]["random"]
-    assert steps(tmp_path / "plain") == [2, 4, 6, 7]
+    assert steps_of(tmp_path / "plain") == [2, 4, 6, 7]
     checkpoint = hf.Checkpoint(tmp_path / "plain" / "step_00000006")
     assert checkpoint.verify(deep=True).ok
     assert checkpoint.manifest.writers == (0, 1)
@@ -42,7 +37,7 @@ def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
     found = ranks.checked(f"{CASES}:jitter", str(tmp_path), 250, 1, world_size=world_size)
     assert all(one["saved"] == found[0]["saved"] for one in found), found
     assert len(found[0]["saved"]) >= 2
-    assert [step for step in steps(tmp_path) if step > 1] == found[0]["saved"]
+    assert [step for step in steps_of(tmp_path) if step > 1] == found[0]["saved"]
 
 
 def test_saves_by_samples_are_made_at_the_same_steps(ranks, tmp_path):
@@ -63,7 +58,7 @@ def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):
     """All save the same step and leave with status 85, whoever got the signal; the same for rank 0's deadline."""
     ended = ranks.ranks(f"{CASES}:stop_one", str(tmp_path), which, int(sign))
     assert [one.status for one in ended] == [85, 85], ended
-    (step,) = steps(tmp_path)
+    (step,) = steps_of(tmp_path)
     assert hf.Checkpoint(tmp_path / f"step_{step:08d}").verify(deep=True).ok
     assert step >= (4 if sign else 1), "a slow machine may have spent the deadline on its start"
     assert step < 100_000, "it ran to the end instead"
@@ -90,7 +85,7 @@ def test_a_rank_that_waits_alone_in_a_body_of_several_steps_saves_none_of_its_ow
     """The others save at the end of the body: so does this one, whatever is due where it waits."""
     found = ranks.checked(f"{CASES}:two_steps_a_batch", str(tmp_path))
     assert [one["steps"] for one in found] == [12, 12]
-    assert steps(tmp_path) == [4, 6, 10, 12]
+    assert steps_of(tmp_path) == [4, 6, 10, 12]
     assert os.readlink(tmp_path / "latest") == "step_00000012"
     assert all(hf.load(path)["w"][0] == step // 2 for step in (4, 6, 10, 12) for path in tmp_path.glob(f"*{step:08d}"))
 
@@ -100,7 +95,7 @@ def test_a_busy_writer_makes_all_ranks_skip_the_same(ranks, tmp_path):
     found = ranks.checked(f"{CASES}:busy", str(tmp_path))
     assert found[0] == found[1]
     assert found[0]["skipped"] > 0
-    assert steps(tmp_path) == found[0]["saved"]
+    assert steps_of(tmp_path) == found[0]["saved"]
 
 
 @pytest.mark.parametrize(
@@ -130,4 +125,4 @@ def test_what_is_bad_for_one_rank_is_bad_for_all(ranks, tmp_path):
     found = ranks.checked(f"{CASES}:resume_with_damage", str(tmp_path))
     assert [one["start"] for one in found] == [2, 2]
     assert found[0]["from"] == "step_00000002"
-    assert "rank 1: bytes differ" in Catalog(resolve(tmp_path)).index.quarantined["step_00000004"]
+    assert "rank 1: bytes differ" in catalog_of(tmp_path).index.quarantined["step_00000004"]

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from catalog_kit import index_of
+from process_kit import wait_until
 
-from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
-from holdfast.testing.crash import wait_until
 
 SCRIPT = """
 import os, sys, torch, holdfast as hf
@@ -38,7 +38,7 @@ def test_a_rank_killed_in_a_loop_of_ones_own(tmp_path: Path, killed: int) -> Non
     assert ended.returncode == 1
     assert f"rank {killed}: its trainer process has died (killed by SIGKILL). What this rank raises" in ended.stderr
     storage = LocalStorage(tmp_path / "run")
-    assert wait_until(lambda: RunIndex.load(storage).attempts[-1].ended is not None)
-    (attempt,) = RunIndex.load(storage).attempts
+    assert wait_until(lambda: index_of(storage).attempts[-1].ended is not None)
+    (attempt,) = index_of(storage).attempts
     assert attempt.reason == f"rank {killed}: its trainer process has died (killed by SIGKILL)"
     assert attempt.details == {"last_step": 7}

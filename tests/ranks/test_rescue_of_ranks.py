@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalog_kit import index_of
+from process_kit import wait_until
 from ranks_kit import RankServer
 
 import holdfast as hf
-from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
-from holdfast.testing.crash import wait_until
 
 CASES = f"{Path(__file__).parent / 'rescue_cases.py'}:train"
 
@@ -22,7 +22,7 @@ CASES = f"{Path(__file__).parent / 'rescue_cases.py'}:train"
 def newest(run: Path) -> hf.Checkpoint:
     """Return the newest checkpoint once the writers of the dead trainers have given the run back."""
     storage = LocalStorage(run)
-    assert wait_until(lambda: RunIndex.load(storage).attempts[-1].ended is not None)
+    assert wait_until(lambda: index_of(storage).attempts[-1].ended is not None)
     return hf.Checkpoint(max(path.parent for path in run.glob("step_*/manifest.json")))
 
 
@@ -44,7 +44,7 @@ def test_a_killed_rank_loses_no_step_that_all_had_kept(
     assert found.verify(deep=True).ok
     assert found.manifest is not None
     assert "trainer process has died" in found.manifest.extra["rescued"]
-    (attempt,) = RunIndex.load(LocalStorage(run)).attempts
+    (attempt,) = index_of(run).attempts
     assert "trainer process has died" in (attempt.reason or "")
 
 

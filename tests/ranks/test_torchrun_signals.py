@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from catalog_kit import index_of
 
 import holdfast as hf
-from holdfast.run.index import RunIndex
-from holdfast.storage.local.local_storage import LocalStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -95,7 +94,7 @@ class Launched:
 
     def reason(self) -> str | None:
         """How the run ended, as a job script may ask."""
-        return RunIndex.load(LocalStorage(self.root)).attempts[-1].reason
+        return index_of(self.root).attempts[-1].reason
 
 
 @contextlib.contextmanager

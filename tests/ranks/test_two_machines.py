@@ -12,11 +12,10 @@ from pathlib import Path
 
 import network_kit
 import pytest
+from catalog_kit import catalog_of
 from network_kit import ADDRESSES, DEVICE, Network
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
 
 SCRIPT = str(Path(__file__).with_name("network_cases.py"))
 LIMIT_S = 200.0
@@ -86,7 +85,7 @@ class Ranks:
 
 def steps(root):
     """The committed steps, each of which is whole."""
-    found = Catalog(resolve(str(root))).records()
+    found = catalog_of(str(root)).records()
     assert all(hf.Checkpoint(root / record.name).verify(deep=True).ok for record in found)
     return sorted(record.step for record in found)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast.checkpointer import rank_group
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 
 
 def train(

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of
 from object_kit import BUCKET, moto, s3_environment
+from process_kit import wait_until
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
 from holdfast.run.external import EXTERNAL
-from holdfast.storage.resolve import resolve
-from holdfast.testing.crash import wait_until
+from holdfast.storage import resolve
 
 _HERE = Path(__file__).parent
 
@@ -91,7 +91,7 @@ def test_through_a_kill_and_a_restart(trainers) -> None:
     assert seen[-1] == (2, 10)
     assert len([step for attempt, step in seen if attempt == 2]) >= 3
     storage = resolve(run)
-    assert [record.step for record in Catalog(storage).records()][:3] == [10, 9, 8]
+    assert [record.step for record in catalog_of(storage).records()][:3] == [10, 9, 8]
     assert not list(storage.list(EXTERNAL))
 
 
@@ -108,15 +108,15 @@ def test_a_hold_keeps_retention_away(trainers) -> None:
             if held > 16 or not checkpoint.verify().ok:
                 continue
             checkpoint.report(val=0.5)
-            assert wait_until(lambda held=held: Catalog(storage).newest().step >= held + 4, 120)
+            assert wait_until(lambda held=held: catalog_of(storage).newest().step >= held + 4, 120)
             assert checkpoint.verify().ok
-            assert {record.step for record in Catalog(storage).records()} >= {held}
+            assert {record.step for record in catalog_of(storage).records()} >= {held}
             break
     else:
         raise AssertionError("nothing could be held")
     last = [one.step for one in feed][-1]
     assert last == 24
-    catalog = Catalog(storage)
+    catalog = catalog_of(storage)
     assert [record.step for record in catalog.records()] == [24]
     rules = {one.name: one.why for one in catalog.index.read_history().events if one.what == "deleted"}
     assert rules[checkpoint.name] == "not among last 1"

@@ -12,9 +12,7 @@ from loop_kit import Crash, CrashAt, plain
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
-from holdfast.storage import LibcloudObjectStore
-from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.resolve import resolve
+from holdfast.storage import LibcloudObjectStore, MemoryStorage, resolve
 from holdfast.testing import assert_state_equal
 
 

@@ -11,19 +11,18 @@ from pathlib import Path
 
 import loop_kit
 import pytest
+from catalog_kit import catalog_of
 from loop_kit import Crash, CrashAt, plain
 from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.errors import StorageUnavailableError
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.run.catalog import Catalog
+from holdfast.storage import resolve
 from holdfast.storage.object.object_storage import ObjectStorage
-from holdfast.storage.resolve import resolve
-from holdfast.testing import assert_state_equal
-from holdfast.testing.crash import wait_until
-from holdfast.testing.fault_proxy import Exchange, Fault, FaultProxy
+from holdfast.testing import Exchange, Fault, FaultProxy, assert_state_equal
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def test_s3_folder(proxy: FaultProxy, tmp_path: Path, suffix: str) -> None:
     assert resolve(uri).read("latest-rank0.symlink") == f"loop{suffix}/runs/ba12{suffix}".encode()
     assert int(plain(None, load_path=f"{uri}/latest-rank0").state.timestamp.batch) == 12
     if not suffix:
-        assert Catalog(resolve(uri)).records()[0].name == "ba12"
+        assert catalog_of(uri).records()[0].name == "ba12"
 
 
 def test_nothing_is_kept_here(proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +127,11 @@ def test_a_link_that_cannot_be_set_loses_no_checkpoint(
     assert "NOT saved" not in caplog.text
     there = resolve(uri)
     assert there.read("latest-rank0.symlink") == b"unlinked/ba3"
-    assert [record.step for record in Catalog(there).records()] == [9, 6, 3]
+    assert [record.step for record in catalog_of(there).records()] == [9, 6, 3]
     proxy.inject()
     train(12)
     assert there.read("latest-rank0.symlink") == b"unlinked/ba12"
-    assert [record.step for record in Catalog(there).records()] == [12]
+    assert [record.step for record in catalog_of(there).records()] == [12]
 
 
 def test_uploads_to_a_bucket_that_is_down_for_a_while(

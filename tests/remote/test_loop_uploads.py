@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 from loop_kit import Crash, CrashAt, names, plain
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import State
 from holdfast.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
-from holdfast.storage import LibcloudObjectStore
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import LibcloudObjectStore, MemoryStorage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.naming import Destinations
 from holdfast.trainers.loop.saving.saves import PostCommit
@@ -251,7 +250,7 @@ FAILS = """
 import os, sys
 import holdfast as hf
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 from loop_kit import plain
 
 class Down(MemoryStorage):

@@ -8,15 +8,14 @@ import threading
 import time
 
 import pytest
+from catalog_kit import index_of
 from mirror_kit import DOWN, be_impatient, running, step_to, steps
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.errors import StorageError
-from holdfast.run.index import RunIndex
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing import Fault
-from holdfast.testing.crash import wait_until
-from holdfast.testing.fault_proxy import Exchange
+from holdfast.storage import LocalStorage
+from holdfast.testing import Exchange, Fault
 
 
 def test_a_remote_that_goes_down_does_not_stop_training(remote, local, proxy, capfd):
@@ -142,4 +141,4 @@ def test_a_writer_that_dies_is_followed_by_one_that_goes_on(remote, local, proxy
         ck.wait(remote=True)
         assert ck.stats.last_remote_step == 5
     assert steps(remote) == [1, 2, 3, 4, 5]
-    assert len(RunIndex.load(remote).attempts) == 1
+    assert len(index_of(remote).attempts) == 1

@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of
 from mirror_kit import bucket
 from object_kit import BUCKET, moto, s3_environment
+from process_kit import wait_until
 
 import holdfast as hf
-from holdfast.run.catalog import Catalog
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage, Storage
 from holdfast.testing import Fault, FaultProxy
-from holdfast.testing.crash import wait_until
 
 _STEPS = 20
 
@@ -87,7 +86,7 @@ def _lives(pid: int) -> bool:
 
 
 def _newest(*sides: Storage) -> int:
-    return max((record.step for side in sides for record in Catalog(side).records()), default=0)
+    return max((record.step for side in sides for record in catalog_of(side).records()), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,7 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, result: str, kills: lis
     step, _ = last.start()
     assert step == expected
     assert last.end() == result
-    assert [record.step for record in Catalog(remote).records()][:3] == [_STEPS, _STEPS - 1, _STEPS - 2]
+    assert [record.step for record in catalog_of(remote).records()][:3] == [_STEPS, _STEPS - 1, _STEPS - 2]
     for info in remote.list("", recursive=False):
         directory = info.path.rstrip("/")
         if directory.startswith("step_"):  # nothing half-sent is left, files that have one name in all saves included

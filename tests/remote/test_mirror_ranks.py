@@ -5,14 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from catalog_kit import steps_of
 
 CASES = str(Path(__file__).parents[1] / "ranks" / "joint_cases.py")
-
-
-def _steps(root: Path) -> list[int]:
-    return sorted(record.step for record in Catalog(LocalStorage(root)).records())
 
 
 def test_ranks_share_a_local_disk_in_front_of_a_remote(ranks, tmp_path):
@@ -23,11 +18,11 @@ def test_ranks_share_a_local_disk_in_front_of_a_remote(ranks, tmp_path):
     assert [one.status for one in died] == [9, 9], died
     again = ranks.checked(f"{CASES}:train", remote, 5, local_dir=str(local), every=1)
     assert [one["start"] for one in again] == [4, 4]
-    assert _steps(Path(remote)) == [2, 4, 5]
+    assert steps_of(Path(remote)) == [2, 4, 5]
     shutil.rmtree(local)
     last = ranks.checked(f"{CASES}:train", remote, 7, local_dir=str(local))
     assert [one["start"] for one in last] == [5, 5]
     for rank in range(2):
         assert last[rank]["tensors"] == plain[rank]["tensors"]
-    assert _steps(local) == [7]
-    assert _steps(Path(remote))[-1] == 7
+    assert steps_of(local) == [7]
+    assert steps_of(Path(remote))[-1] == 7

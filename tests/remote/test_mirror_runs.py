@@ -11,22 +11,18 @@ from pathlib import Path
 import mirror_kit as kit
 import pytest
 import torch
+from catalog_kit import catalog_of, hold, index_of
 from mirror_kit import DOWN, be_impatient, puts, running, step_to, steps, train
 from object_kit import KEY, SECRET
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.errors import ConfigError, RunBusyError, StorageError
-from holdfast.run.catalog import Catalog
-from holdfast.run.index import RunIndex
-from holdfast.run.lease import Lease, make_owner
 from holdfast.run.reports import read_reports
 from holdfast.run.retention import decide
-from holdfast.storage.base import Storage, StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage, Storage, StorageTraits, resolve
 from holdfast.storage.object.client import BucketClient
-from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
-from holdfast.testing.crash import wait_until
 from holdfast.writer.uploads.queue import UploadQueue
 
 
@@ -39,7 +35,7 @@ def test_both_sides_are_runs_of_their_own(remote, local):
     assert ck.stats.last_remote_step == 4
     assert ck.stats.remote_behind == 0
     assert ck.stats.seconds_since_remote < 60
-    here, there = RunIndex.load(disk), RunIndex.load(remote)
+    here, there = index_of(disk), index_of(remote)
     assert (here.run_id, here.attempts, here.finished) == (there.run_id, there.attempts, there.finished)
     assert there.attempts[0].reason == "finished"
     assert read_reports(remote)[0] == read_reports(disk)[0]
@@ -69,8 +65,8 @@ def test_an_empty_disk_resumes_from_the_remote(remote, local):
     ck = train(remote, local, 5)
     assert ck.resumed_from.uri == f"{remote.uri}/step_00000003"
     assert steps(remote) == [1, 2, 3, 4, 5]
-    assert [one.attempt for one in RunIndex.load(LocalStorage(local)).attempts] == [1, 2]
-    assert RunIndex.load(remote).attempts[1].resumed_from == {"name": "step_00000003", "step": 3, "attempt": 1}
+    assert [one.attempt for one in index_of(local).attempts] == [1, 2]
+    assert index_of(remote).attempts[1].resumed_from == {"name": "step_00000003", "step": 3, "attempt": 1}
     assert [row["step"] for row in read_reports(remote)[0]] == [1, 2, 3, 4, 5]
 
 
@@ -86,7 +82,7 @@ def test_the_newest_of_both_sides_is_resumed(remote, local, proxy):
     ck = train(remote, local, 6)
     assert ck.resumed_from.uri == f"{remote.uri}/step_00000005"
     assert steps(remote) == [1, 2, 3, 4, 5, 6]
-    attempts = [record.attempt for record in Catalog(remote).records()]
+    attempts = [record.attempt for record in catalog_of(remote).records()]
     assert attempts == [4, 3, 3, 1, 1, 1]
 
 
@@ -193,7 +189,7 @@ def test_nothing_stays_when_asked(remote, local):
         ck.wait(remote=True)
         ck.report(val=0.25)
     assert ck.resumed_from.uri == f"{remote.uri}/step_00000003"
-    assert Catalog(remote).record("step_00000004").metrics["val"] == 0.25
+    assert catalog_of(remote).record("step_00000004").metrics["val"] == 0.25
     assert not list(local.glob("step_*"))
     assert steps(remote) == [3, 4]
 
@@ -208,7 +204,7 @@ def test_late_metrics_and_pins_arrive(remote, local):
         ck.latest().pin()
         step_to(ck, state, 5)
         ck.report(val=9.0)
-    found = {record.step: (record.metrics.get("val"), record.pinned) for record in Catalog(remote).records()}
+    found = {record.step: (record.metrics.get("val"), record.pinned) for record in catalog_of(remote).records()}
     assert found == {2: (1.0, False), 4: (5.0, True), 5: (9.0, False)}
 
 
@@ -225,7 +221,7 @@ def test_the_best_is_not_deleted_before_its_metrics_have_arrived(local, monkeypa
         step_to(ck, state, 5)
         ck.wait(remote=True)
         assert not list(local.glob("step_00000002/*")), "it is at the remote only"
-    found = {record.step: record.metrics.get("val") for record in Catalog(remote).records()}
+    found = {record.step: record.metrics.get("val") for record in catalog_of(remote).records()}
     assert found == {2: 1.0, 5: None}
 
 
@@ -237,9 +233,9 @@ def test_remote_retention_is_that_of_the_rules(remote, local):
         for step in range(1, 10):
             step_to(ck, state, step)
             ck.report(val=float((step * 7) % 5))
-            seen |= {record.name: record for record in Catalog(LocalStorage(local)).records()}
+            seen |= {record.name: record for record in catalog_of(local).records()}
     wanted = {verdict.name for verdict in decide(keep, seen.values()) if verdict.keep}
-    assert {record.name for record in Catalog(remote).records()} == wanted
+    assert {record.name for record in catalog_of(remote).records()} == wanted
 
 
 def test_a_remote_taken_over_is_an_error(remote, local, proxy):
@@ -248,7 +244,7 @@ def test_a_remote_taken_over_is_an_error(remote, local, proxy):
         step_to(ck, state, 1)
         ck.wait(remote=True)
         remote.delete("lease.json")
-        other = Lease.acquire(remote, make_owner("feedbeef"))
+        other = hold(remote, "feedbeef")
         remote.put("step_00000002/manifest.json", b"of the other one")
         step_to(ck, state, 20)
         ck.wait(remote=True)
@@ -265,7 +261,7 @@ def test_a_name_of_another_life_is_not_overwritten(remote, local, proxy, capfd):
     ck = train(remote, local, 4)
     assert ck.resumed_from.uri == f"{remote.uri}/step_00000002"
     assert remote.read("step_00000002/manifest.json") == there
-    assert [record.step for record in Catalog(remote).records()] == [4, 3, 2, 1]
+    assert [record.step for record in catalog_of(remote).records()] == [4, 3, 2, 1]
 
 
 def test_two_runs_do_not_mix(remote, local):
@@ -318,7 +314,7 @@ def test_an_error_in_the_body_waits_for_uploads(remote, local):
         step_to(ck, state, 3)
         raise ZeroDivisionError
     assert steps(remote) == [1, 2, 3]
-    assert RunIndex.load(remote).attempts[0].reason == "ZeroDivisionError"
+    assert index_of(remote).attempts[0].reason == "ZeroDivisionError"
 
 
 def test_rot_is_not_uploaded(remote, local, proxy, capfd):

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import writer_kit as kit
+from catalog_kit import catalog_of, index_of
 
 from holdfast.errors import CheckpointExistsError, RunBusyError
 from holdfast.format.commit import read_manifest, remove
-from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
-from holdfast.run.index import RunIndex
 from holdfast.run.lease import make_owner
 from holdfast.run.record import METRICS_FILE, read_sidecar
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import MirrorLimits
 from holdfast.writer.uploads.mirror import Mirroring
@@ -58,9 +57,9 @@ def take(remote: RemoteRun, name: str) -> None:
 
 def test_the_index_knows_what_arrived_without_rules(local: LocalStorage, remote: RemoteRun) -> None:
     """Without rules of retention run.json of the remote has the checkpoint as soon as it is there."""
-    (name,) = Catalog(local).index.rows
+    (name,) = catalog_of(local).index.rows
     take(remote, name)
-    assert list(RunIndex.load(remote.catalog.storage).rows) == [name]
+    assert list(index_of(remote.catalog.storage).rows) == [name]
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -68,7 +67,7 @@ def test_a_late_commit_of_a_sleeper_is_replaced(
     when: str, local: LocalStorage, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever was taken over may commit under a name that we bring: before we do, or in the middle of it."""
-    (name,) = Catalog(local).index.rows
+    (name,) = catalog_of(local).index.rows
     ours, storage = read_manifest(local, name), remote.catalog.storage
     remote.catalog.fence = Fence(below=ours.attempt)
     theirs = replace(ours, attempt=ours.attempt - 1, checkpoint_id="theirs").to_bytes()
@@ -93,7 +92,7 @@ def test_a_late_commit_of_a_sleeper_is_replaced(
 
 def test_a_quarantined_one_is_not_taken_for_complete(local: LocalStorage, remote: RemoteRun) -> None:
     """Its sizes tell nothing of the damage: it stays quarantined, and the local one counts as not uploaded."""
-    (name,) = Catalog(local).index.rows
+    (name,) = catalog_of(local).index.rows
     take(remote, name)
     remote.catalog.index.quarantine(name, "rotten")
     with pytest.raises(CheckpointExistsError, match="quarantined"):
@@ -105,7 +104,7 @@ def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(
     local: LocalStorage, remote: RemoteRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are dropped with a word in the log."""
-    (name,) = Catalog(local).index.rows
+    (name,) = catalog_of(local).index.rows
     take(remote, name)
     remove(remote.catalog.storage, name)
     remote.late(name, {"val": 1.0}, None)
@@ -115,7 +114,7 @@ def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_pin_at_the_remote_of_an_earlier_life_stays(damaged: bool, local: LocalStorage, remote: RemoteRun) -> None:
     """Somebody pinned it at the store alone, or its sidecar there is damaged: no later look at the disk undoes that."""
-    (name,) = Catalog(local).index.rows
+    (name,) = catalog_of(local).index.rows
     take(remote, name)
     store = remote.catalog.storage
     remote.catalog.pin(name)
@@ -126,7 +125,7 @@ def test_a_pin_at_the_remote_of_an_earlier_life_stays(damaged: bool, local: Loca
     next_life.both.add(name)
     for value in (1.0, 2.0):  # the first look, and one after something came late on the disk
         next_life.bring_sidecars()
-        Catalog(local).set_metrics(name, {"val": value})
+        catalog_of(local).set_metrics(name, {"val": value})
         next_life.bring_sidecars()
         found = read_sidecar(store, name)
         assert (found.pinned, found.damage, found.metrics["val"]) == (True, before.damage, value)

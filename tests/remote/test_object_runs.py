@@ -14,19 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 from gcs_stub import GoogleStub
 from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
+from process_kit import wait_until
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from holdfast.storage import resolve
-from holdfast.storage.base import StorageTraits
+from holdfast.storage import StorageTraits, resolve
 from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import FaultProxy
-from holdfast.testing.crash import wait_until
 
 _SCRIPT = Path(__file__).parents[1] / "kits" / "kill_training.py"
 
@@ -97,7 +95,7 @@ def test_damage_is_found(root, endpoint):
     s3.put_object(Bucket=BUCKET, Key=key, Body=bytes(body))
     with pytest.raises(CorruptCheckpointError, match="w"):
         hf.load(f"{root}/first")
-    assert CliRunner().invoke(cli, ["verify", f"{root}/first"]).exit_code != 0
+    invoke("verify", f"{root}/first", code=1)
 
 
 def _life(root: str, result: Path, pid_file: Path, pause: float) -> subprocess.Popen:
@@ -156,17 +154,11 @@ def test_command_line(root):
     with hf.Checkpointer(f"{root}/run", {"w": torch.ones(5)}, every=1) as ck:
         for _ in range(2):
             ck.step(loss=0.5)
-    runner = CliRunner()
-    listed = runner.invoke(cli, ["ls", f"{root}/run"])
-    assert listed.exit_code == 0, listed.output
-    assert "step" in listed.output
+    assert "step" in invoke("ls", f"{root}/run").output
     name = _committed(f"{root}/run")[-1].split("/")[0]
     for command in (["show", f"{root}/run/{name}"], ["verify", f"{root}/run/{name}"], ["verify", f"{root}/run"]):
-        done = runner.invoke(cli, command)
-        assert done.exit_code == 0, (command, done.output)
-    missing = runner.invoke(cli, ["ls", f"{root}/nothing"])
-    assert missing.exit_code != 0
-    assert "nothing at" in missing.output
+        invoke(*command)
+    assert "nothing at" in invoke("ls", f"{root}/nothing", code=2).output
 
 
 def test_credentials_are_written_nowhere(root, endpoint, tmp_path, monkeypatch, caplog, capfd):

@@ -17,7 +17,7 @@ from slow_sink import sink
 
 import holdfast as hf
 from holdfast.checkpointer import save_target
-from holdfast.storage.base import StorageTraits
+from holdfast.storage import StorageTraits
 from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
@@ -77,7 +78,7 @@ def life(storage, upto, before=lambda step: None):
 
 def check(storage, upto, attempts):
     """Everything is there that has to be, bit for bit, and nothing else."""
-    catalog = hf.run.catalog.Catalog(storage)
+    catalog = catalog_of(storage)
     found = {record.step: record for record in catalog.records()}
     assert set(found) >= {upto - 1, upto}
     for step in (upto - 1, upto):
@@ -166,7 +167,7 @@ def test_a_remote_that_is_down_for_long_costs_saves_alone(proxy, storage, caplog
             assert ck.stats.last_durable_step == (step if step in (1, 4) else 1)
         assert ck.stats.skipped == 2
     assert "step 2 was NOT saved, the storage does not answer" in caplog.text
-    assert [record.step for record in hf.run.catalog.Catalog(place).records()] == [4, 1]
+    assert [record.step for record in catalog_of(place).records()] == [4, 1]
     with (
         pytest.raises(StorageUnavailableError, match="the final step 6 was NOT saved"),
         hf.Checkpointer(place, state, every=1, keep=None) as ck,

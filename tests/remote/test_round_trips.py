@@ -21,7 +21,7 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part
 from holdfast.state.load import restore
-from holdfast.storage.base import StorageTraits
+from holdfast.storage import StorageTraits
 from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together

@@ -10,21 +10,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of, steps_of
 from object_kit import BUCKET, client, moto, s3_environment
 
 import holdfast as hf
 from holdfast.format.names import save_id_of
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultProxy
 
 CASES = str(Path(__file__).with_name("staged_rank_cases.py"))
 # Where a writer is killed and nobody is waited for in vain: it starts slowly where the machine is busy.
 PATIENT = {"stale_s": 30.0, "patience_s": 100.0}
-
-
-def steps(root: Path) -> list[int]:
-    return sorted(record.step for record in Catalog(LocalStorage(root)).records())
 
 
 def left(disks: Path) -> list[str]:
@@ -52,12 +47,12 @@ def test_saves_are_staged_on_each_machine_and_committed_at_the_remote(ranks, tmp
     assert first[0]["remote"] == 5
     arrived = [[f"step_{step:08d}", True] for step in (2, 4, 5)]
     assert [[list(one) for one in rank["told"]] for rank in first] == [arrived, []], "on_commit: whole at the remote"
-    assert steps(remote) == [2, 4, 5]
+    assert steps_of(remote) == [2, 4, 5]
     assert is_good(remote)
     assert hf.Checkpoint(remote / "step_00000004").manifest.writers == (0, 1)
     assert not list(disks.rglob("manifest.json"))
     assert left(disks) == [], "what has arrived is gone from the disks"
-    assert Catalog(LocalStorage(remote)).record("step_00000004").metrics == {"loss": 0.5, "late": 1.5}
+    assert catalog_of(remote).record("step_00000004").metrics == {"loss": 0.5, "late": 1.5}
     shutil.rmtree(disks)
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 7)
     plain = ranks.checked(f"{CASES}:train", str(tmp_path / "plain"), str(disks), 7)
@@ -73,7 +68,7 @@ def test_without_a_disk_in_front_of_it(ranks, tmp_path):
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 5, bare=True)
     assert [one["error"] for one in first + again] == [None] * 4
     assert [one["start"] for one in again] == [3, 3]
-    assert steps(remote) == [2, 3, 4, 5]
+    assert steps_of(remote) == [2, 3, 4, 5]
     assert not list(disks.rglob("*.*"))
 
 
@@ -87,11 +82,11 @@ def test_what_was_staged_everywhere_is_brought_by_the_next_start(ranks, tmp_path
     broken = {"rank": 1, "fail_on": {"pwrite": errno.EIO}}
     died = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 9, broken=broken, fault={"step": 4, "what": "all"})
     assert [one.status for one in died] == [-signal.SIGKILL] * 2, died
-    assert steps(remote) == [2]
+    assert steps_of(remote) == [2]
     shutil.copytree(tmp_path, tmp_path / "twin")
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
     assert [one["start"] for one in again] == [4, 4]
-    assert steps(remote) == [2, 4, 6]
+    assert steps_of(remote) == [2, 4, 6]
     assert is_good(remote)
     assert left(disks) == []
     shutil.rmtree(tmp_path / "twin" / "disks" / "node1")
@@ -112,7 +107,7 @@ def test_a_rank_or_its_machine_dies(ranks, tmp_path, rank, what):
     ended = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 9, fault=fault)
     assert ended[rank].status == -signal.SIGKILL, ended[rank]
     assert re.search(f"rank {rank}('s|: its) (trainer|writer).* (died|reached)", ended[1 - rank].checked()["error"])
-    found = steps(remote)
+    found = steps_of(remote)
     assert 2 in found
     assert is_good(remote) or what == "both"
     if what == "trainer":
@@ -121,7 +116,7 @@ def test_a_rank_or_its_machine_dies(ranks, tmp_path, rank, what):
         shutil.rmtree(disks / f"node{rank}")
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
     assert again[0]["start"] == again[1]["start"] >= max(found)
-    assert steps(remote)[-1] == 6
+    assert steps_of(remote)[-1] == 6
     assert is_good(remote)
     assert left(disks) == []
 
@@ -136,11 +131,11 @@ def test_a_writer_is_killed_in_the_middle_of_an_upload(ranks, tmp_path, rank):
     ended = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6, broken=broken, **PATIENT)
     assert [one["error"] for one in ended] == [None, None]
     assert (tmp_path / "happened").exists()
-    assert steps(remote) == [2, 4, 6]
+    assert steps_of(remote) == [2, 4, 6]
     assert is_good(remote)
     assert left(disks) == []
     if rank:
-        assert Catalog(LocalStorage(remote)).record("step_00000004").metrics["late"] == 1.5, "said before it arrived"
+        assert catalog_of(remote).record("step_00000004").metrics["late"] == 1.5, "said before it arrived"
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +172,7 @@ def test_a_death_before_any_operation_at_the_remote(ranks, operations, tmp_path,
             broken["crash_with"], patience = str(disks / f"trainer-{rank}"), {}
         ended = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 4, broken=broken, **patience)
         assert ended[1 - rank].status == 0, (at, ended[1 - rank])
-        found = steps(remote)
+        found = steps_of(remote)
         if what == "writer":
             assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
             assert found == [2, 4], at
@@ -196,7 +191,7 @@ def test_ranks_that_differ_are_refused_when_they_save(ranks, tmp_path):
     told = ranks.checked(f"{CASES}:train", str(tmp_path / "remote"), str(tmp_path / "disks"), 5, seed=1)
     assert told[0]["error"] == told[1]["error"]
     assert "rank 1 and rank 0 hold different values of" in told[0]["error"]
-    assert steps(tmp_path / "remote") == []
+    assert steps_of(tmp_path / "remote") == []
 
 
 @pytest.mark.slow
@@ -204,11 +199,11 @@ def test_a_run_of_one_machine_goes_on_on_two(ranks, tmp_path):
     """A checkpoint that rank 0's disk has whole, and the remote has not, is brought there first."""
     remote, disks = tmp_path / "remote", tmp_path / "disks"
     ranks.checked(f"{CASES}:train", str(remote), str(disks), 4, per_node=2)
-    assert steps(disks / "node0") == [4]
+    assert steps_of(disks / "node0") == [4]
     shutil.rmtree(remote / "step_00000004")
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
     assert [one["start"] for one in again] == [4, 4]
-    assert steps(remote) == [2, 4, 6]
+    assert steps_of(remote) == [2, 4, 6]
     assert is_good(remote)
 
 

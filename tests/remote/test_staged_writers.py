@@ -15,15 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from catalog_kit import catalog_of
 
 from holdfast.config import Mirror
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import PartSummary, read_manifest
 from holdfast.format.parts import put_part, staged_name
 from holdfast.run.catalog import Catalog
-from holdfast.storage.base import StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.testing import FaultyStorage
 from holdfast.writer import distributed
 from holdfast.writer.arena import Arena
@@ -233,7 +232,7 @@ def test_what_is_said_before_a_save_arrives_is_kept_until_it_is_stored(
         for loss in (0.5, 0.25):
             one.clients[0].run_op("metrics", name="step_00000001", metrics={f"loss{loss}": loss}).result(LIMIT_S)
         may_go.set()
-    assert Catalog(one.remote).record("step_00000001").metrics == {"loss0.5": 0.5, "loss0.25": 0.25}
+    assert catalog_of(one.remote).record("step_00000001").metrics == {"loss0.5": 0.5, "loss0.25": 0.25}
 
 
 def test_staging_that_cannot_begin_is_an_error_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

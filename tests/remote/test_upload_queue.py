@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_kit import wait_until
 
 from holdfast.copying.transfer import TransferStopped
 from holdfast.errors import (
@@ -22,10 +23,7 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.storage.base import Storage, StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import LocalStorage, MemoryStorage, Storage, StorageTraits
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import MirrorLimits
 from holdfast.writer.uploads import files as files_module

@@ -11,7 +11,7 @@ from actors_kit import at_every_line
 from catalog_kit import Far, begin, names, save
 from checkpoint_kit import small
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.run import catalog as catalog_module
@@ -20,7 +20,7 @@ from holdfast.run import fence as fence_module
 from holdfast.run import view as view_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.lease import Lease, make_owner
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 LAST = Keep(last=1)
 PLACES = (catalog_module, view_module)

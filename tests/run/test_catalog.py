@@ -9,15 +9,14 @@ import pytest
 from catalog_kit import begin, names, save, storage_of
 from checkpoint_kit import small
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from holdfast.run.candidates import newest_good
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.record import Sidecar, write_sidecar
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage, Storage
 
 
 @pytest.fixture(params=["local", "memory", "far"])

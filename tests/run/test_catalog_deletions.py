@@ -17,9 +17,7 @@ from holdfast.format.commit import remove
 from holdfast.run import catalog as catalog_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.writer import open_run
 
 

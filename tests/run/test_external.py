@@ -11,7 +11,7 @@ import time
 import pytest
 from catalog_kit import begin, names, save
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.run import external
@@ -20,9 +20,7 @@ from holdfast.run.external import EXTERNAL, External
 from holdfast.run.fence import Fence, write_fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import Lease, announced, make_owner
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 
 LAST = Keep(last=1)
 

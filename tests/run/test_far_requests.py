@@ -11,7 +11,7 @@ from holdfast.errors import StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import read_sidecar, write_sidecar
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 NUM = 300
 

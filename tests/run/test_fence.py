@@ -14,7 +14,7 @@ from holdfast.run.fence import Fence, clear_fences, is_fence, newest_fence, writ
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt
 from holdfast.run.lease import LEASE_FILE, Lease, make_owner
-from holdfast.storage.base import Storage
+from holdfast.storage import Storage
 
 
 @pytest.fixture(params=["local", "memory", "far"])

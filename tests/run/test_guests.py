@@ -10,15 +10,14 @@ import shutil
 import pytest
 import torch
 from catalog_kit import begin, names, save
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.config import Keep
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 
 
 def train(home, steps, **options):
@@ -60,8 +59,8 @@ def test_a_copy_is_left_alone(tmp_path, capfd, early):
     assert train(home, 1, keep=Keep(last=1)) == 7
     assert "backup-before-lr-change" in kept(home)
     assert hf.load(home / "backup-before-lr-change")
-    told = CliRunner().invoke(cli, ["ls", "--json", str(home)])
-    states = {row["name"]: row["state"] for row in json.loads(told.stdout)["checkpoints"]}
+    listed = json.loads(invoke("ls", "--json", home).stdout)
+    states = {row["name"]: row["state"] for row in listed["checkpoints"]}
     assert states["backup-before-lr-change"] == "copy of step_00000003"
 
 

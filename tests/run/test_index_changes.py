@@ -13,7 +13,7 @@ from holdfast.errors import StorageError
 from holdfast.run import index as runindex_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _number = iter(range(1 << 20))
 

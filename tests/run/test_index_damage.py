@@ -11,7 +11,7 @@ from catalog_kit import begin, save
 
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _numbers = count()
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from catalog_kit import Far, begin, names, save
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.config import Keep
 from holdfast.errors import RunBusyError
 from holdfast.run import catalog as catalog_module
@@ -36,9 +35,7 @@ def target(home: Path) -> str | None:
 
 
 def run(*args: object) -> str:
-    told = CliRunner().invoke(cli, [str(arg) for arg in args])
-    assert told.exit_code == 0, told.output
-    return told.stdout
+    return invoke(*args).stdout
 
 
 def test_the_link_follows_each_save_and_each_deletion(tmp_path: Path) -> None:

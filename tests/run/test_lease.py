@@ -23,15 +23,14 @@ from holdfast.run import process as process_module
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.run.process import is_dead
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 
 # Says one line when it has the lease (or why not), then holds it until its stdin ends.
 HOLDER = """
 import sys
 from holdfast.run.lease import Lease, make_owner
 from holdfast.errors import RunBusyError
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 root, start_id, trainer_pid = sys.argv[1:4]
 sys.stdin.readline()
 try:

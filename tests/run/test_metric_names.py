@@ -13,7 +13,7 @@ from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import Record, flat_metrics, from_plain, metric_value, to_plain
 from holdfast.run.retention import decide, rank
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 names = st.text("ab/", min_size=1, max_size=4)
 trees = st.recursive(

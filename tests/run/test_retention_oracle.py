@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from retention_model import Lives, Machine, next_name, play
 
-from holdfast.storage import MemoryStorage
-from holdfast.storage.resolve import resolve
+from holdfast.storage import MemoryStorage, resolve
 
 
 @pytest.mark.parametrize("seed", range(6))

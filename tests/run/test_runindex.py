@@ -13,7 +13,7 @@ from holdfast.errors import StorageError
 from holdfast.run import reports as history_module
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 
 def begin(storage, start_id: str) -> RunIndex:

@@ -7,7 +7,7 @@ from catalog_kit import Far, begin, names, save
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 
 class Stale(Far):

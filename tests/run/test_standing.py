@@ -14,8 +14,7 @@ from holdfast.run import retention as retention_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import Record, Sidecar, write_sidecar
 from holdfast.run.retention import RetentionIndex, decide
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 
 KEEPS = [
     Keep(last=1),

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from process_kit import wait_until
 
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import stats
 from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
-from holdfast.testing.crash import wait_until
 
 DIED = -9
 OWN = """

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
 from holdfast.checkpointer import start
-from holdfast.cli.main import cli
 from holdfast.run import trash as module
 from holdfast.run.catalog import Catalog
 from holdfast.run.trash import TRASH, WEEK_S, Trash
@@ -28,9 +27,7 @@ def names(root: Path) -> list[str]:
 
 
 def holdfast(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, [str(one) for one in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
+    return invoke(*arguments, code=code).output
 
 
 def train(root: Path, until: int) -> None:

@@ -17,10 +17,8 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
-from holdfast.storage.base import StorageTraits
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.storage.local.ops import Ops
-from holdfast.storage.memory import MemoryStorage
 
 _numbers = count()
 

@@ -7,10 +7,9 @@ import os
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_kit import invoke
 
 import holdfast as hf
-from holdfast.cli.main import cli
 from holdfast.page.facts import collect
 from holdfast.run.names import VERIFIED_FILE
 from holdfast.run.verified import read_verified
@@ -18,7 +17,7 @@ from holdfast.storage import LocalStorage
 
 
 def call(*arguments: object) -> str:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments]).output
+    return invoke(*arguments, code=None).output
 
 
 def verified(root):
@@ -94,7 +93,7 @@ def test_damage_is_remembered(root):
     """What was found damaged is shown as damaged."""
     weights = next((root / "step_00000001").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    assert CliRunner().invoke(cli, ["verify", str(root), "--deep"]).exit_code == 1
+    invoke("verify", root, "--deep", code=1)
     assert verified(root)[1]["ok"] is False
     assert "damaged" in call("ls", root)
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.storage import LocalStorage
-from holdfast.storage.base import Storage
-from holdfast.testing.crash import ArmedOps
-from holdfast.testing.faults import FaultyStorage
+from holdfast.storage import LocalStorage, Storage
+from holdfast.testing import ArmedOps, FaultyStorage
 from holdfast.trainers.loop.saving.files import FileImage, read_note
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder
 from holdfast.trainers.loop.training.ranks import Ranks

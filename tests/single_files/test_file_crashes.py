@@ -20,8 +20,7 @@ from process_kit import wait_gone
 
 from holdfast.errors import RunBusyError, StorageError
 from holdfast.storage import LocalStorage
-from holdfast.testing import CRASH_EXIT_CODE, FaultyStorage
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import CRASH_EXIT_CODE, FaultyStorage, ForkServer
 from holdfast.trainers.loop.saving.files import read_note
 from holdfast.trainers.loop.saving.folder import FileLeases
 from holdfast.trainers.loop.training.ranks import Ranks

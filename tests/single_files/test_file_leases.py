@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from process_kit import wait_until
 
 from holdfast.cli.targets import find
 from holdfast.copying.transfer import copy_checkpoint
 from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
 from holdfast.run.lease import is_claim, make_owner
+from holdfast.storage import LocalStorage
 from holdfast.storage.base import ReplacingWriter
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.crash import wait_until
 from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder, _of

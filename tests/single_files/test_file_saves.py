@@ -13,7 +13,7 @@ from loop_kit import flip, names, plain
 
 import holdfast as hf
 from holdfast.core import Event
-from holdfast.storage.resolve import resolve
+from holdfast.storage import resolve
 from holdfast.trainers.loop.saving.files import read_note
 from holdfast.trainers.loop.saving.folder import FileLeases, _of
 

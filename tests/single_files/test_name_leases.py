@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.errors import RunBusyError, StorageUnavailableError
 from holdfast.run.lease import Lease
+from holdfast.storage import LocalStorage
 from holdfast.storage.base import TEMPORARY
-from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.single_file import NameLeases
 
 OF = "0123abcd"

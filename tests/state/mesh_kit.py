@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.load.restore import load_state
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob, SaveJob
 

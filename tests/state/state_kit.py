@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import assert_state_equal
 
 _numbers = itertools.count()
 

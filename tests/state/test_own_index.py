@@ -10,7 +10,7 @@ import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.load.restore import load_state
 from holdfast.state.tree.sharded import local_tensor
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()
 WORLD = 5

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from state_kit import assert_same, net
 
 import holdfast as hf
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.format.digest import Digests, chunk_digests
 from holdfast.state.load import reader as reader_module
 from holdfast.state.load.read_request import Pick, ReadRequest, can_pick, extent
 from holdfast.state.load.reader import BLOCK, BlockFeed, is_direct, read_tensors, split
 from holdfast.state.load.stored import open_stored
-from holdfast.storage.base import FileReader
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import FileReader, MemoryStorage
 
 _numbers = itertools.count()
 

@@ -18,7 +18,7 @@ from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.targets import spans
 from holdfast.state.tree.sharded import Cut, held, local_parts, local_tensor
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()
 

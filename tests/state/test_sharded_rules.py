@@ -18,7 +18,7 @@ from holdfast.state.load.stored import open_stored
 from holdfast.state.save.plan import plan, signature
 from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.sharded import local_tensor
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 ROWS = Layout((4,), (0,))
 HYBRID = Layout((2, 2), ("R", 0))

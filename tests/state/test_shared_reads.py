@@ -20,7 +20,7 @@ from holdfast.state.load import shared_reads
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.shared_read_buffer import PeerReadBuffer, SharedReadBuffer
 from holdfast.state.load.shared_reads import ChunkNumbers, SharedReads
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()
 MIB = 1 << 20

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalog_kit import hold
 
 from holdfast.errors import StorageError, StorageExistsError, StorageFullError
-from holdfast.run.lease import Lease, make_owner
 from holdfast.storage.local import ops
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.ops import Ops
@@ -111,7 +111,7 @@ def test_a_file_system_without_fsync(tmp_path, monkeypatch, caplog, code):
     monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(ops, "_unsynced", set())
     storage = LocalStorage(tmp_path)
-    Lease.acquire(storage, make_owner("ab12"), wait_s=0).release()
+    hold(storage).release()
     with storage.create("a", 1) as writer:
         writer.write(memoryview(b"a"))
     storage.put("ck/manifest.json", b"one", if_absent=True)

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from catalog_kit import catalog_of
 
 # A script that reports as a Checkpointer does, and imports no torch.
 STEPS = """
@@ -333,7 +331,7 @@ def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path:
     status, _, err = finished(TRAINS, tmp_path)
     assert status == 0, err
     assert "killed by SIGKILL; the newest durable step it knew is 2; starting again" in err
-    events = Catalog(LocalStorage(tmp_path / "run")).index.read_history().events
+    events = catalog_of(tmp_path / "run").index.read_history().events
     died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
     assert died == [(1, 2, "killed by SIGKILL")]
 

@@ -16,8 +16,6 @@ from engine_kit import fitting
 from nodes_kit import FakeNodes
 
 import holdfast as hf
-from holdfast.format.commit import read_manifest
-from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
@@ -88,7 +86,7 @@ def litter(run: Path) -> list[str]:
     known = {"run.json", "run-changes.json", "lease.json", ".lease.lock"}
     for folder in run.glob("checkpoint_*"):
         if (folder / "manifest.json").exists():
-            listed = read_manifest(LocalStorage(run), folder.name).files
+            listed = hf.Checkpoint(folder).manifest.files
             known |= {f"{folder.name}/{path}" for path in ("manifest.json", *(one.path for one in listed))}
     found = [str(path.relative_to(run)) for path in run.rglob("*") if not path.is_dir()]
     return sorted(

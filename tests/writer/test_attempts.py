@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import writer_kit as kit
+from catalog_kit import index_of
 from process_kit import wait_gone
 
 from holdfast.config import Keep
 from holdfast.errors import StorageError
-from holdfast.run.index import RUN_FILE, RunIndex
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
@@ -59,7 +59,7 @@ def test_an_attempt_follows_under_the_same_lease(tmp_path: Path, client: WriterC
     client.run_op("resumed", name="checkpoint_000001", step=2, attempt=1).result(20)
     report(client, 3, 4)
     client.run_op("close_run", reason="finished", details={"seconds": {"load": 1.5}}).result(20)
-    index = RunIndex.load(storage)
+    index = index_of(storage)
     one, two = index.attempts
     assert (one.start_id, one.reason, one.ended is None) == ("aaaaaaaa", "worker died", False)
     assert one.details == {"rank": 1, "error": "boom", "seconds": {"detect": 0.01}}
@@ -74,9 +74,9 @@ def test_details_gather(tmp_path: Path, client: WriterClient) -> None:
     open_run(client, storage)
     client.run_op("details", details={"find": 1}).result(20)
     client.run_op("details", details={"start": 2}).result(20)
-    assert RunIndex.load(storage).attempts[0].details == {"find": 1, "start": 2}
+    assert index_of(storage).attempts[0].details == {"find": 1, "start": 2}
     next_attempt(client, details={"why": "x", "find": 3})
-    assert RunIndex.load(storage).attempts[0].details == {"find": 3, "start": 2, "why": "x"}
+    assert index_of(storage).attempts[0].details == {"find": 3, "start": 2, "why": "x"}
 
 
 def test_notes_stay_with_the_run(tmp_path: Path, client: WriterClient) -> None:
@@ -100,8 +100,8 @@ def test_attempts_and_notes_survive_the_loss_of_the_index(tmp_path: Path, client
     next_attempt(client, details={"why": "first"})
     next_attempt(client, details={"why": "second"})
     client.run_op("close_run").result(20)
-    (tmp_path / RUN_FILE).unlink()
-    index = RunIndex.load(storage)
+    (tmp_path / "run.json").unlink()
+    index = index_of(storage)
     index.rebuild_attempts()
     assert index.run_id == opened.run_id
     assert [(one.attempt, one.reason, one.details) for one in index.attempts] == [
@@ -206,7 +206,7 @@ def test_a_new_writer_goes_on_with_the_newest_attempt(tmp_path: Path) -> None:
         client._talk._restarted = -1e9  # as if ten minutes had passed
         kill_writer(client)
         report(client, 4)
-        index = RunIndex.load(storage)
+        index = index_of(storage)
         assert [(row["attempt"], row["step"]) for row in index.history()] == [(2, 2), (2, 3), (2, 4)]
         assert [(one.attempt, one.start_id) for one in index.attempts] == [(1, "aaaaaaaa"), (2, told["start_id"])]
         index.rebuild_attempts()
@@ -224,11 +224,11 @@ def test_next_attempt_is_repeated_once(tmp_path: Path) -> None:
             told = next_attempt(client, details={"at": at})
             report(client, 7)
             client.run_op("close_run", reason="done").result(20)
-        attempts = RunIndex.load(LocalStorage(root)).attempts
+        attempts = index_of(root).attempts
         assert [(one.attempt, one.start_id) for one in attempts] == [(1, "aaaaaaaa"), (2, told["start_id"])], at
         assert [one.reason for one in attempts] == ["worker died", "done"], at
         assert attempts[0].details == {"at": at}
-        assert RunIndex.load(LocalStorage(root)).history()[0]["attempt"] == 2
+        assert index_of(root).history()[0]["attempt"] == 2
         deaths += marker.exists()
     assert deaths >= 7
 
@@ -242,4 +242,4 @@ def test_a_failed_next_attempt_changes_nothing(tmp_path: Path) -> None:
             next_attempt(client, details={"long": "x" * 30_000})
         report(client, 1)
         assert next_attempt(client)["attempt"] == 2
-    assert [(row["attempt"], row["step"]) for row in RunIndex.load(storage).history()] == [(1, 1)]
+    assert [(row["attempt"], row["step"]) for row in index_of(storage).history()] == [(1, 1)]

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import writer_kit as kit
+from process_kit import wait_until
 
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest
 from holdfast.format.digest import CHUNK, chunk_digests
 from holdfast.format.verify import verify_files
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
-from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.pipeline import Previous, read_previous

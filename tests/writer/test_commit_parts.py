@@ -18,9 +18,7 @@ from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheck
 from holdfast.format.commit import PartSummary, read_manifest
 from holdfast.format.division import Division
 from holdfast.format.parts import part_name, put_part
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.messages import PartsJob, SaveJob

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import writer_kit as kit
-from process_kit import wait_gone
+from process_kit import wait_gone, wait_until
 
+from holdfast import Checkpoint
 from holdfast.errors import HoldfastError, SessionError
-from holdfast.format.commit import read_manifest
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.run.view import RunView
+from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
-from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 
@@ -47,7 +48,7 @@ def test_trainer_killed_after_submit_is_committed(tmp_path: Path, trainers: list
     trainer.wait(60)
     assert wait_gone(writer), "the writer outlives its trainer"
     storage = LocalStorage(tmp_path)
-    manifest = read_manifest(storage, directory)
+    manifest = Checkpoint.at(storage, directory).manifest
     data = {entry.size: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
     assert data[48 * kit.MIB] == kit.noise(1, 48 * kit.MIB)
     run = json.loads(storage.read("run.json"))
@@ -135,7 +136,7 @@ def test_a_killed_writer_is_started_again_and_commits(tmp_path: Path, caplog: py
         result = future.result(60)
         assert wait_until(lambda: client.process_id != first)  # on a busy machine the kill may have come too late
         assert "started again" in caplog.text
-        manifest = read_manifest(storage, job.directory)
+        manifest = Checkpoint.at(storage, job.directory).manifest
         assert manifest.checkpoint_id == job.manifest["checkpoint_id"]
         assert storage.read(f"{job.directory}/{job.files[0].path}") == contents[0]
         assert result.directory == job.directory
@@ -200,6 +201,33 @@ def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
         arena.view[:] = bytes(arena.size)
         assert wait_gone(first)
         assert client.run_op("records").result(60) == []
+
+
+def test_a_writer_thread_whose_channel_ends_rescues_no_snapshot_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer lives by definition: nothing is rescued, the run does not say that it died, and calls say why."""
+    storage = LocalStorage(tmp_path)
+    contents = [kit.noise(8, kit.MIB)]
+    with kit.fill(contents) as arena, WriterClient.start(storage, thread=True) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        fields = {"run_id": opened.run_id, "attempt": opened.attempt, "step": 1}
+        client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
+        client.run_op("records").result(20)
+
+        def send(*_: object) -> None:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._talk._channel, "send", send)
+            client.release(arena)
+        arena.view[:] = bytes(arena.size)
+        assert client._talk._thread is not None
+        client._talk._thread.join(20)
+        with pytest.raises(HoldfastError, match="a thread, was lost"):
+            client.run_op("records")
+    assert RunView(storage).names() == []
+    assert RunIndex.load(storage).attempts[-1].reason == "nothing more could be sent to its writer"
 
 
 def test_the_second_death_fails_the_futures(tmp_path: Path) -> None:
@@ -278,7 +306,7 @@ def test_close_with_a_limit_leaves_the_sealed_save_to_the_writer(tmp_path: Path)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert wait_gone(pid)
-        assert read_manifest(storage, job.directory)
+        assert Checkpoint.at(storage, job.directory).manifest
 
 
 def test_signals_of_a_batch_system_do_not_stop_a_save(tmp_path: Path) -> None:

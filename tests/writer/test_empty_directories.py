@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.copying.transfer import copy_checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError, StorageError
 from holdfast.format.commit import read_manifest, sweep
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import EMPTY_DIRECTORIES, MAX_FOLDERS, FileEntry, Manifest
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 

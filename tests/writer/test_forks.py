@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from process_kit import wait_gone
+from process_kit import wait_gone, wait_until
 
 from holdfast import _paused_gc
 from holdfast.errors import SessionError
 from holdfast.state.save import staging
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import MemoryStorage
 from holdfast.writer import launch
 from holdfast.writer.client import WriterClient
 

@@ -13,11 +13,9 @@ import writer_kit as kit
 from test_intake import MERGED, RANKS, user_files
 
 import holdfast as hf
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.ingest.incoming import put_incoming, read_incoming

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint.verify import verify
+from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, StorageError
-from holdfast.format.commit import read_manifest
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyOps, FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveResult
@@ -53,8 +50,8 @@ def test_files_are_committed_where_they_are(client: WriterClient, storage: Stora
     bring(storage, {**FILES, ".metadata.json": b"{}"})
     before = {info.path: info.etag for info in storage.list("mine")}
     result = commit(client, storage)
-    manifest = read_manifest(storage, "mine")
-    assert verify(storage, "mine", deep=True).ok
+    manifest = Checkpoint.at(storage, "mine").manifest
+    assert Checkpoint.at(storage, "mine").verify().ok
     assert {entry.path for entry in manifest.files if entry.role == "user"} == set(FILES)
     assert next(entry for entry in manifest.files if entry.path == "model.pt").chunks is not None
     after = {info.path: info.etag for info in storage.list("mine")}
@@ -76,17 +73,17 @@ def test_a_checkpoint_gets_a_new_manifest(client: WriterClient, storage: Storage
         job = kit.make_job([kit.noise(1, 200_000)], directory="mine", manifest={"run_id": None}, start_id="bbbbbbbb")
         other.submit(storage, job, [b"{}"], arena).result(60)
     bring(storage, {"notes.txt": b"mine", ".metadata.json": b"{}", ".metrics.json": b'{"metrics":{"late":1}}'})
-    before = read_manifest(storage, "mine")
+    before = Checkpoint.at(storage, "mine").manifest
     was = contents(storage)
     commit(client, storage, step=5)
-    manifest = read_manifest(storage, "mine")
+    manifest = Checkpoint.at(storage, "mine").manifest
     assert manifest.files[: len(before.files)] == before.files
     assert [entry.path for entry in manifest.files[len(before.files) :]] == ["notes.txt"]
     assert (manifest.step, manifest.run_id) == (5, "run")
     assert {**contents(storage), "manifest.json": b""} == {**was, "manifest.json": b""}
     with pytest.raises(CheckpointExistsError, match="of this run already"):
         commit(client, storage, step=6)
-    assert read_manifest(storage, "mine") == manifest
+    assert Checkpoint.at(storage, "mine").manifest == manifest
 
 
 def test_other_peoples_manifests_are_refused(client: WriterClient, storage: Storage) -> None:
@@ -136,6 +133,6 @@ def test_a_failing_disk_leaves_the_files_alone(tmp_path: Path, at: int) -> None:
     assert error is None or isinstance(error, StorageError)
     assert FILES.items() <= kit.tree(tmp_path / "mine").items()
     if (tmp_path / "mine/manifest.json").exists():
-        assert verify(LocalStorage(tmp_path), "mine", deep=True).ok
+        assert Checkpoint.at(LocalStorage(tmp_path), "mine").verify().ok
     elif error is not None:
         assert kit.tree(tmp_path / "mine") == FILES

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint.verify import verify
+from holdfast import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import (
     CheckpointExistsError,
@@ -24,11 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     StorageError,
 )
-from holdfast.format.commit import read_manifest
-from holdfast.format.digest import bytes_digest
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveResult
@@ -66,8 +62,9 @@ def sources(tmp_path: Path) -> dict[int, Path]:
 
 def user_files(storage: Storage, directory: str = "checkpoint_000001") -> dict[str, bytes]:
     """Contents of a verified checkpoint, without what Holdfast added."""
-    assert verify(storage, directory, deep=True).ok
-    manifest = read_manifest(storage, directory)
+    checkpoint = Checkpoint.at(storage, directory)
+    assert checkpoint.verify().ok
+    manifest = checkpoint.manifest
     return {e.path: storage.read(f"{directory}/{e.path}") for e in manifest.files if e.role != "digests"}
 
 
@@ -86,7 +83,7 @@ def test_directories_of_two_ranks_merge(
     assert user_files(storage) == MERGED
     (warning,) = result.warnings
     assert "own.rank-1.bin" in warning
-    manifest = read_manifest(storage, "checkpoint_000001")
+    manifest = Checkpoint.at(storage, "checkpoint_000001").manifest
     assert manifest.writers == (0, 1)
     assert {entry.path: entry.role for entry in manifest.files if entry.role != "user"} == {
         f"digests-00000-{manifest.checkpoint_id[3:]}.bin": "digests"
@@ -110,16 +107,10 @@ def test_storages_without_a_disk_get_copies(tmp_path: Path, sources: dict[int, P
     with WriterClient.start(memory) as client:
         take(client, disk, sources, start_id="bbbbbbbb")
         take(client, memory, sources, owned=owned, start_id="bbbbbbbb")
-    assert user_files(memory) == MERGED
-    digests = [
-        {
-            entry.path: entry.digest
-            for entry in read_manifest(storage, "checkpoint_000001").files
-            if entry.role == "user"
-        }
-        for storage in (memory, disk)
-    ]
-    assert digests[0] == digests[1] == {path: bytes_digest(data) for path, data in MERGED.items()}
+    assert user_files(memory) == user_files(disk) == MERGED
+    entries = [Checkpoint.at(storage, "checkpoint_000001").manifest.files for storage in (memory, disk)]
+    digests = [{entry.path: entry.digest for entry in files if entry.role == "user"} for files in entries]
+    assert digests[0] == digests[1]
     assert all(path.exists() != owned for path in sources.values())
 
 
@@ -208,7 +199,7 @@ def test_a_holdfast_checkpoint_stays_one(root: Path, tmp_path: Path, client: Wri
         "README": b"mine",
         "x.bin": b"x",
     }
-    manifest = read_manifest(storage, "checkpoint_000001")
+    manifest = Checkpoint.at(storage, "checkpoint_000001").manifest
     entries = {entry.path: entry for entry in manifest.files}
     big = next(entry for entry in manifest.files if entry.size == 200_000)
     assert (big.role, big.chunks) == ("tensors", ("digests-00000-" + big.path.split("-", 2)[2][:-12] + ".bin", 0))
@@ -226,7 +217,7 @@ def test_files_of_several_checkpoints_are_kept(root: Path, tmp_path: Path, clien
     was = (tmp_path / "two/manifest.json").read_bytes()
     result = take(client, LocalStorage(root), {3: tmp_path / "two", 1: tmp_path / "one"})
     assert kit.stored(LocalStorage(root), "checkpoint_000001") == {**one, **two, "manifest.rank-3.json": was}
-    roles = {e.path: e.role for e in read_manifest(LocalStorage(root), "checkpoint_000001").files}
+    roles = {e.path: e.role for e in Checkpoint.at(LocalStorage(root), "checkpoint_000001").manifest.files}
     assert {roles[path] for path in two} == {"user"}
     assert "load() gives that of rank 1" in result.warnings[0]
 

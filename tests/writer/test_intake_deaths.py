@@ -14,9 +14,9 @@ import writer_kit as kit
 import writer_trainer
 from process_kit import wait_gone
 
-from holdfast.checkpoint.verify import verify
+from holdfast import Checkpoint
 from holdfast.errors import CheckpointError
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob
 
@@ -54,7 +54,7 @@ def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: lis
     directory, writer = killed("intake", tmp_path, trainers)
     assert wait_gone(writer)
     storage = LocalStorage(tmp_path)
-    assert verify(storage, directory, deep=True).ok
+    assert Checkpoint.at(storage, directory).verify().ok
     stored = kit.stored(storage, directory)
     assert {name: stored[name] for name in ("0.bin", "1.bin")} == {
         f"{number}.bin": content for number, content in enumerate(writer_trainer.CONTENTS)
@@ -72,7 +72,7 @@ def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: lis
         job = commit_of(save_id, wait_s=20)
         driver.commit_parts(storage, job).result(30)
         assert wait_gone(writer)
-    assert verify(storage, "step_00000001", deep=True).ok
+    assert Checkpoint.at(storage, "step_00000001").verify().ok
     assert writer_trainer.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
 
 

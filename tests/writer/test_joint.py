@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import CheckpointError
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 from holdfast.writer.distributed import Joint
 from holdfast.writer.messages import SaveJob
 from holdfast.writer.ranks.saves import named_error

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import writer_kit as kit
+from catalog_kit import index_of
+from process_kit import wait_until
 
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
 from holdfast.run import catalog as catalog_module
 from holdfast.run import heartbeat as heartbeat_module
 from holdfast.run.catalog import Catalog
-from holdfast.run.index import RunIndex
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import FaultyStorage
-from holdfast.testing.crash import wait_until
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
 from holdfast.writer.open_run import Run
@@ -67,7 +66,7 @@ def test_retention_follows_each_commit(tmp_path: Path, client: WriterClient) -> 
     assert deleted == ["step_00000002"]
     assert names(storage) == ["step_00000001", "step_00000003", "step_00000004"]
     assert not (tmp_path / "step_00000002").exists()
-    assert sorted(RunIndex.load(storage).rows) == names(storage)
+    assert sorted(index_of(storage).rows) == names(storage)
 
 
 def test_many_deletions_do_not_hold_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +128,7 @@ def test_a_new_start_is_a_new_attempt(tmp_path: Path) -> None:
         assert again.finished is not None
         assert again.finished["step"] == 2
         client.run_op("resumed", name="step_00000001", step=1).result(20)
-    attempts = RunIndex.load(storage).attempts
+    attempts = index_of(storage).attempts
     assert attempts[0].reason == "closed"
     assert attempts[1].resumed_from is not None
 
@@ -154,7 +153,7 @@ def test_reports_are_durable_within_a_second(tmp_path: Path, client: WriterClien
     for future in futures:
         future.result(20)
     assert time.monotonic() - begun < 60
-    assert len(RunIndex.load(storage).history()) == 1000
+    assert len(index_of(storage).history()) == 1000
     assert len(list(storage.list("reports"))) < 10
 
 

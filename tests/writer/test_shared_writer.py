@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import writer_kit as kit
+from process_kit import wait_until
 
 from holdfast.errors import HoldfastError, RunBusyError, SessionError
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
@@ -151,7 +150,7 @@ def test_a_rank_leaves_the_others_while_its_writer_goes_on(tmp_path: Path) -> No
 
 KILLED = """
 import os, signal, sys
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.writer.client import SharedWriter
 import writer_kit as kit
 

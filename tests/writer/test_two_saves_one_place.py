@@ -9,7 +9,7 @@ import pytest
 from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError
 from holdfast.format.parts import put_plan
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.writer.arriving import Watermark
 from holdfast.writer.messages import FilePlan, SaveJob
 from holdfast.writer.save import SaveRunner, Task

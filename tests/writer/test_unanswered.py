@@ -13,8 +13,7 @@ import pytest
 import writer_kit as kit
 
 from holdfast.errors import HoldfastError
-from holdfast.storage.base import ObjectInfo
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage, ObjectInfo
 from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient

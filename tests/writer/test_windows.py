@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
+from holdfast import Checkpoint
 from holdfast.errors import HoldfastError
-from holdfast.format.commit import read_manifest
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
@@ -54,14 +52,14 @@ def test_windows_give_the_files_of_one_big_arena(tmp_path: Path, kind: str, *, p
         with kit.fill(CONTENTS) as arena:
             job = kit.make_job(CONTENTS)
             client.submit(storage, job, [b"{}"], arena).result(60)
-            whole = read_manifest(storage, job.directory)
+            whole = Checkpoint.at(storage, job.directory).manifest
         with Arena.create(2 * kit.MIB) as arena:
             job = kit.make_job(CONTENTS, step=2, windowed=True)
             future = client.submit(storage, job, [], arena)
             stream(client, future.job_no, arena, CONTENTS, padded=padded)
             client.seal(future.job_no, [b"{}"], manifest={"metrics": {"late": 1.0}})
             result = future.result(60)
-    manifest = read_manifest(storage, job.directory)
+    manifest = Checkpoint.at(storage, job.directory).manifest
     assert [(e.size, e.digest, e.chunks and e.chunks[1]) for e in manifest.files if e.role == "tensors"] == [
         (e.size, e.digest, e.chunks and e.chunks[1]) for e in whole.files if e.role == "tensors"
     ]

@@ -520,6 +520,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
 
     Raises:
         StorageError: the storage cannot be read.
+        CheckpointNotFoundError: the guard of the run has found a bad step in each of its checkpoints.
     """
     try:
         if given.manifest is not None:
@@ -531,8 +532,15 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     root = given.storage.child(given.directory)
     if not root.exists(RUN_FILE):
         return given
-    record = RunView(root).latest()
+    view = RunView(root)
+    record = view.latest()
+    newer = view.passed_over(None if record is None else record.name)
+    if record is None and newer:
+        raise CheckpointNotFoundError(
+            f"the run {root.uri} has no checkpoint that its guard would go on from: {newer}; name one to have it anyway"
+        )
     if record is None:
         return given
-    _LOG.warning("%s is a run: its newest checkpoint, %s, is taken", root.uri, record.name)
+    newer = newer and f"; newer, but no start takes them, for its guard: {newer}"
+    _LOG.warning("%s is a run: its newest checkpoint, %s, is taken%s", root.uri, record.name, newer)
     return Checkpoint.at(root, record.name)

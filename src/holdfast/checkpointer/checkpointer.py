@@ -449,7 +449,7 @@ class Checkpointer:
         ]
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest committed checkpoint, None if there is none yet."""
+        """Return the newest committed checkpoint that no guard refuses, None if there is none yet."""
         found = []
         for side in self._sides:
             record = RunView(side).latest()

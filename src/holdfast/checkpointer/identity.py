@@ -13,6 +13,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
+from holdfast.state.tree.sharded import is_spread, local_tensor
 
 __all__ = [
     "free_name",
@@ -118,6 +119,8 @@ def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
 
 def _take(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor) and not value.is_complex():
+        if is_spread(value):
+            value = _on_this_rank(value, name)
         # The caller may go on adding to it in place, and a CUDA graph writes to the same tensor each step.
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -127,6 +130,23 @@ def _take(value: Any, name: str) -> Any:
     if callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         return value  # of JAX: it cannot be changed, and reading it waits for its device
     return _plain(value, name)
+
+
+def _on_this_rank(value: Any, name: str) -> torch.Tensor:
+    """Return a DTensor that each rank holds as a whole as a plain tensor, without communication.
+
+    Raises:
+        ConfigError: other ranks hold parts of it: to read it is a call of all ranks, and rank 0 reads metrics alone.
+    """
+    places = getattr(value, "placements", None)
+    if places is None or not all(
+        place.is_replicate() or size == 1 for place, size in zip(places, value.device_mesh.shape, strict=True)
+    ):
+        raise ConfigError(
+            f"metric {name!r} is a {type(value).__name__} of which each rank holds a part ({places}), and rank 0 alone "
+            f"reads metrics: give {name}=value.full_tensor(), called on all ranks"
+        )
+    return local_tensor(value)
 
 
 _PLAIN = (float, int, str, bool, type(None))

@@ -214,7 +214,7 @@ def _is_ours_to_read(value: Any) -> bool:
 def _on_devices(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a metric, or in a mapping of them, that another thread can read.
 
-    Not those of subclasses: reading a DTensor is a call of all ranks.
+    Not those of subclasses: what reading them does is not known.
     """
     if isinstance(value, torch.Tensor):
         if type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device):

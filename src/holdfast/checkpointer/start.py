@@ -19,8 +19,8 @@ from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.life import kept_bytes
 from holdfast.run.process import memory_name
-from holdfast.run.record import metric_value, unpack
-from holdfast.run.rollbacks import Rollback, choose, in_words, is_sound, left_out_by, read_rollbacks
+from holdfast.run.record import unpack
+from holdfast.run.rollbacks import WATCHED, Rollback, choose, in_words, left_out_by, read_rollbacks
 from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
@@ -52,6 +52,8 @@ _ALIKE = (
     "timeout_s",
     "exit_code",
     "resume",
+    "rescue",
+    "guard",
 )  # the same on all ranks
 _MARGIN = 16 << 20
 # State tensors of parameter size that an optimizer creates with its first step, and the options of a parameter group
@@ -139,10 +141,12 @@ def start_run(
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
-        if earlier is not None and options.guard is not None and options.guard.action != "warn":
+        if earlier is not None and _watched(options) is not None:
             session.ask("protect", names=[earlier[1]])  # before uploads of lives before, and what they push out, go on
         if resumed is not None:
             session.ask("resumed", **resumed)
+        if session.opened.notes.get(WATCHED) != (watched := _watched(options)):
+            session.ask("note", key=WATCHED, value=watched)
         room = _check_storages(session, needs, live, options, probes)
         return {"room": room, "seed": progress.own_seed()}
 
@@ -181,16 +185,19 @@ def _candidates(
     session: RunSession, options: CheckpointerOptions, rollbacks: Sequence[Rollback]
 ) -> tuple[list[str], dict[str, str]]:
     """Return the checkpoints to try, in their order, and why others of the run are not sound."""
-    rows, guard = session.opened.records, options.guard
-    bad, doubtful = choose(rows, rollbacks)
-    if guard is not None and guard.action != "warn":
-        for row in rows:
-            if row[0] not in bad and not is_sound(value := metric_value(unpack(row).metrics, guard.metric)):
-                bad[row[0]] = f"its {guard.metric} is {value}"
+    rows, metric = session.opened.records, _watched(options)
+    judged = ((*row[:3], unpack(row).metrics if metric else {}) for row in rows)
+    bad, doubtful = choose(judged, rollbacks, metric=metric)
     is_fresh = bool(rows and rollbacks) and rollbacks[-1].proven == 0 and {*bad, *doubtful} == {row[0] for row in rows}
     if is_fresh and not session.opened.quarantined:
         return [], {}  # the run had begun afresh, and no checkpoint of it was ever seen to be sound
     return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
+
+
+def _watched(options: CheckpointerOptions) -> str | None:
+    """Return the metric that makes a checkpoint unfit to go on from where it is not finite."""
+    guard = options.guard
+    return None if guard is None or guard.action == "warn" else guard.metric
 
 
 def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int, num_ranks: int) -> list[str]:

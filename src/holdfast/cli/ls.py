@@ -30,7 +30,9 @@ _RUN_COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreada
 _METRICS_SHOWN = 3
 _COLUMNS = ("step", "epoch", "attempt", "age", "size", "new", "verified")
 _TITLES = {"checkpoint", *_COLUMNS, "state"}
-_COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "damaged": "red", "incomplete": "yellow"}
+_COLOURS = {"ok": "green", "incomplete": "yellow"} | dict.fromkeys(
+    ("quarantined", "corrupt", "damaged", "bad step"), "red"
+)
 
 
 @click.command()
@@ -71,8 +73,11 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
     good = catalog.records()
-    best = best_of(good, metric, mode)
-    rows = [_row(storage, record, "ok", newest=record is good[0], best=record is best) for record in good]
+    best, newest, bad_steps = best_of(good, metric, mode), catalog.newest_sound(), catalog.bad_steps()
+    rows = [_row(storage, record, "ok", newest=record == newest, best=record is best) for record in good]
+    for row in rows:
+        if row["name"] in bad_steps:
+            row["bad_step"] = bad_steps[row["name"]]
     for name, why in sorted(catalog.bad().items()):
         state = "corrupt" if name in catalog.corrupt else "quarantined"
         known = catalog.record(name) if name in index.rows else None
@@ -153,8 +158,8 @@ def _print(document: dict[str, Any]) -> None:
     while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
         metrics.pop()
     for row in rows:
-        if "reason" in row:
-            out.print(Text(printable(f"{row['name']}: {row['reason']}"), style="red"))
+        if (why := row.get("reason") or row.get("bad_step")) is not None:
+            out.print(Text(printable(f"{row['name']}: {why}"), style="red"))
 
 
 def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
@@ -186,7 +191,9 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
             ]
         damaged = row["state"] == "ok" and _verified(row.get("verified"), now) == "damaged"
         state = "damaged" if damaged else row["state"]  # as `holdfast verify` found; the listing reads small files
-        marks = ", ".join([*row.get("marks", []), *([state] if damaged else [])]) if row["state"] == "ok" else ""
+        state = "bad step" if state == "ok" and "bad_step" in row else state
+        found = [state] if state != row["state"] else []
+        marks = ", ".join([*row.get("marks", []), *found]) if row["state"] == "ok" else ""
         made.add(
             [row["name"], *cells, marks or state],
             style="" if state == "ok" else "dim",
@@ -260,7 +267,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
     index, records = catalog.index, catalog.records()
     metric, mode = ranking(index.keep, metric, mode)
     best = best_of(records, metric, mode)
-    newest = records[0] if records else None
+    newest = catalog.newest_sound()
     current = index.current
     where = state.text if state.is_live else None
     if state.word == "silent" and state.heard is not None:

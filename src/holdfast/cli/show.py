@@ -17,7 +17,7 @@ from holdfast.run.lease import files_of
 from holdfast.run.record import read_sidecar, timestamp, unpack
 from holdfast.run.verified import read_verified
 
-from .targets import PATH, Choice, choose, pick_options
+from .targets import PATH, Choice, bad_step_in, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table
 
 __all__ = ["show", "show_checkpoint"]
@@ -68,10 +68,12 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
     late = read_sidecar(checkpoint.storage, checkpoint.directory)  # once: on a remote each look is a request
     in_run = index is not None and index.damage != "missing"
     verified = read_verified(checkpoint.storage).get(checkpoint.directory) if in_run else None
+    bad_step = None if index is None else bad_step_in(checkpoint, index)
     document: dict[str, Any] = {
         **head,
         "state": "ok" if bad is None else "quarantined",
         **({} if bad is None else {"reason": f"{bad} (it is never resumed from; its files are as they were saved)"}),
+        **({} if bad_step is None else {"bad_step": bad_step}),
         "run_id": manifest.run_id,
         "checkpoint_id": manifest.checkpoint_id,
         "parent": _parent(index, manifest),
@@ -133,6 +135,8 @@ def _print(document: dict[str, Any]) -> None:
     out.print(title + Text(f"  {state}", style="green" if state == "ok" else "yellow"))
     if "reason" in document:
         out.print(Text(document["reason"], style="red"))
+    if "bad_step" in document:
+        out.print(Text(f"no start takes it: {document['bad_step']}", style="red"))
     if "size_bytes" not in document:
         return
     facts = table([("", "left"), ("", "left")], header=False)

@@ -19,6 +19,7 @@ from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
 from holdfast.run.record import Record, flat_metrics
 from holdfast.run.remains import is_remains
+from holdfast.run.rollbacks import bad_steps
 from holdfast.run.status import refuse_checkpoint
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
@@ -28,6 +29,7 @@ from .terminal import printable
 __all__ = [
     "PATH",
     "Choice",
+    "bad_step_in",
     "choose",
     "complete_metric",
     "find",
@@ -158,19 +160,39 @@ def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
         if warns:
             warn_of_quarantine(checkpoint)
         return checkpoint
-    record = _pick(run_at(storage, path), pick)
+    catalog = run_at(storage, path)
+    record = _pick(catalog, pick)
     if not pick.is_given:
         text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
         click.echo(printable(text), err=True)
+    if (not pick.is_given or pick.newest) and (newer := catalog.passed_over(record.name)):
+        click.echo(printable(f"holdfast: newer, but no start takes them, for its guard: {newer}"), err=True)
+    elif (why := catalog.bad_steps().get(record.name)) is not None and warns:
+        click.echo(printable(f"holdfast: {record.name}: no start takes it: {why}"), err=True)
     return Checkpoint.at(storage, record.name)
 
 
 def warn_of_quarantine(checkpoint: Checkpoint) -> None:
     """Say on stderr why a checkpoint is never resumed from, if that is so."""
-    why = RunIndex.load(checkpoint.storage, head_only=True).quarantined.get(checkpoint.directory)
+    index = RunIndex.load(checkpoint.storage, head_only=True)
+    why = index.quarantined.get(checkpoint.directory)
     if why is not None:
         text = f"holdfast: {checkpoint.uri} is quarantined, no resume takes it: {why}"
         click.echo(printable(text), err=True)
+    elif (why := bad_step_in(checkpoint, index)) is not None:
+        click.echo(printable(f"holdfast: {checkpoint.uri}: no start takes it: {why}"), err=True)
+
+
+def bad_step_in(checkpoint: Checkpoint, index: RunIndex) -> str | None:
+    """Return what the guard of a run has found in one of its checkpoints; None if that is nothing."""
+    try:
+        manifest = checkpoint.manifest if index.notes else None
+        if manifest is None or manifest.run_id != index.run_id:
+            return None
+        row = (checkpoint.directory, manifest.attempt, manifest.step or 0, checkpoint.metrics)
+    except CheckpointError:
+        return None  # the command says what is wrong with it
+    return bad_steps([row], index.notes).get(checkpoint.directory)
 
 
 def run_at(storage: Storage, path: str) -> Catalog:
@@ -211,8 +233,8 @@ def _pick(catalog: Catalog, pick: Choice) -> Record:
         return record
     newest = catalog.latest()
     if newest is None:
-        bad = catalog.bad()
-        why = f"all {len(bad)} are damaged or quarantined" if bad else "none has been committed yet"
+        bad = catalog.bad() | catalog.bad_steps()
+        why = f"all {len(bad)} are damaged, quarantined or hold a bad step" if bad else "none has been committed yet"
         raise CheckpointError(f"the run {where} has no checkpoint to take: {why} (`holdfast ls` lists what is there)")
     return newest
 

@@ -254,10 +254,11 @@ def _checkpoints(
     for name, verified in read_verified(catalog.storage, catalog.found()).items():
         if name in details:
             details[name]["verified"] = verified.describe(catalog.storage, name)["words"]
+    newest, bad_steps = catalog.newest_sound(), catalog.bad_steps()
     rows = []
-    for number, record in enumerate(good):
-        marks = {"newest": not number, "best": record is best, "pinned": record.pinned}
-        marks["resumed from"] = record.resumed_from
+    for record in good:
+        marks = {"newest": record == newest, "best": record is best, "pinned": record.pinned}
+        marks |= {"resumed from": record.resumed_from, "bad step": record.name in bad_steps}
         names = [name for name, on in marks.items() if on]
         about = {"state": "ok", "why": why.get(record.name, ""), "marks": names, "details": details.get(record.name)}
         rows.append({**_row(record), **about})

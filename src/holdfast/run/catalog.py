@@ -224,7 +224,7 @@ class Catalog(RunView):
         return True
 
     def point_latest(self) -> None:
-        """Let the link `LATEST` of a run on a disk lead to the newest checkpoint; without one it goes.
+        """Let the link `LATEST` of a run on a disk lead to the newest checkpoint that is sound; without one it goes.
 
         Called when the checkpoints are known to count, and before any of them is deleted. The next save of the index
         makes the link durable. A link is a convenience: where there can be none, that is said once.
@@ -232,7 +232,7 @@ class Catalog(RunView):
         storage = self.storage
         if storage.local_root is None or ((text := link_at(storage, LATEST)) is None and not self.links):
             return
-        newest = self.newest()
+        newest = self.newest_sound()
         try:
             if text is not None and not _is_ours(storage, text):
                 return

@@ -83,8 +83,9 @@ class LifeReport:
         folder = os.environ.get(VARIABLE)
         if not folder:
             return None
-        with contextlib.suppress(OSError):
-            _tell_imports(Path(folder))
+        if not (Path(folder) / MODULES).exists():
+            with contextlib.suppress(OSError):
+                _tell_imports(Path(folder), _environment_changes())
         return cls(folder, about)
 
     def trains(self, step: int, *, requeue: int, wait_s: float) -> None:
@@ -108,6 +109,10 @@ class LifeReport:
         now = time.monotonic_ns()
         if self._state == _TRAINS and step > self._resumed + 1:  # the first step compiles and warms up
             self._longest = max(self._longest, now - self._moment)
+        elif self._step == self._resumed:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                told = Path(self._folder, MODULES)
+                _tell_imports(told.parent, json.loads(told.read_bytes())["environment"])  # again: a step imports, too
         self._step, self._moment = step, now
         self._write()
 
@@ -158,10 +163,8 @@ class LifeReport:
             os.pwrite(self._fd, _FIELDS.pack(*fields, *self._limits), 0)
 
 
-def _tell_imports(folder: Path) -> None:
+def _tell_imports(folder: Path, environment: Mapping[str, str | None]) -> None:
     """Name, for a spare interpreter, what is imported of installed packages, and how the environment has changed."""
-    if (folder / MODULES).exists():
-        return
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places.add(str(Path(__file__).parents[1]))
     installed = tuple(f"{place}{os.sep}" for place in places)
@@ -171,14 +174,19 @@ def _tell_imports(folder: Path) -> None:
         return path is not None and path.startswith(installed)
 
     names = [name for name, module in list(sys.modules.items()) if name != "__main__" and is_installed(module)]
+    own = folder / f".{MODULES}-{os.getpid()}"
+    own.write_text(json.dumps({"modules": names, "environment": environment}), encoding="utf-8")
+    own.rename(folder / MODULES)
+
+
+def _environment_changes() -> dict[str, str | None]:
+    """Return what this process has changed in its environment, None for what it has removed."""
     entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     began = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     now = dict(os.environ)
     changed = {name: now.get(name) for name in {*began, *now} if began.get(name) != now.get(name)}
     known = {VARIABLE, "TORCHELASTIC_RESTART_COUNT"}
-    about = {"modules": names, "environment": {name: value for name, value in changed.items() if name not in known}}
-    (folder / f".{MODULES}").write_text(json.dumps(about), encoding="utf-8")
-    (folder / f".{MODULES}").rename(folder / MODULES)
+    return {name: value for name, value in changed.items() if name not in known}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,25 @@ from typing import Any, NamedTuple
 
 from holdfast._log import get_logger
 
-__all__ = ["ROLLBACKS", "BatchSpan", "Rollback", "choose", "in_words", "is_sound", "left_out_by", "read_rollbacks"]
+from .record import metric_value
+
+__all__ = [
+    "ROLLBACKS",
+    "WATCHED",
+    "BatchSpan",
+    "Rollback",
+    "bad_steps",
+    "choose",
+    "in_words",
+    "left_out_by",
+    "read_rollbacks",
+    "watched_metric",
+]
 
 ROLLBACKS = "rollbacks"
 """Name of the note."""
+WATCHED = "watched"
+"""Name of the note that has the metric of the guard, as long as the run has one that acts."""
 _LOG = get_logger("checkpointer")
 
 
@@ -124,12 +139,21 @@ def left_out_by(rollbacks: Iterable[Rollback], *, num_ranks: int) -> list[BatchS
     return [span for rollback in rollbacks if rollback.num_ranks == num_ranks for span in rollback.left_out]
 
 
-def choose(rows: Iterable[Sequence[Any]], rollbacks: Sequence[Rollback]) -> tuple[dict[str, str], list[str]]:
+def watched_metric(notes: Mapping[str, Any]) -> str | None:
+    """Return the metric by which the guard of a run refuses checkpoints; None without one."""
+    metric = notes.get(WATCHED)
+    return metric if isinstance(metric, str) else None
+
+
+def choose(
+    rows: Iterable[Sequence[Any]], rollbacks: Sequence[Rollback], *, metric: str | None = None
+) -> tuple[dict[str, str], list[str]]:
     """Divide checkpoints by what is known of bad steps.
 
     Args:
-        rows: name, attempt and step of each checkpoint, and more.
+        rows: name, attempt and step of each checkpoint; its metrics, if one is watched.
         rollbacks: of the run.
+        metric: what the guard watches: a checkpoint in which it is not finite holds a bad step.
 
     Returns:
         Why a checkpoint holds the damage of a bad step, by name; and the names of those that may hold it, because no
@@ -142,14 +166,22 @@ def choose(rows: Iterable[Sequence[Any]], rollbacks: Sequence[Rollback]) -> tupl
     """
     bad: dict[str, str] = {}
     doubtful = []
-    for name, attempt, step, *_ in rows:
+    for name, attempt, step, *metrics in rows:
         known = [rollback for rollback in rollbacks if attempt <= rollback.attempt and step > rollback.after]
         broken = next((rollback for rollback in known if step >= rollback.step), None)
         if broken is not None:
             bad[name] = f"it holds step {broken.step} of attempt {broken.attempt}, where {broken.why}"
+        elif metric is not None and not _is_sound(value := metric_value(metrics[0], metric)):
+            bad[name] = f"its {metric} is {value}"
         elif known:
             doubtful.append(name)
     return bad, doubtful
+
+
+def bad_steps(rows: Iterable[Sequence[Any]], notes: Mapping[str, Any]) -> dict[str, str]:
+    """Return why checkpoints of a run hold a bad step, by name; ``rows`` as for `choose`, with metrics."""
+    rollbacks, metric = read_rollbacks(notes), watched_metric(notes)
+    return choose(rows, rollbacks, metric=metric)[0] if rollbacks or metric else {}
 
 
 def in_words(spans: Sequence[BatchSpan]) -> str:
@@ -166,7 +198,7 @@ def in_words(spans: Sequence[BatchSpan]) -> str:
     return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
-def is_sound(value: Any) -> bool:
+def _is_sound(value: Any) -> bool:
     """Tell whether a metric of a checkpoint speaks for it: a finite number, or none at all."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return not is_number or math.isfinite(value)

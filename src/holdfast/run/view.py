@@ -40,6 +40,7 @@ from .record import Record, metric_value, pack, read_sidecar, record_from_manife
 from .remains import is_remains
 from .reports import LOGS, REPORTS
 from .retention import is_number, rank
+from .rollbacks import bad_steps, choose, read_rollbacks, watched_metric
 
 __all__ = ["RunView"]
 
@@ -168,6 +169,21 @@ class RunView:
         """Return the newest checkpoint, None in an empty run."""
         return next((record for name in self._order() if (record := self._known(name)) is not None), None)
 
+    def newest_sound(self) -> Record | None:
+        """Return the newest checkpoint that a start would take; None without one."""
+        return next((record for name in self._to_take() if (record := self._known(name)) is not None), None)
+
+    def bad_steps(self) -> dict[str, str]:
+        """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
+        return bad_steps(map(_judged, self.records()), self.index.notes) if self.index.notes else {}
+
+    def passed_over(self, taken: str | None) -> str:
+        """Say which checkpoints newer than ``taken`` are not, for what the guard has found; "" if there are none."""
+        bad, names = self.bad_steps(), self._order()
+        newer = names[: names.index(taken)] if taken in names else names
+        shown = [f"{name} ({bad.get(name, 'it may hold a bad step')})" for name in newer[:3]]
+        return ", ".join(shown) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
+
     def record(self, name: str) -> Record:
         """Return the record of a checkpoint.
 
@@ -202,10 +218,11 @@ class RunView:
     def candidates(self) -> Iterator[Candidate]:
         """Yield the checkpoints that a resume may try, newest first; each manifest is read just before.
 
-        Damaged checkpoints go into `corrupt`, so that `bad` is complete after the last candidate.
+        Damaged checkpoints go into `corrupt`, so that `bad` is complete after the last candidate. Those that hold a bad
+        step are left out, and those that may hold one come last.
         """
         tried: set[str] = set()
-        order = iter(self._order())
+        order = self._to_take()
         while (name := next(order, None)) is not None:
             if name in tried:
                 continue
@@ -230,7 +247,7 @@ class RunView:
             row, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
             if row[1:3] != self.index.rows[name][1:3]:
                 tried.discard(name)  # the index had it at a wrong place of the order: it is yielded at its true place
-                order = iter(self._order())
+                order = self._to_take()
                 continue
             yield Candidate(record=self.record(name), manifest=manifest)
 
@@ -365,6 +382,18 @@ class RunView:
         skip = self.index.quarantined
         return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
 
+    def _to_take(self) -> Iterator[str]:
+        """Yield names in the order in which a start takes them, by what the guard of the run has found."""
+        rollbacks, metric = read_rollbacks(self.index.notes), watched_metric(self.index.notes)
+        doubtful: list[str] = []
+        for name in self._order():
+            record = self._known(name) if rollbacks or metric else None
+            bad, may_be_bad = choose([] if record is None else [_judged(record)], rollbacks, metric=metric)
+            doubtful += may_be_bad
+            if not bad and not may_be_bad:
+                yield name
+        yield from doubtful
+
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
         if self.storage.traits.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
@@ -441,3 +470,7 @@ class RunView:
         if not self._is_mine(name, manifest) or self.is_void(name, manifest):
             return manifest
         return self._record(name, manifest)
+
+
+def _judged(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
+    return record.name, record.attempt, record.step, record.metrics

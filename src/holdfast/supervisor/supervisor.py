@@ -33,6 +33,7 @@ from .restarts import REQUEUE_STATUS, Again, Death, End, after
 __all__ = ["KeptArenas", "Supervisor"]
 
 _LOOK_S = 1.0
+_ENTERS_S = 10.0  # that a process may take from entering a run to training
 _HANG_S = 300.0  # least time without a boundary that is a hang
 _FIRST_S = 1800.0  # until the first boundary of a life
 _HANG_STEPS = 10
@@ -188,10 +189,15 @@ class Supervisor:
         return None
 
     def _get_ready(self, folder: Path) -> None:
-        """Start a spare interpreter once this life has entered its run."""
+        """Start a spare interpreter once this life has made a step: its imports would slow the start and that step."""
         told = folder / MODULES  # not there before the life has entered its run
-        if self._python is not None and self._spare is None and told.exists():
-            self._spare = Spare(self._python, told, self._home)
+        if self._python is None or self._spare is not None or not told.exists():
+            return
+        now = time.monotonic()
+        for report in read_reports(folder):  # other doors than `Checkpointer` do not count steps
+            if report.step <= report.resumed if report.trains else now - report.moment_s < _ENTERS_S:
+                return
+        self._spare = Spare(self._python, told, self._home)
 
     def _look_at(self, spare: Spare) -> None:
         """Do without spare interpreters from now on if this one has given up."""

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -235,13 +234,3 @@ def _load(home: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def wait_until(condition: Any, timeout_s: float = 30.0, step_s: float = 0.005) -> bool:
-    """Poll ``condition`` until it holds; False when the time is up. For files of other processes only."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(step_s)
-    return True

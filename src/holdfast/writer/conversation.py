@@ -158,10 +158,13 @@ class Conversation:
             _LOG.debug("message lost: %s", header.get("do"))
         except OSError as error:
             # No memory or descriptors left: the writer lives and would never answer what it did not get.
-            _LOG.warning("a message to the writer was lost (%s): it is started again", error)
             if self.process is not None:
+                _LOG.warning("a message to the writer was lost (%s): it is started again", error)
                 # Else it would take us for dead, and rescue a snapshot from memory that we write to from now on.
                 self.process.kill()
+            else:
+                self._failure = f"a message to the writer, a thread, was lost ({error}): saving has stopped"
+                _LOG.error("%s", self._failure)
             self._channel.close()
 
     def flush(self, timeout_s: float | None) -> bool:

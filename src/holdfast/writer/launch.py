@@ -103,7 +103,7 @@ def launch_thread(shared: Shared) -> tuple[Channel, threading.Thread]:
     from .server import WriterLoop
 
     ours, theirs = socket.socketpair()
-    loop = WriterLoop(Channel(theirs), shared)
+    loop = WriterLoop(Channel(theirs), shared, in_trainer=True)
     thread = threading.Thread(target=loop.serve, name="holdfast-writer", daemon=True)
     thread.start()
     return Channel(ours), thread

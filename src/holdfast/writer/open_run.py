@@ -533,6 +533,7 @@ class Run:
     def _note(self, key: str, value: Any) -> None:
         with self._segments:
             self._catalog.index.note(key, value)
+        self._catalog.point_latest()  # the note may say that the newest one holds a bad step
 
     def _protect(self, names: list[str]) -> None:
         self._protected = frozenset(names)

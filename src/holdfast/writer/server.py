@@ -40,13 +40,16 @@ _LOG = get_logger("writer")
 _DRAIN_MS = 2000
 _HOLD_S = 1.0
 _DIED = "the trainer died"
+_CUT_OFF = "nothing more could be sent to its writer"
 _NICE = 5
 
 
 class WriterLoop:
     """Serves one trainer. `serve` returns when the trainer closed or died and what was sealed is committed."""
 
-    def __init__(self, channel: Channel, source: Attachments, *, trainer_fd: int = -1) -> None:
+    def __init__(
+        self, channel: Channel, source: Attachments, *, trainer_fd: int = -1, in_trainer: bool = False
+    ) -> None:
         self._channel, self._trainer_fd = channel, trainer_fd
         self._handed, self._arriving = Handed(source), Arriving()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -60,7 +63,9 @@ class WriterLoop:
         self._will: str | None = None  # several ranks: why our trainer leaves, so that they rescue what they hold
         self._last: dict[str, Any] | None = None  # arguments of "close_run", for after the rescue
         self._ending = threading.Event()
-        self._end = _DIED
+        # A thread ends with its trainer. If only its channel ends, the trainer lives, and goes on writing to the memory
+        # of snapshots that must not be rescued.
+        self._end = _CUT_OFF if in_trainer else _DIED
         self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
         self._trainer_pid = 0
         self._handlers: dict[str, Callable[[Message], None]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import holdfast as hf
 from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
+from holdfast.storage import resolve
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "storage"))

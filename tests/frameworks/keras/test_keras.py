@@ -11,7 +11,7 @@ import pytest
 from object_kit import BUCKET, moto_bucket
 
 import holdfast as hf
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'fit_cases.py'}:"

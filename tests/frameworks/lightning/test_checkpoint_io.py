@@ -19,8 +19,7 @@ from tiny import EPOCHS, TREES, keeper, make_model, make_trainer, same, weights
 
 import holdfast as hf
 from holdfast.lightning import HoldfastCheckpointIO, ReportCallback
-from holdfast.testing.faults import FaultyStorage
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import FaultyStorage, assert_state_equal
 
 HERE = Path(__file__).parent
 

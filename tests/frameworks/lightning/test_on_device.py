@@ -13,7 +13,7 @@ from tiny import TREES
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.lightning import HoldfastCallback, HoldfastCheckpointIO
-from holdfast.testing.state import assert_state_equal
+from holdfast.testing import assert_state_equal
 
 
 class Dead(Exception):

@@ -25,7 +25,7 @@ from holdfast.errors import (
 from holdfast.frameworks import DirectoryCheckpoints
 from holdfast.frameworks.places import STAGED
 from holdfast.run.remains import INCOMING
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import FaultyStorage
 
 
 def write(folder: Path, text: str = "first") -> Path:

@@ -15,7 +15,7 @@ import holdfast as hf
 from holdfast.frameworks import reporting, scalars
 from holdfast.frameworks.places import claim, mark
 from holdfast.run.process import machine
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import MemoryStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function.worker.handoff import HandoffArea
 

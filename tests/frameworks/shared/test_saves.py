@@ -12,8 +12,8 @@ import torch
 
 from holdfast.errors import ConfigError, StorageFullError, StorageUnavailableError, UnsupportedStateError
 from holdfast.frameworks import Saves
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.faults import FaultyStorage
+from holdfast.storage import MemoryStorage
+from holdfast.testing import FaultyStorage
 
 
 def saves_to(root: Any = None) -> Saves:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import ForkServer
 
 CASES = f"{Path(__file__).parents[1] / 'keras/fit_cases.py'}:"
 

@@ -68,7 +68,11 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:  # the driver is gone
+                    near.close()
+                    continue
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
 
@@ -113,6 +117,7 @@ class FakeNodes:
         self.used: frozenset[int] = frozenset()
         self.environments: dict[str, dict[str, str]] = {}
         self.wires: dict[str, Wire] = {}
+        self._all_wires: list[Wire] = []
         self._seen: list[str] = []
         self._mark = uuid.uuid4().hex
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -149,6 +154,7 @@ class FakeNodes:
         self.launched.append(node)
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         wire = self.wires[node] = Wire(call.port)
+        self._all_wires.append(wire)
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -195,7 +201,7 @@ class FakeNodes:
         for process in self._numbers.values():
             process.kill()
             process.wait()
-        for wire in self.wires.values():
+        for wire in self._all_wires:
             wire.close()
 
     def kill_node(self, node: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 
 import checkpoint_kit
+import pytest
 
 from holdfast.config import Keep
+from holdfast.run import index
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
 
@@ -25,6 +27,10 @@ class Clock:
 
     def iso(self) -> str:
         return (BEGIN + timedelta(seconds=self.seconds)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def rule(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Give the index its times for the rest of a test."""
+        monkeypatch.setattr(index, "_now", self.iso)
 
 
 class Run:

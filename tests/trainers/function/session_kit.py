@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast as hf
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function.transit import error_to_wire
 from holdfast.trainers.function.worker.session import Session
 from holdfast.writer.frames import Channel, Message
@@ -19,6 +19,12 @@ START_ID = "abcd1234"
 WAIT_S = 20.0
 
 Script = Callable[["Controller", dict[str, Any]], None]
+
+
+def channels() -> tuple[Channel, Channel]:
+    """Both ends of a connection between worker and controller."""
+    ours, theirs = socket.socketpair()
+    return Channel(ours), Channel(theirs)
 
 
 def begin(root: Path | None, rank: int = 0, world_size: int = 1, **fields: Any) -> dict[str, Any]:
@@ -46,6 +52,11 @@ def begin(root: Path | None, rank: int = 0, world_size: int = 1, **fields: Any) 
         "run_root": where,
     }
     return told | fields
+
+
+def begin_on(end: socket.socket, told: dict[str, Any]) -> Session:
+    """The session of a worker whose driver is at the other end of a socket."""
+    return Session(Channel(end), told)
 
 
 class Controller:
@@ -151,10 +162,10 @@ class Pair:
     """
 
     def __init__(self, told: dict[str, Any], script: Script = agreeable, memory: bytes | None = None) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = channels()
         self.gone = threading.Event()
-        self.controller = Controller(Channel(theirs), script)
-        self.session = Session(Channel(ours), told, memory, on_gone=self.gone.set)
+        self.controller = Controller(theirs, script)
+        self.session = Session(ours, told, memory, on_gone=self.gone.set)
 
     def __enter__(self) -> Pair:
         return self

@@ -17,7 +17,7 @@ from nodes_kit import FakeNodes
 from process_kit import wait_gone
 
 from holdfast.errors import ConfigError
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function.engine import Capacity, Exited, Started, Unable
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.cluster.nodes import PlacesChanged
@@ -25,7 +25,7 @@ from holdfast.trainers.function.engines.cluster.nodes import PlacesChanged
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
 import holdfast.trainers.function.engines.cluster.agent as agent
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 agent.from_description = lambda *_: LocalStorage({!r})
 """
 OLDER = "import holdfast._version; holdfast._version.__version__ = '0.0.1'\n"

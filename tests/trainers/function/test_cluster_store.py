@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from nodes_kit import FakeNodes
 from object_kit import moto_bucket
+from process_kit import wait_until
 from session_kit import START_ID, Pair, begin, make
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, StorageError
-from holdfast.storage.base import Storage
-from holdfast.storage.resolve import resolve
-from holdfast.testing.crash import wait_until
+from holdfast.storage import Storage, resolve
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine

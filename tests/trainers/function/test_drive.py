@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, Script
 
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast import Checkpoint
 from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
 from holdfast.trainers.function.control.plan import RunSpec, WaitLimits

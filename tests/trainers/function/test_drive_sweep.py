@@ -11,9 +11,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from holdfast.config import Keep
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.faults import FaultyStorage
+from holdfast.storage import LocalStorage, Storage
+from holdfast.testing import FaultyStorage
 from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
 from holdfast.trainers.function.control.plan import RunSpec

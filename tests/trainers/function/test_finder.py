@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalog_kit import catalog_of
 
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
-from holdfast.run.catalog import Catalog
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function.control.starts import RunContents, find_start
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 def find(root: Path, quarantined: dict[str, str] | None = None, **options: Any) -> tuple[RunContents, dict[str, str]]:
     storage = LocalStorage(root)
     noted: dict[str, str] = {}
-    rows = Catalog(storage).rows()
+    rows = catalog_of(storage).rows()
     found = find_start(storage, rows, quarantined=quarantined or {}, quarantine=noted.__setitem__, **options)
     return found, noted
 

@@ -15,8 +15,7 @@ from session_kit import START_ID
 import holdfast as hf
 from holdfast.copying import local
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.trainers.function.control import execute
 from holdfast.trainers.function.control.actions import ReportedDirectory
 from holdfast.trainers.function.control.execute import bring_beside

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_kit import wait_until
 
 from holdfast.run.remains import sweep_hidden
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function.engines.cluster import agents
 from holdfast.trainers.function.engines.cluster.agent import look_at_storage
 from holdfast.trainers.function.engines.cluster.agents import StorageProbe

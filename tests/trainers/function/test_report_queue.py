@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 
 import pytest
+from session_kit import channels
 
 from holdfast.errors import SessionError
 from holdfast.trainers.function.worker.report_queue import ReportQueue
-from holdfast.writer.frames import Channel
 
 
 class Ends:
     """An outbox and the other end of its channel."""
 
     def __init__(self, **options):
-        ours, theirs = socket.socketpair()
-        self.near, self.far = Channel(ours), Channel(theirs)
+        self.near, self.far = channels()
         self.outbox = ReportQueue(self.near, **options)
 
     def __enter__(self):

@@ -9,23 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from catalog_kit import catalog_of
 from result_kit import BEGIN, Clock, Run
 
 import holdfast as hf
 from holdfast.config import CheckpointConfig, Keep
-from holdfast.format.commit import remove
-from holdfast.run import index as runindex
-from holdfast.run.catalog import Catalog
-from holdfast.run.index import RUN_FILE
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.trainers.function.control.result import Result
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Run:
     clock = Clock()
-    monkeypatch.setattr(runindex, "_now", clock.iso)
+    clock.rule(monkeypatch)
     return Run(LocalStorage(tmp_path / "runs" / "gpt"), clock)
 
 
@@ -101,7 +97,7 @@ def test_best_checkpoints_are_never_deleted_ones(run: Run) -> None:
         run.report(step, step, {"m": step}, checkpoint=True)
     result = Result(run.storage, keep=Keep(best=2, metric="m", mode="max"))
     assert names(result) == ["checkpoint_000002", "checkpoint_000003"]
-    remove(run.storage, "checkpoint_000003")
+    run.storage.delete("checkpoint_000003/manifest.json")
     assert names(result) == ["checkpoint_000001", "checkpoint_000002"]
     assert result.get_best_checkpoint("m", "max").name == "checkpoint_000002"
 
@@ -156,7 +152,7 @@ def test_reading_changes_nothing(run: Run) -> None:
     folder = Path(run.storage.uri)
     for damage in (None, b"{", b""):
         if damage is not None:
-            (folder / RUN_FILE).write_bytes(damage)
+            (folder / "run.json").write_bytes(damage)
         before = tree(folder)
         result = Result.from_path(folder)
         assert names(result) == ["checkpoint_000001", "checkpoint_000002"]
@@ -175,7 +171,7 @@ def test_a_damaged_index_is_rebuilt_by_looking(run: Run, damage: str, caplog) ->
     run.resume("checkpoint_000001")
     run.report(2, 5, {"m": 0.7}, checkpoint=True)
     run.index.note("keep", Keep(best=5, metric="m", mode="min").to_json())
-    index = Path(run.storage.uri) / RUN_FILE
+    index = Path(run.storage.uri) / "run.json"
     if damage == "missing":
         index.unlink()
     else:
@@ -213,7 +209,7 @@ def test_the_dataframe_has_every_report_that_counts(run: Run) -> None:
     run.resume("checkpoint_000002")
     run.report(3, 6, {"val": {"acc": 0.3}, "step": 300, "extra": math.nan}, checkpoint=True)
     run.prune(Keep(last=2))
-    Catalog(run.storage).set_metrics("checkpoint_000003", {"late": 7, "_validated": True})
+    catalog_of(run.storage).set_metrics("checkpoint_000003", {"late": 7, "_validated": True})
     result = Result.from_path(run.storage.uri)
     frame = result.metrics_dataframe
     assert list(frame.columns) == ["_step", "attempt", "time", "checkpoint", "val/acc", "step", "extra", "late"]

@@ -9,12 +9,11 @@ import threading
 
 import pytest
 import torch
-from session_kit import Pair, begin, make, silent
+from session_kit import Pair, begin, begin_on, make, silent
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError, SessionError
 from holdfast.trainers.function.types import CheckpointUploadMode
-from holdfast.trainers.function.worker.session import Session
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -245,13 +244,11 @@ def test_a_worker_without_its_driver_exits_at_once(root):
     """In a process of its own, in the middle of training, without anybody calling anything."""
     import socket
 
-    from holdfast.writer.frames import Channel
-
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         theirs.close()
-        Session(Channel(ours), begin(root))
+        begin_on(ours, begin(root))
         threading.Event().wait(60)
         os._exit(99)
     ours.close()

@@ -12,7 +12,7 @@ from test_session_state import Committer, assert_loads, copy_of, make_state, pai
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import unfinished
 from holdfast.trainers.function.worker.staging import Staging

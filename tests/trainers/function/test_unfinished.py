@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from engine_kit import Driver
 from nodes_kit import FakeNodes
+from process_kit import wait_until
 
 from holdfast.errors import HoldfastError
 from holdfast.format.commit import PartSummary
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.testing.crash import wait_until
+from holdfast.storage import LocalStorage
 from holdfast.trainers.function import unfinished as unfinished_module
 from holdfast.trainers.function.engine import Exited
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine

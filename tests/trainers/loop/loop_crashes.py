@@ -17,8 +17,7 @@ import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.storage import LocalStorage
 from holdfast.storage.local import links as links_module
-from holdfast.testing.crash import ArmedOps
-from holdfast.testing.faults import FaultyStorage
+from holdfast.testing import ArmedOps, FaultyStorage
 from holdfast.trainers.loop.saving import folder as folder_module
 from holdfast.trainers.loop.saving.files import read_note
 

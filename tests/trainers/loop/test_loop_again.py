@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 from loop_kit import Crash, CrashAt, Points, loader, names, plain
 from torch.utils.data import DataLoader
 
@@ -15,9 +16,7 @@ import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
 from holdfast.core import Time
 from holdfast.loggers import JSONLLogger, RemoteUploaderDownloader
-from holdfast.run.catalog import Catalog
 from holdfast.run.costs import saves
-from holdfast.storage.resolve import resolve
 
 
 def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
@@ -297,7 +296,7 @@ def test_checkpoints_of_a_training_are_one_line(tmp_path: Path) -> None:
 def test_costs_of_saves_are_in_the_journal(tmp_path: Path) -> None:
     """`holdfast stats` finds how long a save held training; what steps lost meanwhile this trainer does not measure."""
     plain(tmp_path / "runs", max_duration="2ep", save_filename="ep{epoch}").fit()
-    catalog = Catalog(resolve(tmp_path / "runs"))
+    catalog = catalog_of(tmp_path / "runs")
     rows = saves(catalog.index.read_history().events, catalog.records())
     assert [row.name for row in rows] == ["ep1", "ep2"]
     assert all(row.durable_s and row.held_s and row.lost_s is None for row in rows)

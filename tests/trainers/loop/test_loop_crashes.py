@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast.testing import CRASH_EXIT_CODE
-from holdfast.testing.crash import ForkServer
+from holdfast.testing import CRASH_EXIT_CODE, ForkServer
 
 FILE = Path(__file__).with_name("loop_crashes.py")
 

@@ -302,8 +302,6 @@ def test_a_directory_of_torch_names_the_way_in(tmp_path: Path) -> None:
     """load_path of a sharded directory of Composer says `holdfast import`; autoresume beside one starts nothing."""
     import torch.distributed.checkpoint as dcp
 
-    from holdfast.interop.import_ import import_checkpoint
-
     model = torch.nn.Linear(4, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dcp, about the one process
@@ -312,7 +310,7 @@ def test_a_directory_of_torch_names_the_way_in(tmp_path: Path) -> None:
         plain(None, load_path=tmp_path / "runs" / "ep1-ba6")
     with pytest.raises(hf.ConfigError, match=r"sharded checkpoints of Composer \(ep1-ba6\)"):
         plain(tmp_path / "runs", autoresume=True)
-    import_checkpoint(tmp_path / "runs" / "ep1-ba6", tmp_path / "new")
+    hf.import_checkpoint(tmp_path / "runs" / "ep1-ba6", tmp_path / "new")
     assert torch.equal(plain(None, load_path=tmp_path / "new").state.model.weight, model.weight)
 
 

@@ -13,7 +13,7 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.loop.saving.folder import link_latest
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalog_kit import index_of
+from process_kit import wait_until
 
 from holdfast.errors import ConfigError
-from holdfast.run.index import RunIndex
-from holdfast.storage import LocalStorage
-from holdfast.testing import assert_state_equal
-from holdfast.testing.crash import ForkServer, wait_until
+from holdfast.testing import ForkServer, assert_state_equal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 
@@ -57,7 +56,7 @@ def test_a_killed_training_loses_no_batch(server: ForkServer, tmp_path: Path) ->
     twin.fit()
     run = tmp_path / "run"
     assert server.run(f"{__file__}:killed", str(run), 9).checked() == -signal.SIGKILL
-    assert wait_until(lambda: RunIndex.load(LocalStorage(run)).attempts[-1].ended is not None)
+    assert wait_until(lambda: index_of(run).attempts[-1].ended is not None)
     assert "ep1-ba9" in names(run)
     found = hf.Checkpoint(run / "ep1-ba9")
     assert found.manifest is not None

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from catalog_kit import catalog_of
 from loop_kit import Crash, CrashAt, loader, names, plain
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.run.catalog import Catalog
-from holdfast.storage.resolve import resolve
+from holdfast.storage import resolve
 from holdfast.trainers.loop.saving.folder import check_link, link_latest
 
 
@@ -62,7 +62,7 @@ def test_directory_is_a_holdfast_checkpoint(tmp_path: Path) -> None:
     """The default container has the same anatomy, is listed, verifies and carries metrics."""
     trainer = plain(tmp_path, eval_dataloader=loader(8), max_duration="1ep")
     trainer.fit()
-    record = Catalog(resolve(tmp_path)).latest()
+    record = catalog_of(tmp_path).latest()
     assert record is not None
     assert (record.name, record.step, record.epoch) == ("ep1-ba6", 6, 1)
     checkpoint = hf.Checkpoint(tmp_path / "ep1-ba6")

@@ -11,8 +11,7 @@ import pytest
 from loop_kit import plain
 
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.resolve import resolve
+from holdfast.storage import MemoryStorage, resolve
 from holdfast.trainers.loop.saving.folder import linked_by
 
 

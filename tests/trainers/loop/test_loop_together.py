@@ -13,7 +13,7 @@ from loop_kit import Crash, names, plain
 from torch.utils.data import DataLoader, Sampler
 
 from holdfast.checkpointer.signals import StopSignals
-from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage import LocalStorage
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.saving.load import LoadOptions, load_from
 from holdfast.trainers.loop.saving.saver_group import StartingPoint

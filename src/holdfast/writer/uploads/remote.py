@@ -231,6 +231,7 @@ class RemoteRun:
         elif index.damage is None:
             return
         if save:
+            self.catalog.point_latest()
             index.save()
 
     def bring_reports(self) -> None:

@@ -15,10 +15,8 @@ from holdfast.errors import CheckpointError
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
-from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.crash import ForkServer
+from holdfast.storage import LocalStorage, MemoryStorage, Storage
+from holdfast.testing import ForkServer
 
 _names = count()
 ROUNDS = 12

@@ -26,9 +26,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import sweep_given_up
 from holdfast.run.record import Sidecar, read_sidecar, write_sidecar
 from holdfast.run.remains import sweep_names
-from holdfast.storage.base import FileReader
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage import FileReader, LocalStorage, MemoryStorage
 
 # Three files of 10 MB and more: more than one window each.
 BIG = tuple(Shape(f"{item}/w", (3, 1_000_000)) for item in ("model", "ema", "optimizer"))
