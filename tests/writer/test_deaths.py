@@ -18,7 +18,6 @@ from process_kit import wait_gone, wait_until
 
 from holdfast import Checkpoint
 from holdfast.errors import HoldfastError, SessionError
-from holdfast.format.commit import read_manifest
 from holdfast.run.index import RunIndex
 from holdfast.run.view import RunView
 from holdfast.storage import LocalStorage
