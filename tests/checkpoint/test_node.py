@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import tempfile
 import threading
 import time
 
+import pytest
 from checkpoint_kit import small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import downloads as node
 from holdfast.copying import transfer
+from holdfast.errors import StorageError
 from holdfast.storage.memory import MemoryStorage
 
 
@@ -109,3 +113,23 @@ def test_one_directory_is_filled_once(tmp_path, monkeypatch) -> None:
     (target / "weights.pt").unlink()
     Checkpoint.at(storage, "c").to_directory(target)
     assert (target / "weights.pt").read_bytes() == b"1234"
+
+
+def test_without_locks_each_downloads_for_itself(tmp_path, monkeypatch) -> None:
+    """A temporary directory on a share without flock: nothing is shared, and what needs turns says what to do."""
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    storage = MemoryStorage(f"node-locks-{tmp_path.name}")
+    small(storage, "c", step=1)
+    checkpoint = Checkpoint.at(storage, "c")
+    with checkpoint.as_directory() as one, checkpoint.as_directory() as other:
+        assert one != other
+        assert Checkpoint(one).step == Checkpoint(other).step == 1
+    assert not os.path.exists(one)
+    assert Checkpoint(checkpoint.to_directory()).step == 1
+    with pytest.raises(StorageError, match="set TMPDIR"):
+        checkpoint.to_directory(tmp_path / "target")

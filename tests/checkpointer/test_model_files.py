@@ -204,3 +204,25 @@ def test_deleting_takes_them_along(tmp_path):
         for _ in range(3):
             ck.step()
     assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step_")) == ["step_00000003"]
+
+
+def test_a_reader_of_whole_files_finds_the_model_and_nothing_else(tmp_path):
+    """As vLLM reads: the index picks some of the files, and of these every tensor counts, by its name in the file."""
+    model = small_model()
+    model[0].weight.requires_grad_(False)  # a file of its own
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "mean": torch.ones(3), "model2": torch.nn.Linear(2, 2)}
+    saved = hf.save(tmp_path / "a", state, model_files=ModelFiles(indexes={INDEX: "model"}))
+    index = json.loads((tmp_path / "a" / INDEX).read_text())
+    files = sorted((tmp_path / "a").glob("*.safetensors"))
+    picked = [path for path in files if path.name in index["weight_map"].values()]
+    assert 1 < len(picked) < len(files)
+    found = []
+    for path in picked:
+        with safetensors.safe_open(path, "pt") as opened:
+            found += [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118 - it is no mapping
+    assert len(found) == len(dict(found))
+    assert_same(dict(found), model)
+    assert saved.verify().ok

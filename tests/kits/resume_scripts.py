@@ -1,7 +1,7 @@
 """Small training scripts that resume wrongly, each by a fault that was reported of real software, and right ones.
 
-Each is `BASE` with some of its pieces replaced. `BASE` saves model, optimizer, scheduler, generators and its position
-in the data, and goes on exactly.
+Each is `BASE`, or a script of `real_scripts`, with some of its pieces replaced. `BASE` saves model, optimizer,
+scheduler, generators and its position in the data, and goes on exactly.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # the first step of an optimizer imports it: here once instead of in each life
+from real_scripts import REAL
 
 from holdfast.verify.lives import Forked
 from holdfast.verify.observer import start
@@ -99,9 +100,9 @@ while done["epoch"] < 4:
 """
 
 
-def script(*changes: tuple[str, str]) -> str:
-    """Return `BASE` with pieces replaced; each must be in it once at least."""
-    text = BASE
+def script(*changes: tuple[str, str], base: str = BASE) -> str:
+    """Return a script with pieces replaced; each must be in it once at least."""
+    text = base
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
@@ -249,6 +250,36 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "cannot load what it saved": (
         script(('"done": dict(done),', '"done": dict(done), "path": __import__("pathlib").PurePosixPath("x"),')),
         "cannot resume", "cannot resume"),
+    "layers are frozen in a fresh start alone": (
+        script(("# made", "if not os.path.exists('out/last.pt'):\n    model[0].requires_grad_(False)")),
+        "differs", "frozen weights"),
+    "the optimizer that steps less often is not saved": (
+        script(('"maker": maker, "judge": judge, "first": optimizers[0], ', '"maker": maker, "judge": judge, '),
+               base=REAL["two networks against each other"]), "differs", "optimizer lost"),
+    "noise of a generator of one's own begins anew": (
+        script(('    noise.set_state(saved["noise"])\n', ''), base=REAL["two networks against each other"]),
+        "differs", "data again"),
+    "scale of the loss is not saved": (
+        script(('    scaler.load_state_dict(saved["scaler"])\n', ''), base=REAL["mixed precision with a scaled loss"]),
+        "differs", "loss scale"),
+    "hidden state is not saved": (
+        script(('at, hidden = saved["at"], saved["hidden"]', 'at = saved["at"]'),
+               base=REAL["hidden state of a recurrent network"]), "differs", "carried"),
+    "replay buffer is not saved": (
+        script(('    buffer, place, turn = saved["buffer"], saved["place"], saved["turn"]\n',
+                '    place, turn = saved["place"], saved["turn"]\n'), base=REAL["replay buffer and target network"]),
+        "differs", "own data"),
+    "target network is made from the other one": (
+        script(('    target.load_state_dict(saved["target"])\n', '    target.load_state_dict(saved["net"])\n'),
+               base=REAL["replay buffer and target network"]), "differs", "other modules"),
+    "baseline is not saved": (
+        script(('episode, baseline = saved["episode"], saved["baseline"]', 'episode = saved["episode"]'),
+               base=REAL["policy gradient"]), "differs", "carried"),
+    "half-precision weights are the ones that are saved": (
+        script(('"master": [one.detach() for one in master]', '"master": [one.detach().bfloat16() for one in master]'),
+               base=REAL["half-precision weights beside those that train"]), "differs", "rounded weights"),
+    "position of a stream is not saved": (
+        script(('Stream(seen)', 'Stream(0)'), base=REAL["stream with a position"]), "differs", "data again"),
     "is not repeatable": (
         script((_SKIP, '    batches = [(torch.from_numpy(np.random.default_rng().normal(size=(8, 4))).float(), '
                        'torch.ones(8, 1)) for _ in range(6 - done["batch"])]\n')),
@@ -293,6 +324,11 @@ HEALTHY: dict[str, str] = {
         ('"order": order,', '"order": order, "second": second.state_dict(),'),
         ('    order = state["order"]\n', '    order = state["order"]\n    second.load_state_dict(state["second"])\n')),
     "finishes before the kill of its second life": script(("< 4:", "< 2:")),
+    "a step without gradients makes the optimizer's state before it is loaded": script(
+        ("def load():\n    global order\n",
+         "def load():\n    global order\n    for weight in model.parameters():\n"
+         "        weight.grad = torch.zeros_like(weight)\n    optimizer.step()\n    optimizer.zero_grad()\n")),
+    **REAL,
 }  # fmt: skip
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from catalog_kit import hold
 
-from holdfast.errors import StorageError, StorageExistsError, StorageFullError
-from holdfast.storage.local import ops
+from holdfast.errors import RunBusyError, StorageConflictError, StorageError, StorageExistsError, StorageFullError
+from holdfast.run.lease import Lease, make_owner
+from holdfast.storage.local import local_tree, ops
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.ops import Ops
 
@@ -227,3 +232,76 @@ def test_a_run_on_a_mount_of_a_bucket(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", "6", "True"]
     assert "has no fsync" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.ENOTTY, errno.EIO])
+def test_where_fsync_leaves_bytes_in_the_cache_of_the_disk(tmp_path, monkeypatch, code):
+    """On macOS the disk is told to store them, by a call that some file systems lack; a lost write is an error."""
+    asked, synced, fsync = [], [], os.fsync
+
+    def full(fd: int, command: int) -> int:
+        asked.append(command)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return 0
+
+    monkeypatch.setattr(ops, "_FULL_SYNC", 51)
+    monkeypatch.setattr(fcntl, "fcntl", full)
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), fsync(fd)))
+    with pytest.raises(StorageError) if code == errno.EIO else contextlib.nullcontext():
+        LocalStorage(tmp_path).put("a", b"one")
+    assert set(asked) == {51}
+    assert len(synced) == (0 if code in (0, errno.EIO) else len(asked))
+
+
+def refuse_locks(fd: int, how: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_without_locks_no_change_of_a_file_is_lost(tmp_path, monkeypatch):
+    """Four at once swap a counter on a share without flock: each change is made on what the one before has written."""
+    monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    storage = LocalStorage(tmp_path)
+    storage.put("count", b"0")
+
+    def count() -> None:
+        for _ in range(10):
+            while True:
+                data, etag = storage.read_tagged("count")
+                with contextlib.suppress(StorageConflictError):
+                    storage.swap("count", b"%d" % (int(data) + 1), if_match=etag)
+                    break
+
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(count) for _ in range(4)]:
+            one.result()
+    assert storage.read("count") == b"40"
+    assert not (tmp_path / local_tree._HELD_NAME).exists()
+
+
+def test_without_locks_the_name_of_a_dead_holder_is_taken_away(tmp_path, monkeypatch):
+    """Who dies in the middle of a swap leaves a name: the next waits for it, then goes on; one that lives is let be."""
+    monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    monkeypatch.setattr(local_tree, "_GONE_S", 0.2)
+    held, storage = tmp_path / local_tree._HELD_NAME, LocalStorage(tmp_path)
+    etag = storage.put("a", b"1")
+    held.touch()
+    begun = time.monotonic()
+    storage.put("a", b"2", if_match=etag)
+    assert time.monotonic() - begun >= 0.2
+    assert names(tmp_path) == ["a"]
+    held.touch()  # of another, who was first to take the dead one's away
+    local_tree._take_away(str(held), None, (0, 0))
+    assert held.exists()
+
+
+def test_without_locks_a_run_has_one_owner(tmp_path, monkeypatch):
+    """The lease is had, renewed, refused to another, and given up."""
+    monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    storage = LocalStorage(tmp_path)
+    lease = Lease.acquire(storage, make_owner("ab12"), wait_s=0)
+    lease.heartbeat()
+    with pytest.raises(RunBusyError):
+        Lease.acquire(storage, make_owner("cd34"), wait_s=0)
+    lease.release()
+    Lease.acquire(storage, make_owner("cd34"), wait_s=0).release()

@@ -166,6 +166,20 @@ def test_a_script_that_saves_when_it_is_asked_to_end(tmp_path):
     assert report.lives[1].began == report.lives[0].steps
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("starts", "verdict"), [("== 2", "exact"), (">= 2", "starts over")])
+def test_a_life_that_is_killed_before_its_first_save(tmp_path, starts, verdict):
+    """A script that saves by the clock begins anew then, and is right where a later life goes on from something."""
+    counter = tmp_path / "counter"
+    made = f"open({os.fspath(counter)!r}, 'a').write('x')\nlate = os.path.getsize({os.fspath(counter)!r}) {starts}"
+    text = BASE.replace("# made", made).replace("def save():\n", "def save():\n    if late:\n        return\n")
+    work = tmp_path / "work"
+    work.mkdir()
+    report = verified(work, text)
+    assert report.verdict == verdict, "\n".join(report.lines())
+    assert report.lives[1].began == 0
+
+
 def test_what_is_verified_ends_with_the_verifier(tmp_path):
     """The verifier dies by SIGKILL: script, ranks and what waits to be killed end, and none waits for ever."""
     script = tmp_path / "work" / "train.py"

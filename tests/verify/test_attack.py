@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.verify.lives import Command, run_life
+from holdfast.verify.page import survival_page
 from holdfast.verify.plan import LifePlan
 from holdfast.verify.power import cut_power, make_durable, sees_power_cuts, unwritten
 from holdfast.verify.records import Record
-from holdfast.verify.survival import Kill, Trial, judge, last_change
+from holdfast.verify.survival import Kill, Trial, ends_of_saves, judge, save_changes
 from holdfast.verify.workplace import Aim, Change, ChangeWatch
 
 # ---- the judgement
@@ -37,7 +38,7 @@ def judged(trials: Sequence[tuple[int, int, int | None]], changes: list[Change],
     found = judge(
         [Trial(kill=Kill(at=at, began=0, ended=ended, landed=""), life=2, began=None if began == -1 else began,
                refused="status 1" if began == -1 else "", said=said) for at, ended, began in trials],
-        command=["python", "train.py"], reference=reference, changes=changes, last=last_change(changes, reference)[0],
+        command=["python", "train.py"], reference=reference, changes=changes, kinds=save_changes(changes, reference)[0],
     )  # fmt: skip
     return [trial.outcome for trial in found.trials]
 
@@ -75,8 +76,49 @@ def test_the_end_of_a_save_is_found_among_its_changes():
         one(what, n + 0.7) for n in (19, 29) for what in ("deleted a-#", "deleted b-#", "deleted dir-#", "made trash")
     ]
     changes = sorted([one("made out", 9.55), *parts, *logs, *old], key=lambda change: change.at)
-    assert last_change(changes, reference) == ("renamed b-#", 3)
+    assert save_changes(changes, reference) == (("renamed a-#", "renamed b-#"), 3)
     assert judged([(21, 1, 20), (25, 2, 10)], changes) == ["newest", "older, silently"]
+
+
+def test_what_comes_as_often_as_the_saves_by_chance_ends_none():
+    """A lease is renewed three times, as many as there are saves; a log is flushed once more where a save is late."""
+
+    def one(what: str, at: float, size: int = 0) -> Change:
+        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=True)
+
+    def save(n: int) -> list[Change]:
+        return [one("closed a-#", n + 0.5, 500), one("renamed latest", n + 0.6, 9), one("closed log", n + 0.7, 9)]
+
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
+    lease = [one("renamed lease", at, 9) for at in (9.9, 10.9, 19.9)]
+    changes = sorted([*save(9), *save(19), *save(29), *lease], key=lambda change: change.at)
+    kinds, number = save_changes(changes, reference)
+    assert (kinds, number) == (("closed a-#", "renamed latest", "closed log"), 3)
+    early = [one("closed log", 5.0, 9), *save(9)[:1]]
+    assert ends_of_saves(early, kinds) == []
+    assert ends_of_saves([*early, *save(9)[1:], *lease], kinds) == [9.6]
+
+
+def test_the_page_has_a_strip_for_each_kill():
+    """What was kept is green, what was lost red, and the text of a line cannot become markup."""
+    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
+    changes = saves(9.5, 19.5, 29.5)
+
+    def after(at: int, ended: int, began: int | None, refused: str = "") -> Trial:
+        return Trial(kill=Kill(at=at, began=0, ended=ended, landed="closed <b>"), life=2, began=began, refused=refused)
+
+    found = judge(
+        [after(24, 2, 10), after(24, 2, 20), after(13, 1, None, "status 1: <script>")], command=["python", "train.py"],
+        reference=reference, changes=changes, kinds=save_changes(changes, reference)[0],
+    )  # fmt: skip
+    page = survival_page(found, 3.0)
+    strips = [strip.partition("</div>")[0] for strip in page.split('<div class="strip">')[1:]]
+    counts = [[strip.count(f'class="{mark}') for mark in ("same", "bad", "none")] for strip in strips]
+    assert counts == [[10, 10, 20], [20, 0, 20], [0, 10, 30]]
+    assert [strip.count(" kill") for strip in strips] == [1, 1, 1]
+    assert "DOES NOT SURVIVE" in page
+    assert "<b>" not in page
+    assert "<script>" not in page
 
 
 # ---- the kill
@@ -264,11 +306,12 @@ def test_a_checkpointer_survives_kills_and_power_cuts(tmp_path):
     """Its writer is killed with it; nothing is lost."""
     (tmp_path / "train.py").write_text(CHECKPOINTER)
     ended = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", "attack", "--kills", "6", "--power-cuts", "3", "--",
-         sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-m", "holdfast.cli.main", "attack", "--kills", "6", "--power-cuts", "3", "--html", "a.html",
+         "--", sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "SURVIVES" in ended.stdout
+    assert (tmp_path / "a.html").read_text().count('<div class="strip">') >= 9
     assert not (tmp_path / "run").exists()
 
 

@@ -25,6 +25,7 @@ __all__ = ["attack"]
 @click.option(
     "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."
 )
+@click.option("--html", type=click.Path(dir_okay=False), help="Write the report as one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def attack(
     command: tuple[str, ...],
@@ -36,6 +37,7 @@ def attack(
     cold: bool,
     copy_limit: float,
     keep_in: str | None,
+    html: str | None,
     as_json: bool,
 ) -> None:
     """Kill COMMAND while it saves, start it again, and count what it goes on from.
@@ -45,6 +47,7 @@ def attack(
     failed, 2 usage.
     """
     from holdfast.verify.attack import attack_script
+    from holdfast.verify.page import survival_page
 
     found, seconds = examined(
         lambda say: attack_script(
@@ -54,4 +57,7 @@ def attack(
         ),
         command, failed={"survives": False}, as_json=as_json,
     )  # fmt: skip
-    show_found(found.document(), found.lines(), seconds, is_good=found.survives, as_json=as_json)
+    show_found(
+        found.document(), found.lines(), seconds, is_good=found.survives, as_json=as_json, html=html,
+        page=lambda: survival_page(found, seconds),
+    )  # fmt: skip

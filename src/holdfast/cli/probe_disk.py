@@ -367,7 +367,7 @@ def _speed(
     if written:
         yield _judged("write", rates(lambda: write(storage, written, buffer, deadline, progress)), limit)
         limit = rates(raw_read)
-        with contextlib.suppress(OSError), (folder / "bulk").open("rb") as file:
+        with contextlib.suppress(OSError, AttributeError), (folder / "bulk").open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield _judged("read", rates(lambda: read(storage, deadline, progress)), limit)
 

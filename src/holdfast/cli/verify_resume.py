@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from .terminal import message, print_json
+from .terminal import message, print_json, replace_file
 
 __all__ = ["examined", "show_found", "verify_resume"]
 
@@ -54,6 +54,7 @@ def verify_resume(
     python train.py. It runs in copies of the working directory. Exit status: 0 the resume is exact, 1 it is not or the
     script failed, 2 usage.
     """
+    from holdfast.verify.page import page
     from holdfast.verify.scripts import verify_script
 
     report, seconds = examined(
@@ -64,13 +65,10 @@ def verify_resume(
         ),
         command, failed={"exact": False, "verdict": "failed"}, as_json=as_json,
     )  # fmt: skip
-    if html is not None:
-        from pathlib import Path
-
-        from holdfast.verify.page import page
-
-        Path(html).write_text(page(report, seconds), encoding="utf-8")
-    show_found(report.document(), report.lines(), seconds, is_good=report.exact, as_json=as_json)
+    show_found(
+        report.document(), report.lines(), seconds, is_good=report.exact, as_json=as_json, html=html,
+        page=lambda: page(report, seconds),
+    )  # fmt: skip
 
 
 def examined(
@@ -102,9 +100,29 @@ def examined(
 
 
 def show_found(
-    document: Mapping[str, Any], lines: Iterable[str], seconds: float, *, is_good: bool, as_json: bool
+    document: Mapping[str, Any],
+    lines: Iterable[str],
+    seconds: float,
+    *,
+    is_good: bool,
+    as_json: bool,
+    html: str | None,
+    page: Callable[[], str],
 ) -> None:
-    """Print what an examination found, as a document or as lines; ends with status 1 unless it is good."""
+    """Print what an examination found, as a document or as lines; ends with status 1 unless it is good.
+
+    Args:
+        document: the JSON document.
+        lines: the report for people.
+        seconds: that it took.
+        is_good: of the exit status.
+        as_json: print the document.
+        html: where to write the page, too.
+        page: makes it.
+
+    Raises:
+        StorageError: the page cannot be written.
+    """
     if as_json:
         print_json({**document, "seconds": seconds})
     else:
@@ -112,5 +130,7 @@ def show_found(
         for line in lines:
             click.echo(message(line))
         click.echo(f"({seconds:.0f} s)")
+    if html is not None:
+        replace_file(html, page().encode())
     if not is_good:
         raise click.exceptions.Exit(1)

@@ -12,6 +12,8 @@ user is no user any more, and what it left is swept by the next user.
 
 A caller that wants files of its own copies them from there, or moves them away if it is the only user. Callers that
 name the same directory take turns at it, and find what the first has brought.
+
+Where the temporary directory has no locks, each process downloads for itself.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast._progress import progress_bar
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.run.lease import files_of
 from holdfast.run.process import birth
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.local.local_tree import NO_LOCKS
 from holdfast.storage.local.ops import POSIX
 
 from .local import private_directory
@@ -46,6 +50,11 @@ _JOIN_S = 0.02  # for others, who waited for the download, to become users of it
 def shared_download(storage: Storage, name: str) -> Iterator[Path]:
     """Yield a local directory with the files of ``name``; treat it as read-only, others read it too."""
     base = _base()
+    if not _has_locks(base):
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as own:
+            copy_checkpoint(storage, name, LocalStorage(Path(own, "data")), "")
+            yield Path(own, "data")
+        return
     key, total = _key(storage, name)
     place = base / key
     _sweep(base, place)
@@ -59,6 +68,9 @@ def shared_download(storage: Storage, name: str) -> Iterator[Path]:
 def own_download(storage: Storage, name: str, directory: Path) -> None:
     """Bring the files of ``name`` into a new, empty directory; who does so at the same time shares one download."""
     base = _base()
+    if not _has_locks(base):
+        copy_checkpoint(storage, name, LocalStorage(directory), "")
+        return
     key, total = _key(storage, name)
     place = base / key
     _sweep(base, place)
@@ -76,9 +88,18 @@ def take_turns(storage: Storage, name: str, directory: Path) -> Iterator[bool]:
 
     Yields:
         Whether one of them has just brought these very files, so that nothing is left to do.
+
+    Raises:
+        StorageError: the temporary directory has no locks.
     """
     key, _ = _key(storage, name)
-    place = _base() / f"to-{hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]}"
+    base = _base()
+    if not _has_locks(base):
+        raise StorageError(
+            f"{base} has no file locks, by which the processes of this machine take turns at {directory}: set TMPDIR "
+            "to a directory on a local disk"
+        )
+    place = base / f"to-{hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]}"
     begun = time.time()
     lock = _lock(place)
     brought = place / "brought"
@@ -203,6 +224,17 @@ def _sweep(base: Path, mine: Path) -> None:
 
 def _base() -> Path:
     return private_directory("holdfast")
+
+
+def _has_locks(base: Path) -> bool:
+    with tempfile.TemporaryFile(dir=base) as probe:
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return False
+    return True
 
 
 def _key(storage: Storage, name: str) -> tuple[str, int]:

@@ -537,7 +537,7 @@ class _Lock:
             os.close(file)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
                 return False
-            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS):
+            if error.errno in tree.NO_LOCKS:
                 return None
             raise translate(error, "lock", self._path) from error
         self._file = file

@@ -90,12 +90,8 @@ class LifeProcesses:
         They are looked at and not reaped: the writer of a dead trainer reads from the kernel how it has ended.
         """
         for rank, process in enumerate(self._processes):
-            if rank not in self.statuses:
-                options = os.WEXITED | os.WNOWAIT | (0 if waits else os.WNOHANG)
-                found = os.waitid(os.P_PID, process.pid, options)
-                if found is not None:
-                    is_exit = found.si_code == os.CLD_EXITED
-                    self.statuses[rank] = found.si_status if is_exit else -found.si_status
+            if rank not in self.statuses and (status := _status_of(process, waits=waits)) is not None:
+                self.statuses[rank] = status
         return len(self.statuses) == len(self._processes)
 
     def send(self, number: int, also: Sequence[int] = ()) -> None:
@@ -118,7 +114,9 @@ class LifeProcesses:
     def are_alive(self, pids: Sequence[int]) -> list[int]:
         """Return those that still run in one of our process groups: what we have started, and its children."""
         groups = {process.pid for process in self._processes}
-        return [pid for pid in pids if _group_of(pid) in groups and not is_zombie(pid)]
+        # Without /proc nobody sees that a process which is not reaped has ended: of our own we know it.
+        ended = {self._processes[rank].pid for rank in self.statuses}
+        return [pid for pid in pids if _group_of(pid) in groups and pid not in ended and not is_zombie(pid)]
 
     def stacks(self) -> str:
         """Have every Python process of this life write the stacks of its threads, and return them."""
@@ -279,6 +277,16 @@ def _prepare_child() -> Callable[[], None]:
             prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
     return prepare
+
+
+def _status_of(process: subprocess.Popen[bytes], *, waits: bool) -> int | None:
+    """Return how a process has ended, as `subprocess` gives it, without reaping it; None while it runs."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13, which has no other way than to reap
+        return process.wait() if waits else process.poll()
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (0 if waits else os.WNOHANG))
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _group_of(pid: int) -> int:

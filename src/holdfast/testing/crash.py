@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,13 +189,15 @@ def _case(order: dict[str, Any]) -> dict[str, Any]:
 
 def _wait(pid: int, timeout_s: float) -> int:
     """Wait for a child, kill it when its time is up; return its exit status."""
-    watch = os.pidfd_open(pid)
-    try:
-        if not select.select([watch], [], [], timeout_s)[0]:
+    until = time.monotonic() + timeout_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= until:
             os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(watch)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(0.001)
 
 
 def _child(order: dict[str, Any], answer: int, output: int) -> None:

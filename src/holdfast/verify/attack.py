@@ -26,7 +26,7 @@ from .power import cut_power, make_durable, sees_power_cuts
 from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
-from .survival import Kill, Survival, Trial, judge, last_change
+from .survival import Kill, Survival, Trial, ends_of_saves, judge, save_changes
 from .warm import WarmInterpreter, WarmLife, check_script, script_command
 from .workplace import Aim, Change, ChangeWatch, Workplace
 
@@ -117,8 +117,8 @@ def attack_script(
                 "(cachestat, Linux 6.5, on a file system of a disk)"
             )
         return judge(
-            attack.trials, command=command, reference=attack.reference[0], changes=attack.changes, last=attack.last,
-            notes=attack.notes,
+            attack.trials, command=command, reference=attack.reference[0], changes=attack.changes,
+            kinds=attack.save_changes, notes=attack.notes,
         )  # fmt: skip
 
 
@@ -144,7 +144,8 @@ class _Attack:
         self.reference: dict[int, Record] = {}
         self.changes: list[Change] = []
         self._kinds: Counter[str] = Counter()
-        self._num_saves, self.last = 1, ""
+        self._num_saves = 1
+        self.save_changes: tuple[str, ...] = ()
         self._usual: set[str] = set()  # what a resume prints where nothing is wrong
         self.trials: list[Trial] = []
         self.notes: list[str] = []
@@ -164,7 +165,7 @@ class _Attack:
                 f"no file was written below the working directory or {{run}} between the {len(begun)} steps of the "
                 "script: it has to save at least once before its last step"
             )
-        self.last, self._num_saves = last_change(self.changes, self.reference[0])
+        self.save_changes, self._num_saves = save_changes(self.changes, self.reference[0])
         self._say(
             f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
             f"{len(self._kinds)} kinds in {self._num_saves} save{'s' * (self._num_saves != 1)}"
@@ -217,7 +218,7 @@ class _Attack:
                 life = self._life(chain, watch)
             if self._look(chain, life) and life.killed and watch.seen:
                 first = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0)).steps[:1]
-                ended = sum(one.what == self.last and one.at > step["now"] for step in first for one in watch.seen)
+                changes = [one for step in first for one in watch.seen if one.at > step["now"]]
                 lost = tuple(os.path.relpath(path, self._home / chain.name) for path in watch.unwritten)
                 cut_power(watch.unwritten, self._chance)
                 landed = "between changes" if aim.delay_s else watch.seen[-1].what
@@ -225,7 +226,7 @@ class _Attack:
                     Kill(
                         at=chain.killed_at,
                         began=chain.began,
-                        ended=ended,
+                        ended=len(ends_of_saves(changes, self.save_changes)),
                         landed=landed,
                         lost=lost if cut else None,
                     )

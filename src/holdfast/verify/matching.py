@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .records import Record, Step, stages
@@ -84,6 +84,7 @@ def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, 
     """
     if not life.steps:
         return Match(began=None, steps=0, findings=(Finding(kind="no training", step=killed_at, at_resume=True),))
+    life = _from_checkpoint(reference, life, killed_at)
     first = life.steps[0]
     began = _locate(reference.steps, first, killed_at)
     if began is None:
@@ -123,16 +124,27 @@ def is_followed(reference: Record, life: Record, began: int) -> bool:
 # ---- where a life goes on
 
 
+def _from_checkpoint(reference: Record, life: Record, killed_at: int) -> Record:
+    """Leave out a step that was made before the checkpoint was loaded, as some do to give the optimizer its state."""
+    if len(life.steps) > 1 and _same(reference.steps[0], life.steps[0], "w"):
+        place = _locate(reference.steps, life.steps[1], killed_at)
+        if place is not None and place > 1 and not _same(reference.steps[1], life.steps[1], "w"):
+            return replace(life, steps=life.steps[1:])
+    return life
+
+
 def _locate(steps: Sequence[Step], first: Step, killed_at: int) -> int | None:
     """Return the step before which the weights were those of ``first``; the one whose other state fits best."""
-    same = [n for n, step in enumerate(steps) if step["o"] == first["o"] and _same(step, first, "w")]
+    same = [n for n, step in enumerate(steps) if _same(step, first, "w")]
     if not same:
         return None
 
-    def rank(number: int) -> tuple[int, int, int, int]:
+    def rank(number: int) -> tuple[int, ...]:
+        # Optimizers are numbered by their first steps: in a life that goes on in a later stage they are others.
         step = steps[number]
         fits = (step["s"] == first["s"], step["lr"] == first["lr"], step["x"] == first["x"] and step["g"] == first["g"])
-        return (sum(fits[:2]), int(fits[2]), int(number <= killed_at), number if number <= killed_at else -number)
+        own = int(step["o"] == first["o"])
+        return (sum(fits[:2]), own, int(fits[2]), int(number <= killed_at), number if number <= killed_at else -number)
 
     return max(same, key=rank)
 
@@ -146,7 +158,7 @@ def _unknown_weights(reference: Record, life: Record, killed_at: int) -> Finding
         equal = [
             (sum(a == b for a, b in zip(step.get("each", ()), first["each"], strict=False)), number)
             for number, step in enumerate(steps[: killed_at + 1])
-            if step["o"] == first["o"] and len(step.get("each", ())) == len(first["each"])
+            if len(step.get("each", ())) == len(first["each"])
         ]
         count, number = max(equal, default=(0, 0))
         if count and number:
@@ -155,11 +167,7 @@ def _unknown_weights(reference: Record, life: Record, killed_at: int) -> Finding
             items = tuple((names[n], f"that of step {number}", "another") for n in wrong[:8])
             facts = {"names": [names[n] for n in wrong], "fresh": fresh, "of": len(first["each"])}
             return Finding(kind="partial weights", step=number, at_resume=True, items=items, facts=facts)
-    near = [
-        (_distance(step["wv"], first["wv"]), -number)
-        for number, step in enumerate(steps[: killed_at + 1])
-        if step["o"] == first["o"]
-    ]
+    near = [(_distance(step["wv"], first["wv"]), -number) for number, step in enumerate(steps[: killed_at + 1])]
     distance, negative = min(near, default=(1.0, 0))
     if distance < _ROUNDED and _is_rounded(first["wv"]):
         facts = {"error": distance}
@@ -176,17 +184,21 @@ def _unknown_weights(reference: Record, life: Record, killed_at: int) -> Finding
 
 def _compare_steps(reference: Record, life: Record, began: int, *, to_end: bool) -> tuple[list[Finding], list[str]]:
     steps = reference.steps[began:]
-    findings = _at_resume(reference, life, began)
+    findings = _at_resume(reference, life, began, 0)
     notes = []
     first = life.steps[0]
     others = _drawn(reference, began, first)
     if not findings:
+        stepped = {first["o"]}
         if others:
             notes.append(
                 f"the generators ({', '.join(others)}) are not those of the uninterrupted run at step {began}; so far "
                 "nothing depends on them"
             )
         for number, (left, right) in enumerate(zip(steps, life.steps, strict=False)):
+            if right["o"] not in stepped and (findings := _at_resume(reference, life, began, number)):
+                return findings, notes
+            stepped.add(right["o"])
             found = _of_step(reference, life, began + number, left, right, at_resume=number == 0)
             if found is not None:
                 return [found], [] if found.kind == "generators" else notes
@@ -199,10 +211,10 @@ def _compare_steps(reference: Record, life: Record, began: int, *, to_end: bool)
     return findings, notes
 
 
-def _at_resume(reference: Record, life: Record, began: int) -> list[Finding]:
-    """Compare the state before the first step of a life, and its data; several things may be wrong at once."""
-    left, right = reference.steps[began], life.steps[0]
-    at: dict[str, Any] = {"step": began, "at_resume": True}
+def _at_resume(reference: Record, life: Record, began: int, number: int) -> list[Finding]:
+    """Compare the state before the first step of an optimizer, and its data; several things may be wrong at once."""
+    left, right = reference.steps[began + number], life.steps[number]
+    at: dict[str, Any] = {"step": began + number, "at_resume": number == 0}
     findings = []
     if not _same_state(left, right):
         findings.append(_optimizer_state(reference, left, right, at))
@@ -218,7 +230,7 @@ def _at_resume(reference: Record, life: Record, began: int) -> list[Finding]:
     if left["scale"] != right["scale"]:
         findings.append(Finding(kind="loss scale", items=_items(["scale"], left, right), **at))
     if findings:  # the gradients tell nothing then; the data do
-        data = _data(reference, life, began, left, right, at_resume=True)
+        data = _data(reference, life, began + number, left, right, at_resume=number == 0)
         findings += [] if data is None else [data]
     return findings
 
@@ -235,6 +247,8 @@ def _of_step(
         return None
     items = _items(fields, left, right)
     at: dict[str, Any] = {"step": number, "at_resume": at_resume, "items": items}
+    if left["gn"] != right["gn"] and not {"w", "s"} & set(fields):
+        return Finding(kind="frozen weights", facts={"left": left["gn"], "right": right["gn"]}, **at)
     if fields in (["g"], ["x", "g"]):
         drawn = _drawn(reference, number, right)
         seen = bool(left["x"] or left["d"])
@@ -342,6 +356,8 @@ def _optimizer_state(reference: Record, left: Step, right: Step, at: dict[str, A
 
 
 def _same(left: Step, right: Step, name: str) -> bool:
+    if name == "e" and left["en"] != right["en"]:
+        return True  # modules that one life has and the other has not made yet, or no more, tell nothing
     whole, whole_now = left.get("whole"), right.get("whole")
     if whole is not None and whole_now is not None and whole.get(name) != whole_now.get(name):
         return False

@@ -271,11 +271,44 @@ class _Trained:
     """What is known of one optimizer."""
 
     def __init__(self, optimizer: Any, number: int) -> None:
-        self.number, self.kind = number, type(optimizer).__name__
+        self.number, self.kind = number, getattr(optimizer, "kind", type(optimizer).__name__)
         self.weights, self.others = _Tensors(), _Tensors()
         self.state = _Tensors()
         self.state_keys: dict[str, int] = {}  # how many tensors each key has
         self.other_tensors: list[Any] = []
+
+
+class _KerasOptimizer:
+    """A Keras optimizer on torch, seen as one of torch: groups of weights, and a state for each weight.
+
+    Args:
+        optimizer: the one of Keras.
+        variables: what it trains.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.kind, self.variables = type(optimizer).__name__, list(variables)
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        optimizer: Any = self._optimizer()
+        return [{"params": [one.value for one in self.variables], "lr": float(optimizer.learning_rate)}]
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """The variables of the optimizer, called by the last word of their names: momentum, velocity, iteration."""
+        optimizer: Any = self._optimizer()
+        weights = [one.value for one in self.variables]
+        found: dict[Any, dict[str, Any]] = {weight: {} for weight in weights}
+        count: dict[str, int] = {}
+        for one in optimizer.variables:
+            if one.path.endswith("learning_rate"):
+                continue
+            word = one.path.rpartition("/")[2].rpartition("_")[2]
+            number = count[word] = count.get(word, -1) + 1
+            found[weights[number % len(weights)]][f"{word}{number // len(weights) or ''}"] = one.value
+        return found
 
 
 class Observer:
@@ -315,6 +348,8 @@ class Observer:
         self._follow_modules(sys.modules["torch"].nn.Module)
         loading = importlib.import_module("torch.utils.data.dataloader")
         self._follow(loading.DataLoader, loading._BaseDataLoaderIter)
+        keras = "keras.src.optimizers.base_optimizer"
+        _once_imported(keras, lambda: self._follow_keras(sys.modules[keras].BaseOptimizer))
         stateful = "torchdata.stateful_dataloader.stateful_dataloader"
         _once_imported(stateful, lambda: self._follow_stateful(sys.modules[stateful]))
 
@@ -384,6 +419,37 @@ class Observer:
             self._inputs.append(digest)
 
         self._guarded(note)
+
+    def _follow_keras(self, kind: Any) -> None:
+        """Note the steps of Keras' optimizers, which are none of torch."""
+        if importlib.import_module("keras.src.backend").backend() != "torch":
+            return
+        seen: weakref.WeakKeyDictionary[Any, _KerasOptimizer] = weakref.WeakKeyDictionary()
+        build, apply = kind.build, kind.apply
+
+        def watched(optimizer: Any, variables: Sequence[Any]) -> None:
+            seen[optimizer] = _KerasOptimizer(optimizer, variables)
+            self._made(seen[optimizer])
+
+        @functools.wraps(build)
+        def built(optimizer: Any, variables: Any) -> Any:
+            result = build(optimizer, variables)
+            self._guarded(lambda: watched(optimizer, variables))
+            return result
+
+        @functools.wraps(apply)
+        def applied(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            if optimizer not in seen and trainable_variables is not None:  # its first step builds it
+                self._guarded(lambda: watched(optimizer, trainable_variables))
+            shown = seen.get(optimizer)
+            if shown is not None:
+                self._before_step(shown, (), {})
+            result = apply(optimizer, grads, trainable_variables)
+            if shown is not None:
+                self._after_step(shown, (), {})
+            return result
+
+        kind.build, kind.apply = built, applied
 
     def _follow_stateful(self, module: Any) -> None:
         self._follow(module.StatefulDataLoader, module._StatefulBaseDataLoaderIter)
@@ -465,7 +531,7 @@ class Observer:
             "n": self._num_rows, "o": trained.number, "now": time.time(),
             "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "e": trained.others.sample(trained.other_tensors),
+            "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
             "r": self._generators(), "ep": self._num_ended,
         }  # fmt: skip
         if len(weights) <= _NUM_NAMED:
@@ -492,7 +558,8 @@ class Observer:
     def _close(self, row: dict[str, Any], weights: list[Any]) -> None:
         """Write a row with what the step is made of: its data and gradients, which a closure makes within the step."""
         row.update(
-            b=self._buffers_before, g=self._gradients(weights), x=[digest.done() for digest in self._inputs],
+            b=self._buffers_before, g=self._gradients(weights), gn=sum(one.grad is not None for one in weights),
+            x=[digest.done() for digest in self._inputs],
             d=[[loader, digest.done()] for loader, digest in self._batches[-_NUM_INPUTS:]],
         )  # fmt: skip
         self._inputs, self._batches = [], []

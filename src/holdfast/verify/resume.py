@@ -300,7 +300,7 @@ def check_arguments(command: object, *, kills: int, steps: int | None, every: in
     """Check what `examine` and `holdfast.verify.scripts.verify_script` are given.
 
     Raises:
-        ConfigError: there is no command, or a number is out of its range.
+        ConfigError: there is no command, a number is out of its range, or the system has no pidfd.
     """
     if not command:
         raise ConfigError("no command: holdfast verify-resume -- python train.py")
@@ -309,6 +309,13 @@ def check_arguments(command: object, *, kills: int, steps: int | None, every: in
             raise ConfigError(f"{name}={value}: give {least} or more")
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s={timeout_s:g}: give a positive number of seconds")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        raise ConfigError(
+            f"processes are watched and killed here by pidfd_open(2), which does not work ({error}): use Linux 5.3 or "
+            "newer, and a container whose seccomp profile allows it"
+        ) from error
 
 
 def choose_by_rows(kills: int, seed: int) -> Callable[[Sequence[Row]], list[Kill]]:

@@ -280,12 +280,13 @@ class _Lives:
         died, wrote, proven = 0, False, 0
         fresh: dict[int, Record] = {}
         noise: Finding | None = None
+        unsaved: list[tuple[int, int, Finding]] = []
         for number, kill in enumerate([*chosen, None]):
-            expected = max((save for save in self._saves if save <= died), default=0) if number else 0
+            expected = max((save for save in self._saves if save <= died), default=0) if wrote else 0
             stop = self._steps if kill is None else kill.step
             with OutputWatch(self._chains.home / "b") as watch:
                 life = self._life("b", number, None if stop is None else max(1, stop - expected), watch)
-            wrote = wrote or bool(watch.changes)
+            had, wrote = wrote, wrote or bool(watch.changes)
             records = read_records(Path(life.plan.trace), number)
             to_end = not life.killed and self._steps is None
             if number == 0:
@@ -298,11 +299,13 @@ class _Lives:
                 if not life.killed:
                     return [(0, 0, noise)] if noise is not None else []
                 continue
-            matches = self._match(life, records, fresh if noise is not None else self._reference, died, wrote, to_end)
+            matches = self._match(life, records, fresh if noise is not None else self._reference, died, had, to_end)
             began = matches[0].began
             made = matches[0].steps
-            self._note(life, kill, began, made, finding=next(iter(matches[0].findings), None))
             findings = [(number, rank, found) for rank, match in matches.items() for found in match.findings]
+            if self._saves and not had and findings and all(one[2].kind == "starts over" for one in findings):
+                unsaved, findings = findings, []  # it saves by the clock, and was killed before its first save
+            self._note(life, kill, began, made, finding=findings[0][2] if findings else None)
             if not findings and len({match.began for match in matches.values()}) > 1:
                 facts = {"began": ", ".join(f"rank {rank}: {match.began}" for rank, match in matches.items())}
                 findings = [(number, 0, Finding(kind="ranks", step=began or 0, at_resume=True, facts=facts))]
@@ -315,7 +318,7 @@ class _Lives:
             if not life.killed:
                 break
             died = (began or 0) + made - 1
-        return []
+        return [] if any(life.began for life in self._lives) else unsaved
 
     def _match(
         self,

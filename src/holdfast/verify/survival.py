@@ -1,10 +1,10 @@
 """What is left after kills: the judgement and its report; pure functions.
 
-A save has ended when its last change came (`last_change`): of the kinds of change that come once with each save, the
-one that comes last. How many of them a life saw before its kill says which of its saves were complete, so nothing
-depends on how long a save takes. Which step a save holds is known from the lives themselves: the steps that any life
-went on from, and, where no file of about the size of the largest changed after the next step had begun (the script
-waits for its saves), the steps at which saves ended in the uninterrupted life.
+A save has ended when each of the changes that come once with each save has come (`save_changes`). How many saves had
+ended in a life before its kill says which of them were complete, so nothing depends on how long a save takes. Which
+step a save holds is known from the lives themselves: the steps that any life went on from, and, where no file of about
+the size of the largest changed after the next step had begun (the script waits for its saves), the steps at which saves
+ended in the uninterrupted life.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .records import Record
 from .workplace import Change
 
-__all__ = ["OUTCOMES", "Kill", "Survival", "Trial", "judge", "last_change"]
+__all__ = ["FINE", "OUTCOMES", "Kill", "Survival", "Trial", "ends_of_saves", "judge", "save_changes"]
 
 OUTCOMES = {
     "newest": "went on from the newest checkpoint",
@@ -30,7 +30,8 @@ OUTCOMES = {
     "torn": "loaded a state that was never there",
 }
 """What can follow a kill, the best first."""
-_FINE = ("newest", "older, said")
+FINE = ("newest", "older, said")
+"""What loses nothing that was complete, or says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Survival:
     @property
     def survives(self) -> bool:
         """Tell whether no kill lost or tore anything."""
-        return all(trial.outcome in _FINE for trial in self.trials)
+        return all(trial.outcome in FINE for trial in self.trials)
 
     def counts(self, *, cut: bool) -> dict[str, int]:
         """Return how often each outcome came, after kills alone or after power cuts."""
@@ -134,10 +135,10 @@ class Survival:
         if self.survives:
             yield f"SURVIVES: no kill of {shlex.join(self.command)} lost or tore a complete checkpoint"
         else:
-            yield f"DOES NOT SURVIVE: {sum(trial.outcome not in _FINE for trial in self.trials)} of {len(self.trials)}"
+            yield f"DOES NOT SURVIVE: {sum(trial.outcome not in FINE for trial in self.trials)} of {len(self.trials)}"
         shown = set()
         for trial in self.trials:
-            if trial.outcome in _FINE or trial.outcome in shown:
+            if trial.outcome in FINE or trial.outcome in shown:
                 continue
             shown.add(trial.outcome)
             yield f"  {OUTCOMES[trial.outcome]}, first after kill {self.trials.index(trial) + 1}: {_account(trial)}"
@@ -145,25 +146,43 @@ class Survival:
             yield f"note: {note}"
 
 
-def last_change(changes: Sequence[Change], reference: Record) -> tuple[str, int]:
-    """Return the kind of change that ends a save, and the number of saves.
+def save_changes(changes: Sequence[Change], reference: Record) -> tuple[tuple[str, ...], int]:
+    """Return the kinds of change that come once with each save, and the number of saves.
 
     Args:
         changes: of the uninterrupted life, between its first step and its end.
         reference: the uninterrupted life.
     """
     begun = [step["now"] for step in reference.steps]
-    places = {bisect_right(begun, change.at) for change in _large(changes) if change.finished}
+    large = [change for change in _large(changes) if change.finished]
+    num_places = len({bisect_right(begun, change.at) for change in large})
     # What is deleted is of another save; a file is written as often as its writer likes.
-    counts = Counter(change.what for change in changes if change.what.startswith(("made ", "closed ", "renamed ")))
-    often = Counter(counts.values())
+    places: dict[str, list[int]] = {}
+    for place, change in enumerate(changes):
+        if change.what.startswith(("made ", "closed ", "renamed ")):
+            places.setdefault(change.what, []).append(place)
+    often = Counter(map(len, places.values()))
     # Files of a save in the background end at several steps, so there are no more saves than such steps. Of the counts
     # that remain most kinds share that of the saves: a lease or a log has one of its own.
-    several = [count for count in often if 1 < count <= len(places)] or list(often)
-    number = min(several, key=lambda count: (-often[count], abs(count - len(places))))
-    first = {change.what: place for place, change in reversed(list(enumerate(changes)))}
-    kinds = [what for what, count in counts.items() if count == number]
-    return max(kinds, key=lambda what: first[what]), number
+    several = [count for count in often if 1 < count <= num_places] or list(often)
+    number = min(several, key=lambda count: (-often[count], abs(count - num_places)))
+    kinds = {what: where for what, where in places.items() if len(where) == number}
+    # What has the same count by chance does not come once between the large files of two saves. And a file that is
+    # there already is not made when a save that was torn is made again.
+    first = min((kinds[change.what] for change in large if change.what in kinds), default=[])
+    ends = [*first[1:], len(changes)]
+    within = [what for what in kinds if all(a <= b < c for a, b, c in zip(first, kinds[what], ends, strict=False))]
+    finished = [what for what in within if not what.startswith("made ")]
+    return tuple(finished or within or kinds), number
+
+
+def ends_of_saves(changes: Iterable[Change], kinds: Sequence[str]) -> list[float]:
+    """Return when saves had ended, each with the last of its changes of these kinds, ascending."""
+    times: dict[str, list[float]] = {what: [] for what in kinds}
+    for change in changes:
+        if change.what in times:
+            times[change.what].append(change.at)
+    return [max(moments) for moments in zip(*times.values(), strict=False)]
 
 
 def _large(changes: Sequence[Change]) -> list[Change]:
@@ -181,7 +200,7 @@ def judge(
     command: Sequence[str],
     reference: Record,
     changes: Sequence[Change],
-    last: str,
+    kinds: Sequence[str],
     notes: Sequence[str] = (),
 ) -> Survival:
     """Say of each trial what it went on from, and what it could have gone on from.
@@ -191,12 +210,12 @@ def judge(
         command: program and arguments.
         reference: the uninterrupted life.
         changes: of its output.
-        last: the change that ends a save.
+        kinds: the changes that come once with each save.
         notes: for the report.
     """
     begun = [step["now"] for step in reference.steps]
     large = {bisect_right(begun, change.at) for change in _large(changes)} - {0}
-    ends = {bisect_right(begun, change.at) for change in changes if change.what == last} - {0}
+    ends = {bisect_right(begun, moment) for moment in ends_of_saves(changes, kinds)} - {0}
     resumed = {trial.began for trial in trials if trial.began}
     waits = large | resumed <= ends and not any(end + 1 in ends for end in ends)
     saved = sorted(resumed | ends if waits else resumed)

@@ -307,6 +307,13 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
         "save the number of batches done in the epoch, and finish the epoch after a resume",
         _COUNT,
     ),
+    "frozen weights": (
+        "step {step} has gradients for {right} weights, and for {left} in the uninterrupted run",
+        "other layers are frozen: `requires_grad_` depends on a counter or a stage that is not saved, or is called for "
+        "a fresh start alone",
+        "freeze the layers before the optimizer is made, in each life alike, by the saved step or stage",
+        "decide it by `ck.global_step` or `ck.epoch`, after entering",
+    ),
     "generators": _generators,
     "learning rate": _learning_rate,
     "loss scale": (

@@ -243,7 +243,7 @@ class LocalReader(FileReader):
 
     def __init__(self, path: str, *, fd: int, size: int) -> None:
         self._path, self._fd, self.size = path, fd, size
-        if size >= _READ_AHEAD_FROM:
+        if size >= _READ_AHEAD_FROM and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 

@@ -14,6 +14,7 @@ from .beneath import Beneath, OpenDirectory
 from .ops import Ops
 
 __all__ = [
+    "NO_LOCKS",
     "lock_new",
     "lock_quietly",
     "locked",
@@ -24,8 +25,12 @@ __all__ = [
     "sweep",
 ]
 
+NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
+"""How flock(2) says that a file system, as it is mounted, has no locks."""
 _LOCK_NAME = f"{TEMPORARY}lock"
+_HELD_NAME = f"{TEMPORARY}held"
 _LOCK_S = 5.0
+_GONE_S = 30.0  # as long as the owner of a lease that is not heard of counts as alive
 _OLD_S = 86400.0  # no writer leaves a file alone for that long, whatever the clocks say
 # Errors of a directory in use, being filled by another process, of another user, or no directory at all: it stays.
 _STAYS = (
@@ -110,7 +115,7 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
         return
     with folder:
         for name in sorted(os.listdir(folder.fd)):
-            if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
+            if not name.startswith(TEMPORARY) or name in (_LOCK_NAME, _HELD_NAME):
                 continue
             with contextlib.suppress(OSError), _locked_file(name, folder.fd):
                 ops.unlink(folder.at(name))
@@ -171,7 +176,7 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
     """Keep other holders of this lock out, on this machine and where the file system shares locks.
 
     The directory itself is locked, which leaves nothing behind; NFS locks only what is open for writing, so there a
-    file does it.
+    file does it; and where nothing can be locked, the name of a file that only one process can make.
     """
     where, dir_fd = (".", directory.fd) if isinstance(directory, OpenDirectory) else (directory, None)
     fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -179,15 +184,23 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
         _lock(fd)
     except OSError as error:
         os.close(fd)
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EIO):
+        if error.errno not in (errno.EBADF, *NO_LOCKS, errno.EIO):
             raise
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(os.path.join(where, _LOCK_NAME), flags, 0o666, dir_fd=dir_fd)
         try:
             _lock(fd)
-        except OSError:
+        except OSError as also:
             os.close(fd)
-            raise
+            if also.errno not in NO_LOCKS:
+                raise
+            fd = -1
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(where, _LOCK_NAME), dir_fd=dir_fd)
+    if fd < 0:
+        with _named(os.path.join(where, _HELD_NAME), dir_fd):
+            yield
+        return
     try:
         yield
     finally:
@@ -206,6 +219,61 @@ def _lock(fd: int) -> None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() >= until:
                 raise
         time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def _named(path: str, dir_fd: int | None) -> Iterator[None]:
+    """Hold a name that only one process can make.
+
+    A holder that dies leaves the name, which nobody holds for long: one that stays for `_GONE_S`, by the clock of the
+    process that waits, is taken away.
+
+    Raises:
+        BlockingIOError: others held it, one after another, for twice as long.
+    """
+    seen: tuple[int, int] | None = None
+    since, until = 0.0, time.monotonic() + 2 * _GONE_S
+    while True:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(path, flags, 0o666, dir_fd=dir_fd)
+            break
+        except FileExistsError:
+            now, there = time.monotonic(), _identity(path, dir_fd)
+        if there is None or there != seen:
+            seen, since = there, now
+        elif now - since >= _GONE_S:
+            _take_away(path, dir_fd, there)
+        if now >= until:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
+        time.sleep(0.002)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            about = os.fstat(fd)
+            if _identity(path, dir_fd) == (about.st_ino, about.st_mtime_ns):  # else it was taken away from us
+                os.unlink(path, dir_fd=dir_fd)
+        os.close(fd)
+
+
+def _identity(path: str, dir_fd: int | None) -> tuple[int, int] | None:
+    try:
+        about = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return about.st_ino, about.st_mtime_ns
+
+
+def _take_away(path: str, dir_fd: int | None, seen: tuple[int, int]) -> None:
+    """Remove the name of a dead holder; if another process did so first and holds the name now, give it back."""
+    aside = f"{path}-{os.getpid()}-{time.monotonic_ns()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        if _identity(aside, dir_fd) != seen:
+            with contextlib.suppress(OSError):
+                os.link(aside, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.unlink(aside, dir_fd=dir_fd)
 
 
 def remove_if_empty(ops: Ops, door: Beneath, inside: str) -> bool:

@@ -27,6 +27,7 @@ from .beneath import Inside
 __all__ = ["POSIX", "Ops", "errors_of", "translate"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync leaves bytes in the cache of the disk (fsync(2))
 # How file systems say that they lack a call: network mounts, FUSE, some container layers.
 _LACKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _LACKING = "this file system lacks the call (the mount of a bucket?): use a local disk, or the URI of the storage"
@@ -39,10 +40,22 @@ def _at(path: str) -> tuple[str, int | None]:
     return (path.name, path.dir_fd) if isinstance(path, Inside) else (path, None)
 
 
+def _flush(fd: int) -> None:
+    """Have the disk store what an open file or directory holds."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(fd, _FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in (*_LACKS, errno.ENOTTY):
+                raise
+    os.fsync(fd)
+
+
 def _sync(fd: int) -> None:
     """Make the entries of an open directory durable."""
     try:
-        os.fsync(fd)
+        _flush(fd)
     except OSError as error:
         # Some network and FUSE file systems have no fsync for directories: they keep entries by themselves.
         if error.errno not in _LACKS:
@@ -94,7 +107,7 @@ class Ops:
     def fsync(self, fd: int) -> None:
         """Make the content of a file durable, as far as the file system can; what it cannot is logged once."""
         try:
-            os.fsync(fd)
+            _flush(fd)
         except OSError as error:
             if error.errno not in _LACKS:
                 raise

@@ -13,9 +13,10 @@ def report_to(folder: str) -> None:
     import sys
 
     pid = os.getpid()
-    # Not closed while this process lives: faulthandler writes to the descriptor.
-    stacks = os.open(f"{folder}/stacks-{pid}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(signal.SIGRTMIN + 7, file=stacks, all_threads=True, chain=False)
+    if hasattr(signal, "SIGRTMIN"):
+        # Not closed while this process lives: faulthandler writes to the descriptor.
+        stacks = os.open(f"{folder}/stacks-{pid}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(signal.SIGRTMIN + 7, file=stacks, all_threads=True, chain=False)
     noted: list[bool] = []
 
     def note(error) -> None:  # type: ignore[no-untyped-def]

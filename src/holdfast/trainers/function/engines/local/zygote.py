@@ -156,10 +156,16 @@ class Zygote:
             while self._signals.recv(4096):
                 pass
         for pid, number in list(self._children.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            end_session(pid)  # before it is reaped, while its number still belongs to it
-            _, status = os.waitpid(pid, 0)
+            if hasattr(os, "waitid"):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                end_session(pid)  # before it is reaped, while its number still belongs to it
+                _, status = os.waitpid(pid, 0)
+            else:  # macOS before Python 3.13
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                end_session(pid)
             del self._children[pid]
             self._tell({"on": "ended", "id": number, "status": status})
 
