@@ -10,6 +10,7 @@ import gc
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -338,6 +339,7 @@ def forked(command: Sequence[str], folder: Path) -> Forked:
     def body() -> None:
         gc.freeze()  # the observer need not look through what is there: models of other tests are nobody's here
         os.chdir(folder)
+        warnings.resetwarnings()  # pytest makes errors of them
         torch.set_num_threads(1)  # the parent's pool of threads did not come along
         start(os.environ["HOLDFAST_VERIFY"])
         sys.argv = list(command[1:])
