@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,8 @@ CHOSEN = {
         "tests/trainers/test_fit_runs.py::test_the_same_script_again_resumes",
     ],
 }
+
+SHORT = (("refused", "runs"), ("unknown", "restarts"))
 
 LOOK = """
 import errno, fcntl, json, os, sys, tempfile
@@ -100,16 +104,27 @@ def test_the_calls_are_taken_away(library: Path, tmp_path: Path) -> None:
     assert seen("unknown") == {**refused, **names}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", CHOSEN)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        pytest.param(way, what, marks=pytest.mark.slow if (way, what) in SHORT else pytest.mark.long)
+        for way in WAYS
+        for what in CHOSEN
+    ],
+)
 def test_everything_works_without_them(library: Path, way: str, what: str) -> None:
     """Saves, resumes, kills, loads, retention, ranks, mirrors, restarts: by other ways, slower."""
     few = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    done = subprocess.run(
+    tests = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "not slow and not long", *CHOSEN[what]],
-        cwd=ROOT, env=environment(library, way), capture_output=True, text=True, check=False, timeout=540,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, few)),
+        cwd=ROOT, env=environment(library, way), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, few)),  # noqa: PLW1509 - no threads here
+        start_new_session=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-20_000:]
+    try:
+        said, _ = tests.communicate(timeout=540)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(tests.pid, signal.SIGKILL)
+    assert tests.returncode == 0, said[-20_000:]

@@ -389,6 +389,7 @@ def test_no_way_into_a_run_leads_to_what_its_guard_refuses(tmp_path: Path, caplo
     assert "no start takes it: it holds step 8" in told("show", run / bad)[0]
     assert "no start takes it: it holds step 8" in told("pin", run / bad)[1]
     assert hf.load(run)["holdfast"]["progress"]["step"] == 6
+    assert next(hf.follow(run, timeout_s=1)).path.endswith("step_00000006")
     assert f"is taken; newer, but no start takes them, for its guard: {bad}" in caplog.text
     with hf.Checkpointer(run, {}, every=2, keep=None, guard=hf.Guard(patience=3)) as ck:
         assert (ck.global_step, ck.latest()) == (6, ck.resumed_from)

@@ -203,6 +203,13 @@ WRONG: dict[str, tuple[str, str, str]] = {
         script(('model.load_state_dict(state["model"])',
                 'model.load_state_dict({k: v for k, v in state["model"].items() if "running" not in k}, '
                 'strict=False)')), "differs", "buffers"),
+    "averaged copy is not saved, and the loaded module stays": (
+        script(("# made", "import copy\nema, kept = copy.deepcopy(model), []"),
+               ("# stepped", "for a, b in zip(ema.parameters(), model.parameters()): a.data.lerp_(b.data, 0.1)"),
+               ('"model": model.state_dict(),', '"model": model,'), ("weights_only=True", "weights_only=False"),
+               ('model.load_state_dict(state["model"])',
+                'kept.append(state["model"]); model.load_state_dict(state["model"].state_dict())')),
+        "differs", "other modules"),
     "averaged copy is not saved": (
         script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
                ("# stepped", "ema.update_parameters(model)")), "differs", "other modules"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_holdfast_run import STEPS, finished
 
+from holdfast.run.life import MODULES, LifeReport
 from holdfast.run.python_command import PythonCommand
 
 WAITS = """
@@ -79,6 +84,46 @@ if step < 3:
     status, _, err = finished(script, tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert status == 0, err
     assert err.count("no spare interpreter is kept: the script changes its environment (OMP_NUM_THREADS)") == 1
+
+
+def test_a_spare_that_refuses_when_it_is_to_begin_costs_no_life(tmp_path: Path) -> None:
+    """The life before dies while the spare still imports: what comes next is life 2, and nothing failed in between."""
+    script = (
+        "import os, torch\nos.environ['OMP_NUM_THREADS'] = '3'\n"
+        + STEPS
+        + WAITS
+        + """
+advance()
+if step == 1:
+    wait(has_spare)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    status, _, err = finished(script, tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert status == 0, err
+    assert err.count("no spare interpreter is kept: the script changes its environment (OMP_NUM_THREADS)") == 1
+    assert "exit status 1" not in err
+    assert (tmp_path / "lives").read_text() == "2"
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_a_step_imports_is_imported_ahead_unless_the_environment_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    """Those modules may have read a variable that the spare interpreter does not have."""
+    monkeypatch.setenv("HOLDFAST_LIFE", os.fspath(tmp_path))
+    monkeypatch.delitem(sys.modules, "wsgiref.handlers", raising=False)
+    monkeypatch.setitem(sys.modules, "a_stub", SimpleNamespace(__file__=SimpleNamespace()))
+    life = LifeReport.begin(uri="run", attempt=1, rank=0)
+    assert life is not None
+    life.trains(0, requeue=85, wait_s=1)
+    if changes:
+        monkeypatch.setenv("HOLDFAST_KNOB", "1")
+    importlib.import_module("wsgiref.handlers")
+    life.stepped(1)
+    told = json.loads((tmp_path / MODULES).read_bytes())
+    assert ("wsgiref.handlers" in told["modules"]) is not changes
+    assert "HOLDFAST_KNOB" not in told["environment"]
 
 
 @pytest.mark.parametrize(

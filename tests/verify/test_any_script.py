@@ -190,7 +190,8 @@ def test_what_is_verified_ends_with_the_verifier(tmp_path):
         "import sys\nfrom pathlib import Path\nfrom holdfast.verify.scripts import verify_script\n"
         f"verify_script(['sh', '-c', {sys.executable!r} + ' train.py; true'], cwd={str(script.parent)!r})"
     )
-    verifier = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    own = {**os.environ, "TMPDIR": os.fspath(tmp_path)}  # nobody is left to remove what it made
+    verifier = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=own)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

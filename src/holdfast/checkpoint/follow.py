@@ -56,7 +56,8 @@ def follow(
 
     Ends when the run has finished. Goes on through kills and restarts of the run: what a later attempt saves comes as
     it is saved, also where it repeats steps. The run need not have begun. Quarantined checkpoints are left out, as are
-    those that retention has deleted before their turn. A storage that does not answer is asked again.
+    those that hold a bad step which the guard of the run has found by then, and those that retention has deleted
+    before their turn. A storage that does not answer is asked again.
 
     Args:
         run: path or URI of the run.
@@ -227,7 +228,12 @@ class _Feed:
         )
         records = catalog.records()[::-1]
         ids = {(record.name, record.checkpoint_id) for record in records}
-        new = [record for record in records if (record.name, record.checkpoint_id) not in self._seen]
+        bad = catalog.bad_steps()
+        new = [
+            record
+            for record in records
+            if (record.name, record.checkpoint_id) not in self._seen and record.name not in bad
+        ]
         self._seen = ids  # those that went are forgotten: a name and an id never come back together
         if self._start is not None and (records or self._start == "next"):
             new, self._start = self._begin(new, self._start), None

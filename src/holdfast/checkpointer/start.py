@@ -42,7 +42,7 @@ from .save_policy import FIRST_S
 
 __all__ = ["StartedRun", "check_room", "start_run"]
 
-_CALLS = 3  # of the writer, that rank 0 makes one after the other
+_CALLS = 4  # of the writer, that rank 0 makes one after the other
 _ALIKE = (
     "intervals",
     "auto",

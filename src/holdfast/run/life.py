@@ -111,8 +111,9 @@ class LifeReport:
             self._longest = max(self._longest, now - self._moment)
         elif self._step == self._resumed:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                told = Path(self._folder, MODULES)
-                _tell_imports(told.parent, json.loads(told.read_bytes())["environment"])  # again: a step imports, too
+                told, environment = Path(self._folder, MODULES), _environment_changes()
+                if json.loads(told.read_bytes())["environment"] == environment:  # else imports since may have read it
+                    _tell_imports(told.parent, environment)  # again: a step imports, too
         self._step, self._moment = step, now
         self._write()
 
@@ -170,8 +171,11 @@ def _tell_imports(folder: Path, environment: Mapping[str, str | None]) -> None:
     installed = tuple(f"{place}{os.sep}" for place in places)
 
     def is_installed(module: Any) -> bool:
-        path = getattr(module, "__file__", None)
-        return path is not None and path.startswith(installed)
+        try:
+            path = getattr(module, "__file__", None)
+        except Exception:  # noqa: BLE001 - a module that is made when it is looked at
+            return False
+        return isinstance(path, str) and path.startswith(installed)
 
     names = [name for name, module in list(sys.modules.items()) if name != "__main__" and is_installed(module)]
     own = folder / f".{MODULES}-{os.getpid()}"

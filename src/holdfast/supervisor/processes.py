@@ -157,13 +157,18 @@ class Spare:
     """
 
     def __init__(self, command: PythonCommand, told: Path, home: Path) -> None:
-        self._refusal = home / "refusal"
+        self._refusal, self._has_begun = home / "refusal", False
         ours, self._pipe = os.pipe()
-        self.process = subprocess.Popen(
-            [*command.interpreter, str(_STARTUP / "spare.py"), str(ours)], env=_environment(), stdin=_stdin(),
-            pass_fds=[ours], preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
-        )  # fmt: skip
-        os.close(ours)
+        try:
+            self.process = subprocess.Popen(
+                [*command.interpreter, str(_STARTUP / "spare.py"), str(ours)], env=_environment(), stdin=_stdin(),
+                pass_fds=[ours], preexec_fn=_prepare_child(),  # noqa: PLW1509 - this process has no threads
+            )  # fmt: skip
+        except OSError:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(ours)
         about = json.loads(told.read_bytes())
         self._send({**about, "refusal": str(self._refusal), "argv": command.argv, "is_module": command.is_module})
 
@@ -174,7 +179,7 @@ class Spare:
             return None
         self._send(environment)
         os.close(self._pipe)
-        self._pipe = -1
+        self._pipe, self._has_begun = -1, True
         return self.process
 
     def refusal(self) -> str:
@@ -183,6 +188,10 @@ class Spare:
             if why := self._refusal.read_text(encoding="utf-8"):
                 return why
         return "" if self.process.poll() is None else f"it ended with status {self.process.returncode}"
+
+    def has_refused(self) -> bool:
+        """Tell whether it was to begin, and has said then why it does not become a life."""
+        return self._has_begun and self._refusal.exists()
 
     def close(self) -> None:
         """End it, if it is no life yet; idempotent."""

@@ -135,6 +135,10 @@ class Supervisor:
             hang = self._watch(processes, folder)
         finally:
             processes.end()
+        if spare is not None and spare.has_refused():  # it was still importing when it was to begin: no life was lost
+            self._look_at(spare)
+            shutil.rmtree(folder, ignore_errors=True)
+            return None if self._stopping is None else self._stopped_between()
         reports = read_reports(folder)
         self._requeue = next((report.requeue for report in reports if report.requeue >= 0), self._requeue)
         failed = [status for _, status in sorted(processes.statuses.items()) if status != 0]
@@ -197,7 +201,11 @@ class Supervisor:
         for report in read_reports(folder):  # other doors than `Checkpointer` do not count steps
             if report.step <= report.resumed if report.trains else now - report.moment_s < _ENTERS_S:
                 return
-        self._spare = Spare(self._python, told, self._home)
+        try:
+            self._spare = Spare(self._python, told, self._home)
+        except OSError as error:  # of processes or memory there are no more
+            _say(f"no spare interpreter is kept: {error.strerror}; each life imports anew")
+            self._python = None
 
     def _look_at(self, spare: Spare) -> None:
         """Do without spare interpreters from now on if this one has given up."""

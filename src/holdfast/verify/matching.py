@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -199,6 +200,8 @@ def _compare_steps(reference: Record, life: Record, began: int, *, to_end: bool)
             if right["o"] not in stepped and (findings := _at_resume(reference, life, began, number)):
                 return findings, notes
             stepped.add(right["o"])
+            if left["en"] != right["en"]:
+                notes += [_UNCOMPARED] if _UNCOMPARED not in notes else []
             found = _of_step(reference, life, began + number, left, right, at_resume=number == 0)
             if found is not None:
                 return [found], [] if found.kind == "generators" else notes
@@ -247,9 +250,9 @@ def _of_step(
         return None
     items = _items(fields, left, right)
     at: dict[str, Any] = {"step": number, "at_resume": at_resume, "items": items}
-    if left["gn"] != right["gn"] and not {"w", "s"} & set(fields):
+    if left["gn"] != right["gn"] and not {"w", "s"} & set(fields) and not _drawn(reference, number, right):
         return Finding(kind="frozen weights", facts={"left": left["gn"], "right": right["gn"]}, **at)
-    if fields in (["g"], ["x", "g"]):
+    if {*fields} <= {"x", "g"}:
         drawn = _drawn(reference, number, right)
         seen = bool(left["x"] or left["d"])
         return Finding(kind="generators" if drawn else "carried", facts={"drawn": drawn, "seen": seen}, **at)
@@ -354,10 +357,17 @@ def _optimizer_state(reference: Record, left: Step, right: Step, at: dict[str, A
 
 # ---- fields of a row
 
+_UNCOMPARED = (
+    "there are modules beside the one that trains (an averaged copy, a second model) in one of the lives only, at the "
+    "first step of an optimizer: those were not compared"
+)
+
 
 def _same(left: Step, right: Step, name: str) -> bool:
     if name == "e" and left["en"] != right["en"]:
-        return True  # modules that one life has and the other has not made yet, or no more, tell nothing
+        # Modules that one life has and the other has not made yet, or no more, tell nothing; those of both do.
+        few, many = sorted((left["ee"] or [], right["ee"] or []), key=len)
+        return not Counter(few) - Counter(many)
     whole, whole_now = left.get("whole"), right.get("whole")
     if whole is not None and whole_now is not None and whole.get(name) != whole_now.get(name):
         return False

@@ -300,6 +300,8 @@ class _KerasOptimizer:
         """The variables of the optimizer, called by the last word of their names: momentum, velocity, iteration."""
         optimizer: Any = self._optimizer()
         weights = [one.value for one in self.variables]
+        if not weights:
+            return {}
         found: dict[Any, dict[str, Any]] = {weight: {} for weight in weights}
         count: dict[str, int] = {}
         for one in optimizer.variables:
@@ -439,6 +441,7 @@ class Observer:
 
         @functools.wraps(apply)
         def applied(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            trainable_variables = None if trainable_variables is None else list(trainable_variables)
             if optimizer not in seen and trainable_variables is not None:  # its first step builds it
                 self._guarded(lambda: watched(optimizer, trainable_variables))
             shown = seen.get(optimizer)
@@ -532,6 +535,7 @@ class Observer:
             "w": sample, "wv": raw,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
+            "ee": trained.others.each() if 0 < len(trained.other_tensors) <= _NUM_NAMED else None,
             "r": self._generators(), "ep": self._num_ended,
         }  # fmt: skip
         if len(weights) <= _NUM_NAMED:
@@ -589,8 +593,9 @@ class Observer:
         torch = sys.modules["torch"]
         tensors: dict[str, list[Any]] = {}
         plain: dict[str, list[Any]] = {}
+        states = optimizer.state  # one of Keras makes it anew each time
         for weight in weights:
-            state = optimizer.state.get(weight)
+            state = states.get(weight)
             for key, value in (state or {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors.setdefault(str(key), []).append(value)
@@ -684,7 +689,7 @@ class Observer:
 
 def _makes_state(optimizer: Any) -> bool:
     """Tell whether torch's `get_state_dict` makes this step, without gradients, to have a state that can be loaded."""
-    frame = None if optimizer.state else sys._getframe(1)
+    frame = None if isinstance(optimizer, _KerasOptimizer) or optimizer.state else sys._getframe(1)
     for _ in range(8):
         if frame is None:
             return False

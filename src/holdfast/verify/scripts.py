@@ -286,8 +286,10 @@ class _Lives:
             stop = self._steps if kill is None else kill.step
             with OutputWatch(self._chains.home / "b") as watch:
                 life = self._life("b", number, None if stop is None else max(1, stop - expected), watch)
-            had, wrote = wrote, wrote or bool(watch.changes)
             records = read_records(Path(life.plan.trace), number)
+            # What is written before the first step (arguments, a vocabulary) is no save.
+            since = min((one.steps[0]["now"] for one in records.values() if one.steps), default=float("inf"))
+            had, wrote = wrote, wrote or any(moment > since for moment, _ in watch.changes)
             to_end = not life.killed and self._steps is None
             if number == 0:
                 fresh = records

@@ -192,7 +192,7 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
             _lock(fd)
         except OSError as also:
             os.close(fd)
-            if also.errno not in NO_LOCKS:
+            if also.errno not in NO_LOCKS or error.errno not in NO_LOCKS:
                 raise
             fd = -1
             with contextlib.suppress(OSError):
@@ -292,6 +292,10 @@ def remove_if_empty(ops: Ops, door: Beneath, inside: str) -> bool:
                 with contextlib.suppress(OSError):
                     if _LOCK_NAME in names:
                         ops.unlink(folder.at(_LOCK_NAME))
+                with contextlib.suppress(OSError):
+                    about = os.stat(_HELD_NAME, dir_fd=folder.fd, follow_symlinks=False)
+                    if time.time() - about.st_mtime > _GONE_S:
+                        ops.unlink(folder.at(_HELD_NAME))
         head, _, name = inside.rpartition("/")
         with door.folder(head) as above:
             ops.rmdir(above.at(name))

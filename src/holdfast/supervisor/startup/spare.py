@@ -71,7 +71,6 @@ def main() -> None:
 
     report_to(os.environ["HOLDFAST_LIFE"])
     here = os.path.dirname(os.path.abspath(__file__))
-    del sys.path[0]
     sys.path[:] = [entry for entry in sys.path if entry != here]
     place = os.path.join(os.path.dirname(os.path.dirname(here)), "run", "python_command.py")
     load("_holdfast_python_command", place).run_as_main(plan["argv"], is_module=plan["is_module"])
