@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_kit import index_of
-from process_kit import wait_until
 
 from holdfast.errors import ConfigError
 from holdfast.testing import ForkServer, assert_state_equal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 
+from catalog_kit import index_of
 from loop_kit import Crash, everything, names, plain, rich
+from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.callbacks import Callback
