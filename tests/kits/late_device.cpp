@@ -36,7 +36,30 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
-using Lock = std::unique_lock<std::recursive_mutex>;
+
+// A holder may want Python's lock, to count a reference of a tensor: who holds that one lets it go while it waits here.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) { lock(); }
+  ~Lock() { if (held_) unlock(); }
+  Lock(const Lock&) = delete;
+  void lock() {
+    if (!mutex_.try_lock()) {
+      PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      mutex_.lock();
+      if (state != nullptr) PyEval_RestoreThread(state);
+    }
+    held_ = true;
+  }
+  void unlock() {
+    held_ = false;
+    mutex_.unlock();
+  }
+
+ private:
+  std::recursive_mutex& mutex_;
+  bool held_ = false;
+};
 
 constexpr int kDevices = 2, kPieces = 4;
 constexpr unsigned char kUnseen = 0xD5, kFreed = 0xC3;
