@@ -53,7 +53,7 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_benchmark_runs_and_writes_what_it_measured(tmp_path):
     """Each benchmark ends well, names its goals, and its JSON holds raw samples, limits, hardware and versions."""
     ran = bench("--quick", "--repeat", "1", "--out", tmp_path / "out", "--scratch", tmp_path / "scratch")
