@@ -21,7 +21,8 @@ SCRIPT = str(Path(__file__).parents[1] / "kits" / "kill_training.py")
 
 @pytest.fixture(scope="module")
 def server():
-    with ForkServer(preload=("torch", "torch._dynamo", "torch.utils.data", "holdfast.checkpointer", SCRIPT)) as one:
+    preload = ("torch", "torch._dynamo", "torch.utils.data", "holdfast.checkpointer", SCRIPT)
+    with ForkServer(preload=preload, path=[Path(SCRIPT).parent]) as one:
         yield one
 
 

@@ -21,7 +21,7 @@ from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
 from .warm import check_script
-from .workplace import OutputWatch, Workplace
+from .workplace import LATE_S, OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
 
@@ -65,7 +65,7 @@ def choose_steps(steps: int, saves: Sequence[int], epochs: Sequence[int], count:
             chosen[step] = why
 
     ends = [*saves[1:], steps]
-    gaps = [(begin, end) for begin, end in zip(saves, ends, strict=True) if end - begin > 2]
+    gaps = [(begin, end) for begin, end in zip(saves, ends, strict=False) if end - begin > 2]
     for begin, end in gaps[:1] or [(save, save + 1) for save in saves[:1]]:
         take(min((begin + end + 1) // 2, last), "between saves")
     for epoch in epochs:
@@ -259,7 +259,8 @@ class _Lives:
         self._first = first
         self._reference = check_records(read_records(Path(first.plan.trace), 0), first)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
-        self._saves = saved_after(self._reference[0], watch.changes)
+        reference, early = self._reference[0], [(moment - LATE_S, path) for moment, path in watch.changes]
+        self._saves = saved_after(reference, watch.changes) or saved_after(reference, early)  # or all steps are short
         self._lives: list[LifeReport] = []
         self._notes: list[str] = []
 

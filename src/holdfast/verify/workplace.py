@@ -26,7 +26,7 @@ from .power import unwritten
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace"]
+__all__ = ["LATE_S", "Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace"]
 
 _LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
 """Never written by a training: a link to the real one will do."""
@@ -38,7 +38,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # Of Linux' inotify.h.
 _MODIFY, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x8, 0x40, 0x80, 0x100, 0x200
 _IS_DIRECTORY = 0x40000000
-_TICK_S = time.clock_getres(5)  # of CLOCK_REALTIME_COARSE, the clock of the times of files
+LATE_S = 2 * time.clock_getres(5)
+"""How late a change may be noted: two ticks of CLOCK_REALTIME_COARSE, the clock of the times of files."""
 _KINDS = {
     _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "moved away",
     _DELETE: "deleted",
@@ -185,7 +186,7 @@ def _made_at(about: os.stat_result) -> float:
     before, of the moment (the multigrain timestamps of Linux 6.13); nobody can tell which. And it is read late where
     the machine is busy.
     """
-    return min(time.time(), about.st_ctime + 2 * _TICK_S)
+    return min(time.time(), about.st_ctime + LATE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
