@@ -535,12 +535,12 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     view = RunView(root)
     record = view.latest()
     newer = view.passed_over(None if record is None else record.name)
-    if record is None and newer:
+    if record is None:
+        if not newer:
+            return given
         raise CheckpointNotFoundError(
             f"the run {root.uri} has no checkpoint that its guard would go on from: {newer}; name one to have it anyway"
         )
-    if record is None:
-        return given
     newer = newer and f"; newer, but no start takes them, for its guard: {newer}"
     _LOG.warning("%s is a run: its newest checkpoint, %s, is taken%s", root.uri, record.name, newer)
     return Checkpoint.at(root, record.name)

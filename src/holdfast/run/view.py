@@ -175,12 +175,13 @@ class RunView:
 
     def bad_steps(self) -> dict[str, str]:
         """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
-        return bad_steps(map(_judged, self.records()), self.index.notes) if self.index.notes else {}
+        return bad_steps(self._to_judge(), self.index.notes)
 
     def passed_over(self, taken: str | None) -> str:
         """Say which checkpoints newer than ``taken`` are not, for what the guard has found; "" if there are none."""
-        bad, names = self.bad_steps(), self._order()
+        names = self._order()
         newer = names[: names.index(taken)] if taken in names else names
+        bad = self.bad_steps() if newer else {}
         shown = [f"{name} ({bad.get(name, 'it may hold a bad step')})" for name in newer[:3]]
         return ", ".join(shown) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
 
@@ -393,6 +394,10 @@ class RunView:
             if not bad and not may_be_bad:
                 yield name
         yield from doubtful
+
+    def _to_judge(self) -> Iterator[tuple[str, int, int, Mapping[str, Any]]]:
+        """Yield what `rollbacks.choose` judges; no row is unpacked unless it is asked for."""
+        yield from map(_judged, self.records())
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
