@@ -23,6 +23,12 @@ def has_spare():
     children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
     return any(b"spare.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
 """
+DIES_BESIDE_A_SPARE = """
+advance()
+if step == 1:
+    wait(has_spare)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_the_next_life_begins_with_its_imports_done(tmp_path: Path) -> None:
@@ -36,11 +42,8 @@ def here_is(): return [sys.argv[1:], __name__, __file__, sys.path[0], os.getcwd(
                        sys.modules["__main__"].advance is advance, sys.flags.dev_mode, os.getpgid(0) == os.getpid()]
 (here / f"seen-{lives.read_text()}").write_text(repr(here_is()))
 (here / f"before-{lives.read_text()}").write_text(str(before))
-advance()
-if step == 1:
-    wait(has_spare)
-    os.kill(os.getpid(), signal.SIGKILL)
 """
+        + DIES_BESIDE_A_SPARE
     )
     status, _, err = finished(script, tmp_path)
     assert status == 0, err
@@ -53,11 +56,8 @@ def test_a_life_that_was_a_spare_ends_as_any_other(tmp_path: Path) -> None:
     script = (
         STEPS
         + WAITS
+        + DIES_BESIDE_A_SPARE
         + """
-advance()
-if step == 1:
-    wait(has_spare)
-    os.kill(os.getpid(), signal.SIGKILL)
 if step == 2: raise OSError("second life")
 """
     )
@@ -88,17 +88,7 @@ if step < 3:
 
 def test_a_spare_that_refuses_when_it_is_to_begin_costs_no_life(tmp_path: Path) -> None:
     """The life before dies while the spare still imports: what comes next is life 2, and nothing failed in between."""
-    script = (
-        "import os, torch\nos.environ['OMP_NUM_THREADS'] = '3'\n"
-        + STEPS
-        + WAITS
-        + """
-advance()
-if step == 1:
-    wait(has_spare)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
+    script = "import os, torch\nos.environ['OMP_NUM_THREADS'] = '3'\n" + STEPS + WAITS + DIES_BESIDE_A_SPARE
     status, _, err = finished(script, tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert status == 0, err
     assert err.count("no spare interpreter is kept: the script changes its environment (OMP_NUM_THREADS)") == 1

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,23 @@ def test_an_abandoned_filling_save_leaves_nothing(tmp_path: Path) -> None:
         client.submit(storage, kit.make_job(contents, step=2), [b"{}"], arena).result(30)
 
 
+def hold_one(client: WriterClient, storage: LocalStorage, contents: list[bytes], arena: Arena) -> None:
+    """Have the writer hold a snapshot of a run that begins, and wait until it has it."""
+    opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+    fields = {"run_id": opened.run_id, "attempt": opened.attempt, "step": 1}
+    client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
+    client.run_op("records").result(20)
+
+
+def cannot_send(number: int) -> Callable[..., None]:
+    """A ``send`` of a channel that fails with this errno."""
+
+    def send(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return send
+
+
 def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,18 +202,11 @@ def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
     storage = LocalStorage(tmp_path)
     contents = [kit.noise(8, 16 * kit.MIB)]
     with kit.fill(contents) as arena, WriterClient.start(storage) as client:
-        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        hold_one(client, storage, contents, arena)
         first = client.process_id
         assert first is not None
-        fields = {"run_id": opened.run_id, "attempt": opened.attempt}
-        client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
-        client.run_op("records").result(20)
-
-        def send(*_: object) -> None:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
         with monkeypatch.context() as patch:
-            patch.setattr(client._talk._channel, "send", send)
+            patch.setattr(client._talk._channel, "send", cannot_send(errno.ENOMEM))
             assert client.release(arena), "the arena may change from now on"
         arena.view[:] = bytes(arena.size)
         assert wait_gone(first)
@@ -210,16 +220,9 @@ def test_a_writer_thread_whose_channel_ends_rescues_no_snapshot_either(
     storage = LocalStorage(tmp_path)
     contents = [kit.noise(8, kit.MIB)]
     with kit.fill(contents) as arena, WriterClient.start(storage, thread=True) as client:
-        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
-        fields = {"run_id": opened.run_id, "attempt": opened.attempt, "step": 1}
-        client.hold(storage, kit.make_job(contents, run=True, manifest=fields), [b"{}"], arena)
-        client.run_op("records").result(20)
-
-        def send(*_: object) -> None:
-            raise OSError(errno.ENOBUFS, "No buffer space available")
-
+        hold_one(client, storage, contents, arena)
         with monkeypatch.context() as patch:
-            patch.setattr(client._talk._channel, "send", send)
+            patch.setattr(client._talk._channel, "send", cannot_send(errno.ENOBUFS))
             client.release(arena)
         arena.view[:] = bytes(arena.size)
         assert client._talk._thread is not None
