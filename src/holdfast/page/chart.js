@@ -386,6 +386,7 @@ class Chart {
     const inside = (event) => { const place = top.getBoundingClientRect(); return [event.clientX - place.left, event.clientY - place.top]; };
     const toValue = (px) => this.from + (Math.min(Math.max(px, this.area.left), this.area.right) - this.area.left) / (this.area.right - this.area.left) * (this.to - this.from);
     const look = (event) => {
+      if (this.isStale) this.draw();  // so that the tip says what the view has become, between two frames as well
       if (!this.area) return;
       const [px, py] = inside(event);
       let hit = null, best = 100;
@@ -433,6 +434,7 @@ class Chart {
       view.change({domain: next[0] <= all[0] && next[1] >= all[1] ? null : next});
     }, {passive: false});
     box.addEventListener("keydown", (event) => {
+      if (this.isStale) this.draw();
       const by = {ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity}[event.key];
       const line = (this.drawn || [])[0];
       if (event.key === "Escape" && view.domain) { view.change({domain: null}); return; }
