@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.errors import CorruptCheckpointError, StorageError, StorageFullError, StorageNotFoundError
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
+from holdfast.format.names import start_id_of
 from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
-__all__ = ["WINDOW", "Brought", "File", "ReadWindow", "Sender", "TransferStopped", "Windows", "num_windows"]
+__all__ = ["WINDOW", "File", "ReadWindow", "Sender", "TransferStopped", "Windows", "num_windows"]
 
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
 # windows: 256 MiB in all.
@@ -55,13 +56,6 @@ class File:
     size: int
     digest: str | None = None
     shared: bool = False
-
-
-class Brought(NamedTuple):
-    """Names of files that passed through this machine, and of those that the target repeated by itself."""
-
-    sent: set[str]
-    repeated: set[str]
 
 
 def num_windows(source: Storage, target: Storage) -> int:
@@ -141,7 +135,50 @@ class Sender:
         if self._halt.is_set() or (self._stop is not None and self._stop()):
             raise TransferStopped
 
-    def settled(self, nbytes: int) -> None:
+    def bring(
+        self, file: File, windows: Windows, *, there: int | None, twin: str | None, trusted: bool = False
+    ) -> Literal["there", "copied", "sent"]:
+        """Bring one file; return which way: it was there, the target has copied its twin, or it was sent. Then durable.
+
+        Args:
+            file: what to bring.
+            windows: as for `send`.
+            there: bytes that the target has under its name; None for no such file.
+            twin: path at the target of a file with the same bytes, if there is one.
+            trusted: the target has committed this very file before, so comparing sizes suffices.
+
+        Raises:
+            CorruptCheckpointError: as `send`.
+            StorageNotFoundError: as `send`.
+        """
+        if file.digest is not None and there == file.size:
+            # A name with the save's id in it is enough at a store; files of model_files have one name in all saves. On
+            # a disk the writer of a file of the right size may have died.
+            is_named = start_id_of(file.path) is not None
+            if trusted or (self.is_at_target(file, windows) if self._target.local_root is not None else is_named):
+                self._settled(file.size)
+                return "there"
+        if twin is not None and self._repeat(twin, file.target, replace=there is not None):
+            self._settled(file.size)
+            return "copied"
+        self.send(file, windows)
+        return "sent"
+
+    def _repeat(self, twin: str, path: str, *, replace: bool) -> bool:
+        """Have the target copy a file that it has; False if that file is gone or the store cannot copy."""
+        if not self._target.traits.copies_itself:
+            return False
+        try:
+            if replace:
+                self._target.delete(path)
+            self._target.copy(twin, path)
+        except StorageFullError:
+            raise
+        except StorageError:  # it would only have saved time; if the store does not answer, the sending fails too
+            return False
+        return True
+
+    def _settled(self, nbytes: int) -> None:
         """Count bytes that are at the target, sent or found there."""
         if self._progress is not None:
             with self._lock:
@@ -164,7 +201,7 @@ class Sender:
                         self.check()
                         table += window.digests
                         writer.write(window.view)
-                        self.settled(window.nbytes)
+                        self._settled(window.nbytes)
                 if file.digest is not None and file_digest(bytes(table)) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
                 if self._last is not None:
@@ -186,7 +223,7 @@ class Sender:
         if file.digest is not None and bytes_digest(view) != file.digest:
             raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
         batch.add(file.target, view)
-        self.settled(file.size)
+        self._settled(file.size)
 
     def _turn(self, file: File) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._uploads is None or file.size <= _BIG else self._uploads

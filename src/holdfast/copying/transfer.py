@@ -16,9 +16,7 @@ from holdfast.errors import (
     FormatVersionError,
     IncompleteCheckpointError,
     StorageConflictError,
-    StorageError,
     StorageExistsError,
-    StorageFullError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
@@ -30,7 +28,7 @@ from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 
-from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
+from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
 
 __all__ = [
     "REPEATED_FROM",
@@ -186,7 +184,7 @@ def send_entries(
     entries: Sequence[FileEntry],
     *,
     twins: Mapping[tuple[str, int], str] | None = None,
-) -> Brought:
+) -> dict[str, str]:
     """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked.
 
     Args:
@@ -197,32 +195,22 @@ def send_entries(
         twins: files at the target by digest and size, to be repeated there.
 
     Returns:
-        Which of them took what way; the others were there.
+        Which way each came, see `Sender.bring`.
     """
-    is_local = target.local_root is not None
     there = {info.path: info.size for info in target.list(directory, recursive=False)}
     sender = Sender(source, target)
-    brought = Brought(set(), set())
+    ways: dict[str, str] = {}
 
     def bring(file: File, windows: Windows) -> None:
-        # A name with the save's id in it is enough at a store; files of model_files have one name in all saves. On a
-        # disk the writer of a file of the right size may have died.
-        is_named = start_id_of(file.path) is not None
-        if there.get(file.target) == file.size and (sender.is_at_target(file, windows) if is_local else is_named):
-            return
         twin = (twins or {}).get((file.digest or "", file.size))
-        if twin is not None and _repeat(target, twin, file.target, replace=file.target in there):
-            brought.repeated.add(file.path)
-            return
-        sender.send(file, windows)
-        brought.sent.add(file.path)
+        ways[file.path] = sender.bring(file, windows, there=there.get(file.target), twin=twin)
 
     paths = [(entry, join(directory, entry.path)) for entry in entries]
     files = [
         File(path=entry.path, source=path, target=path, size=entry.size, digest=entry.digest) for entry, path in paths
     ]
     sender.each(files, bring)
-    return brought
+    return ways
 
 
 @contextmanager
@@ -327,23 +315,16 @@ class _Copy:
         is_local = self._target.local_root is not None
 
         def bring(file: File, windows: Windows) -> None:
-            if file.digest is not None and self._there.get(file.path) == file.size:
-                named = start_id_of(file.path) is not None
-                if trusted or (self._sender.is_at_target(file, windows) if is_local else named):
-                    self._count(file, bytes_there=file.size)
-                    return
             twin = twins.get((file.digest, file.size)) if file.digest and start_id_of(file.path) else None
             # On a disk the two then share their bytes, and what befalls them: no more of that than at the source.
             may_share = twin is not None and (not is_local or file.shared or twin.shared)
-            replace = file.path in self._there
-            if twin is not None and may_share and _repeat(self._target, twin.target, file.target, replace=replace):
-                self._count(file, bytes_copied=file.size)
-                return
+            path = twin.target if twin is not None and may_share else None
+            there = self._there.get(file.path)
             try:
-                self._sender.send(file, windows)
+                way = self._sender.bring(file, windows, there=there, twin=path, trusted=trusted)
             except StorageNotFoundError as error:
                 raise self._gone(file, error) from error.__cause__
-            self._count(None, bytes_sent=file.size)
+            self._count(way, file.size)
 
         both_local = is_local and self._source.local_root is not None
         small = [file for file in files if both_local and file.size < REPEATED_FROM and file.path not in self._there]
@@ -362,8 +343,7 @@ class _Copy:
                     self._sender.send_small(file, batch, buffer)
                 except StorageNotFoundError as error:
                     raise self._gone(file, error) from error.__cause__
-        total = sum(file.size for file in files)
-        self._count(None, bytes_sent=total)
+        self._count("sent", sum(file.size for file in files))
 
     def drop_sidecars(self) -> None:
         """Remove the sidecars of the checkpoint that is replaced."""
@@ -420,30 +400,14 @@ class _Copy:
             return CheckpointNotFoundError(f"{join(self._source.uri, self._name)} was deleted while it was copied")
         return CorruptCheckpointError(f"{file.path} is missing: {error}", file=file.path)
 
-    def _count(self, settled: File | None, **nbytes: int) -> None:
+    def _count(self, way: str, nbytes: int) -> None:
+        name = f"bytes_{way}"
         with self._lock:
-            self.copied = replace(self.copied, **{name: getattr(self.copied, name) + n for name, n in nbytes.items()})
-        if settled is not None:
-            self._sender.settled(settled.size)
+            self.copied = replace(self.copied, **{name: getattr(self.copied, name) + nbytes})
 
     def _file(self, path: str, size: int, digest: str | None, *, shared: bool = False) -> File:
         source, target = join(self._name, path), join(self._directory, path)
         return File(path=path, source=source, target=target, size=size, digest=digest, shared=shared)
-
-
-def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
-    """Have the target copy a file of an earlier checkpoint; False if that file is gone or the store cannot copy."""
-    if not target.traits.copies_itself:
-        return False
-    try:
-        if replace:
-            target.delete(path)
-        target.copy(twin, path)
-    except StorageFullError:
-        raise
-    except StorageError:  # it would only have saved time; if the store does not answer, the sending fails too
-        return False
-    return True
 
 
 def _sizes(storage: Storage, directory: str) -> dict[str, int]:

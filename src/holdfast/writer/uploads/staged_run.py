@@ -323,15 +323,15 @@ class StagedParts:
         """Bring our files; those that are in the save before as well the remote repeats by itself, if it is a store."""
         before, stores = self._brought, self._remote.local_root is None
         twins = {key: path for key, (path, times) in before.items() if stores and times < MAX_REUSES}
-        sent, repeated = send_entries(self._local, self._remote, directory, part.files, twins=twins)
+        ways = send_entries(self._local, self._remote, directory, part.files, twins=twins)
         self._brought = {}
         for entry in part.files:
             if entry.size >= REPEATED_FROM:
                 key, path = (entry.digest, entry.size), join(directory, entry.path)
                 known, times = before.get(key, ("", 0))
-                if entry.path in repeated:
+                if ways[entry.path] == "copied":
                     times += 1
-                elif entry.path in sent:
+                elif ways[entry.path] == "sent":
                     times = 0
                 elif known != path:  # an earlier writer of this save brought it, who knows how
                     times = MAX_REUSES
