@@ -257,10 +257,7 @@ class WriterLoop:
         side = self._saver.side
 
         def make(run: Run | None) -> SaveResult:
-            from .ingest.in_place import (
-                commit_in_place,
-            )  # not above: most writers never need them, and each start waits
-            from .ingest.intake import Intake
+            from .ingest.intake import Intake, commit_in_place  # not above: few writers need them, each start waits
 
             if not job.sources:
                 return commit_in_place(storage, job, run, side, again=again)

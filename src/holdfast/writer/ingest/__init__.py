@@ -1,4 +1,4 @@
 """Files that somebody else has written become a checkpoint.
 
-`sources` lists them, `merge` decides (pure), `intake` moves or copies them, `in_place` commits them where they are.
+`sources` lists them, `merge` decides (pure), `intake` moves or copies them, or commits them where they are.
 """
