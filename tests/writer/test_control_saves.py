@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.writer.ranks.saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict, named_error
-from holdfast.writer.ranks.uploads import JointUploads
+from holdfast.writer.ranks.saves import (
+    CommitSave,
+    JointSaves,
+    JointUploads,
+    SaveOutcome,
+    SaveVerdict,
+    named_error,
+)
 
 
 def saves(world_size: int = 3) -> JointSaves:

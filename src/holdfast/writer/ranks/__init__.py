@@ -1,5 +1,5 @@
 """How the writers of many ranks agree.
 
-On a step (`steps`), on the saves they make together (`saves`), on what goes to the remote (`uploads`): these three are
-pure objects; `server` and `member` carry their messages over `link`. `holdfast.writer.distributed` puts them together.
+On a step (`steps`), and on the saves that they make, upload or rescue together (`saves`): these decide; `server` and
+`member` carry their messages over `link`. `holdfast.writer.distributed` puts them together.
 """

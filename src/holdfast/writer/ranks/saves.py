@@ -1,4 +1,4 @@
-"""Saves that all ranks make together, as rank 0's writer sees them: a pure object, events in, actions out.
+"""Saves that all ranks make, upload or rescue together, as rank 0's writer sees them: events in, actions out.
 
 A save is *begun* by a rank when its writer has the job, and *stored* when its part is durable. When all ranks have
 stored it, it is committed. All ranks get the same outcome: the commit, or the first error with the rank it came from.
@@ -6,15 +6,30 @@ stored it, it is committed. All ranks get the same outcome: the commit, or the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast._ranks import rank_list
+from holdfast.copying.sending import TransferStopped
+from holdfast.errors import CheckpointError, StorageError
 
-__all__ = ["CommitSave", "JointSaves", "SaveOutcome", "SaveVerdict", "named_error"]
+from ..messages import error_from_json
+from .link import Message
+
+__all__ = [
+    "CommitSave",
+    "JointSaves",
+    "JointUploads",
+    "RescueAgreement",
+    "SaveOutcome",
+    "SaveVerdict",
+    "named_error",
+]
 
 _REMEMBERED = 16  # outcomes, for ranks that ask late
+_LOOK_S = 0.2  # for the end of uploads, which nobody announces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +236,153 @@ class JointSaves:
             f"{_place(state.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. Every rank has to "
             "make every save; for a save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
         )
+
+
+class JointUploads:
+    """One save that all ranks bring to the remote, each its own part.
+
+    The thread of the control channel reports events here; the thread that uploads waits for them.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._changed = threading.Condition()
+        self._order: Message | None = None
+        self._save = ""
+        self._missing: set[int] = set()
+        self._errors: dict[int, Message] = {}
+        self._gone: dict[int, str] = {}
+        self._world_size = world_size
+
+    @property
+    def order(self) -> Message | None:
+        """What a rank that has joined again is to do; None for nothing."""
+        return self._order
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether a rank is gone, and with it what it has not brought; its disk may have it still."""
+        return bool(self._gone)
+
+    def uploaded(self, rank: int, save: str, error: Message | None) -> None:
+        """A rank's part is at the remote, or cannot get there now."""
+        with self._changed:
+            if save == self._save:
+                if error is None:
+                    self._missing.discard(rank)
+                    self._errors.pop(rank, None)
+                else:
+                    self._errors[rank] = error
+                self._changed.notify_all()
+
+    def gone(self, rank: int, why: str) -> None:
+        """Nothing more will come from a rank."""
+        with self._changed:
+            self._gone.setdefault(rank, why)
+            self._changed.notify_all()
+
+    def bring(self, order: Message, send: Callable[[Message], None], stop: Callable[[], bool]) -> None:
+        """Let all ranks bring their parts, and wait until they have.
+
+        Ranks that have done so for the same save, when it was tried before, are done with it.
+
+        Args:
+            order: tells them which save.
+            send: gives it to all that are there.
+            stop: asked now and then; true ends the waiting.
+
+        Raises:
+            TransferStopped: ``stop`` said so.
+            CheckpointError: a part is damaged, or a rank that has not brought its own is gone (`lacks_ranks`).
+            StorageError: a rank could not bring its part now.
+        """
+        with self._changed:
+            if order["save"] != self._save:
+                self._save, self._missing = order["save"], set(range(self._world_size))
+            self._errors.clear()
+            self._order = order
+        try:
+            send(order)
+            with self._changed:
+                while not self._ended(order["directory"]):
+                    if stop():
+                        raise TransferStopped
+                    self._changed.wait(_LOOK_S)
+        finally:
+            self._order = None
+
+    def _ended(self, directory: str) -> bool:
+        """Tell whether all have brought theirs; raise what keeps them from it."""
+        lost = {rank: why for rank, why in self._gone.items() if rank in self._missing}
+        if lost:
+            rank, why = min(lost.items())
+            raise CheckpointError(
+                f"{directory} cannot be completed: the part of {rank_list(lost)} is on the disk of its own machine "
+                f"alone, and rank {rank}: {why}"
+            )
+        for rank, described in sorted(self._errors.items()):
+            error = error_from_json(described)
+            kind = type(error) if isinstance(error, (CheckpointError, StorageError)) else StorageError
+            raise kind(f"rank {rank}: {error}")
+        return not self._missing
+
+
+class RescueAgreement:
+    """Which snapshot is rescued where several ranks save together; one choice in the life of a group of ranks.
+
+    A writer whose trainer has died, or has left its body with an error, *offers* the snapshots that it holds, sealed:
+    the trainer changes none of them any more. Once all ranks have offered, the newest one that all of them hold is
+    chosen; each stores its part, as of any save, and then it is committed. Ranks that train together are at most one
+    step apart, and each holds its newest two: so all hold the newest one of the rank that is behind.
+
+    Args:
+        world_size: number of ranks.
+
+    Attributes:
+        chosen: id of the save that all ranks store; "" if none is; None before that is decided.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._offers: dict[int, Mapping[str, int]] = {}
+        self._stored: set[int] = set()
+        self.chosen: str | None = None
+
+    def offered(self, rank: int, held: Mapping[str, int]) -> None:
+        """Note the steps of the snapshots that a rank holds, by the ids of their saves."""
+        self._offers[rank] = held
+
+    def decide(self, committed: int) -> bool:
+        """Choose, if all ranks have offered; True if that was decided just now.
+
+        Args:
+            committed: newest step that is committed; nothing older is chosen.
+        """
+        if self.chosen is not None or len(self._offers) < self._world_size:
+            return False
+        first, *others = self._offers.values()
+        common = {save: step for save, step in first.items() if all(other.get(save) == step for other in others)}
+        save = max(common, key=common.__getitem__, default="")
+        self.chosen = save if save and common[save] > committed else ""
+        return True
+
+    def refuse(self) -> bool:
+        """Note that a rank offers nothing; True if it was not decided before."""
+        undecided = self.chosen is None
+        self.chosen = self.chosen or ""
+        return undecided
+
+    def stored(self, rank: int) -> bool:
+        """Note that a rank has stored its part; True when that was the last one."""
+        before = len(self._stored)
+        self._stored.add(rank)
+        return before < len(self._stored) == self._world_size
+
+    def needs(self, rank: int) -> bool:
+        """Tell whether the part of a rank is still to come."""
+        return bool(self.chosen) and rank not in self._stored
 
 
 def named_error(kind: str, message: str) -> dict[str, Any]:

@@ -17,10 +17,8 @@ from holdfast._log import get_logger
 
 from ..frames import encode
 from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
-from .rescue import RescueAgreement
-from .saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict, named_error
+from .saves import CommitSave, JointSaves, JointUploads, RescueAgreement, SaveOutcome, SaveVerdict, named_error
 from .steps import RankStanding, StepAgreement
-from .uploads import JointUploads
 
 __all__ = ["BEAT_S", "ENDED_S", "STALE_S", "ControlServer"]
 
