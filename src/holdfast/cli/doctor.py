@@ -35,8 +35,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     Writes to a folder of its own and removes it again; no existing file is touched. Status 1 if something has to be
     mended before training; warnings do not count.
     """
-    from .probe_disk import ended_by_sigterm, probe_disk  # here: half of what they need no other command does
-    from .probe_store import probe_store
+    from .probe_storage import ended_by_sigterm, probe_disk, probe_store  # here: no other command needs them
     from .probes import ProbeDeadline, probe_machine
 
     size = parse_bytes(max_bytes)

@@ -97,31 +97,11 @@ def cli(context: click.Context) -> None:
         click.echo("holdfast --help lists the commands", err=True)
 
 
-cli.add_command(attack)
-cli.add_command(average)
-cli.add_command(best)
-cli.add_command(cp)
-cli.add_command(diff)
-cli.add_command(doctor)
-cli.add_command(export)
-cli.add_command(import_)
-cli.add_command(latest)
-cli.add_command(log)
-cli.add_command(ls)
-cli.add_command(page)
-cli.add_command(pin)
-cli.add_command(prune)
-cli.add_command(pull)
-cli.add_command(push)
-cli.add_command(rm)
-cli.add_command(run)
-cli.add_command(show)
-cli.add_command(stats)
-cli.add_command(sweep)
-cli.add_command(unpin)
-cli.add_command(verify)
-cli.add_command(verify_resume)
-cli.add_command(watch)
+for _command in (
+    attack, average, best, cp, diff, doctor, export, import_, latest, log, ls, page, pin, prune, pull, push, rm,
+    run, show, stats, sweep, unpin, verify, verify_resume, watch,
+):  # fmt: skip
+    cli.add_command(_command)
 
 
 def main() -> None:

@@ -92,8 +92,6 @@ try:
 except ImportError:  # pragma: no cover - Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["probe_machine"]
-
 _FEW_BYTES = 1 << 30
 _FEW_SHM = 1 << 30
 _FEW_FILES = 1024

@@ -1,4 +1,4 @@
-"""What a directory promises and keeps: the probes of ``holdfast doctor`` for a local path."""
+"""What a storage promises and keeps: the probes of ``holdfast doctor`` for a local path, and for a URI."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ import statistics
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holdfast._units import format_bytes, format_duration
 from holdfast.copying.local import clone_file
-from holdfast.errors import HoldfastError, StorageConflictError, StorageExistsError
+from holdfast.errors import (
+    HoldfastError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StoragePermissionError,
+)
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.together import together
 
 from .probes import Finding, ProbeDeadline, bad, good, warn
 
-__all__ = [
-    "LEFT",
-    "ended_by_sigterm",
-    "probe_disk",
-    "probe_promises",
-    "rates",
-    "read",
-    "skew_of",
-    "undisturbed",
-    "write",
-]
+__all__ = ["LEFT", "ended_by_sigterm", "probe_disk", "probe_store", "skew_of"]
 
 LEFT = f"{TEMPORARY}holdfast-doctor-"
 """First characters of the folder that the probes work in: no listing of Holdfast shows it."""
 
 _OLD_S = 900.0
 _COMMITS = 12
+_REQUESTS = 5  # to a store
+_PARALLEL = 4
 _SLOW_COMMIT_S = 0.1
 _BLOCK = 8 << 20
 _SKEW_WARN_S, _SKEW_BAD_S = 2.0, 25.0  # a lease counts as stale after 30 s
@@ -73,7 +74,7 @@ def _folder_in(place: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with undisturbed():
+        with _undisturbed():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -89,7 +90,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
     """Let no second Ctrl-C or SIGTERM end the body half-way."""
     with _handling(signal.SIGINT, signal.SIG_IGN), _handling(signal.SIGTERM, signal.SIG_IGN):
         yield
@@ -117,16 +118,16 @@ def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Pr
     try:
         with _folder_in(place) as folder:
             storage = LocalStorage(folder)
-            yield from probe_promises(storage)
+            yield from _promises(storage)
             for probe in (_locks, _direct, _links, _clones, _case):
                 yield probe(folder)
-            yield _clock(folder)
+            yield _disk_clock(folder)
             yield _commits(storage)
             if max_bytes:
                 free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
                 size = min(max_bytes, free // 10) // _BLOCK * _BLOCK
                 if size:
-                    yield from _speed(storage, folder, size, deadline, progress)
+                    yield from _disk_speed(storage, folder, size, deadline, progress)
     except OSError as error:
         if isinstance(error, HoldfastError) or error.filename is None:
             raise
@@ -194,7 +195,7 @@ def _room(place: Path) -> Generator[Finding]:
             yield good("inodes", text, "a checkpoint takes about ten files for each rank", **values)
 
 
-def probe_promises(storage: Storage) -> Generator[Finding]:
+def _promises(storage: Storage) -> Generator[Finding]:
     """Try what every storage promises: writes with a condition, listings, copies, deletions."""
     stale = storage.put("probe/object", b"1")
     storage.put("probe/object", b"22")
@@ -293,7 +294,7 @@ def _case(folder: Path) -> Finding:
     return good("names", "upper and lower case differ", "every name of a run or item is its own")
 
 
-def _clock(folder: Path) -> Finding:
+def _disk_clock(folder: Path) -> Finding:
     before = time.time()
     (folder / "clock").write_bytes(b"x")
     skew = (folder / "clock").stat().st_mtime - (before + time.time()) / 2
@@ -331,7 +332,7 @@ def _commits(storage: Storage) -> Finding:
     return good("fsync and rename", text, "what a commit of a small file takes", **values)
 
 
-def _speed(
+def _disk_speed(
     storage: Storage, folder: Path, size: int, deadline: ProbeDeadline, progress: Progress
 ) -> Generator[Finding]:
     """Compare what Holdfast reaches with plain direct writes and reads of the same bytes."""
@@ -362,17 +363,17 @@ def _speed(
             os.close(fd)
         return done
 
-    limit = rates(raw_write)
+    limit = _rates(raw_write)
     written = limit[0]
     if written:
-        yield _judged("write", rates(lambda: write(storage, written, buffer, deadline, progress)), limit)
-        limit = rates(raw_read)
+        yield _judged("write", _rates(lambda: _write(storage, written, buffer, deadline, progress)), limit)
+        limit = _rates(raw_read)
         with contextlib.suppress(OSError, AttributeError), (folder / "bulk").open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield _judged("read", rates(lambda: read(storage, deadline, progress)), limit)
+        yield _judged("read", _rates(lambda: _read(storage, deadline, progress)), limit)
 
 
-def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: ProbeDeadline, progress: Progress) -> int:
+def _write(storage: Storage, size: int, buffer: mmap.mmap, deadline: ProbeDeadline, progress: Progress) -> int:
     """Write an object of about ``size`` bytes as a save does; durable on return. Returns its bytes."""
     with storage.create("bulk", size) as writer:
         done = 0
@@ -385,7 +386,7 @@ def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: ProbeDeadlin
     return done
 
 
-def read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
+def _read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
     """Read the object that `write` made as a load does; return the bytes read."""
     view = memoryview(bytearray(_BLOCK))
     with storage.open("bulk") as reader:
@@ -399,7 +400,7 @@ def read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
     return done
 
 
-def rates(work: Callable[[], int]) -> tuple[int, float]:
+def _rates(work: Callable[[], int]) -> tuple[int, float]:
     """Return how many bytes ``work`` has processed, and bytes per second."""
     start = time.perf_counter()
     done = work()
@@ -426,3 +427,104 @@ def _open(path: Path, flags: int) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+# ---- at a store
+
+
+def probe_store(storage: Storage, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
+    """Yield the findings about a storage that is not a local disk; removes all that it writes."""
+    name = f"holdfast-doctor-{uuid.uuid4().hex[:12]}"
+    own = storage.child(name)
+    try:
+        yield _requests(own)
+        yield from _promises(own)
+        yield _store_clock(own)
+        yield _copies(own)
+        if max_bytes:
+            yield from _store_speed(own, max_bytes // _BLOCK * _BLOCK, deadline, progress)
+    except StoragePermissionError as error:
+        yield bad("access", str(error), "no checkpoint can be saved here",
+                  "give these credentials the right to write, read, list and delete below this place")  # fmt: skip
+        return
+    except StorageError as error:
+        yield bad("access", str(error), "no checkpoint can be saved here",
+                  "check the address, the network and the credentials")  # fmt: skip
+        return
+    finally:
+        left = _clean(own)
+    if left:
+        yield bad("delete", f"{left}; {storage.uri}/{name} is left", "old checkpoints stay for ever, and are paid for",
+                  "give these credentials the right to delete; remove that folder by hand")  # fmt: skip
+    else:
+        yield good("delete", "works; nothing is left of this probe", "retention can remove old checkpoints")
+
+
+def _clean(own: Storage) -> str:
+    """Remove all of the probe, whatever Ctrl-C says; returns why that did not work."""
+    with _undisturbed():
+        try:
+            own.delete_tree("")
+        except HoldfastError as error:
+            return str(error)
+    return ""
+
+
+def _requests(own: Storage) -> Finding:
+    times = []
+    for number in range(_REQUESTS):
+        start = time.perf_counter()
+        own.put(f"small/{number}", b"x" * 1024)
+        times.append(time.perf_counter() - start)
+    middle = statistics.median(times)
+    text = f"{format_duration(middle)} for a small object, at worst {format_duration(max(times))}"
+    values = {"median_s": middle, "worst_s": max(times)}
+    if middle > 1.0:
+        return warn("requests", text, "a save takes some of these, outside of training",
+                    "train in the region of the bucket", **values)  # fmt: skip
+    return good("requests", text, "what a commit takes at least", **values)
+
+
+def _store_clock(own: Storage) -> Finding:
+    before = time.time()
+    own.put("clock", b"x")
+    middle = (before + time.time()) / 2
+    modified = own.stat("clock").modified
+    if not modified:
+        return good("clock", "the store does not tell", "ages go by the clock of this machine")
+    skew = modified - middle
+    # Stores tell whole seconds.
+    return skew_of(0.0 if -1.0 < skew < 0.0 else skew, "the store")
+
+
+def _copies(own: Storage) -> Finding:
+    if not own.traits.copies_itself:
+        return good("copies", "would come here and go back", "files that did not change are sent again by every save")
+    own.copy("small/0", "small/copied")
+    return good("copies", "made by the store itself", "files that did not change are not sent again")
+
+
+def _store_speed(own: Storage, size: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
+    """Measure one transfer alone, and several at once: only these together fill the network."""
+    buffer = mmap.mmap(-1, _BLOCK)
+    buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))
+    each = max(_BLOCK, size // 2 // _PARALLEL // _BLOCK * _BLOCK)
+    count = _PARALLEL if own.traits.num_parallel > 1 else 1
+    places = [own.child(f"part{number}") for number in range(count)]
+    work = {
+        "write": lambda place: _write(place, each, buffer, deadline, progress),
+        "read": lambda place: _read(place, deadline, progress),
+    }
+    for name, do in work.items():
+        alone = _rates(partial(do, places[0]))
+        many = alone
+        if count > 1 and deadline.left_s > 0:
+            many = _rates(lambda do=do: sum(together(own, [partial(do, place) for place in places])))  # type: ignore[misc]
+        best = max(alone[1], many[1])
+        text = f"{format_bytes(int(alone[1]))}/s alone, {format_bytes(int(many[1]))}/s {count} at once"
+        yield good(
+            f"{name} speed", text, f"10 GB take {format_duration(10e9 / max(best, 1.0))}",
+            bytes_per_s=alone[1], parallel_bytes_per_s=many[1], parallel=count, bytes=alone[0] + many[0],
+        )  # fmt: skip
+        if deadline.left_s <= 0:
+            return
