@@ -29,7 +29,7 @@ from .arriving import Watermark, Window, WindowSource
 from .messages import FilePlan, SaveJob
 from .serial_executor import SerialExecutor
 
-__all__ = ["MAX_REUSES", "Known", "Part", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
+__all__ = ["MAX_REUSES", "Known", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
 MAX_REUSES = 9
@@ -125,27 +125,6 @@ def unchanged_runs(tables: Sequence[bytes], sizes: Sequence[int], previous: Prev
     return runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one writer contributed to a checkpoint.
-
-    Attributes:
-        summary: what the committing writer needs.
-        previous: the base of reuse for the next save.
-        unchanged: runs equal to the save before, when the job asked.
-        bytes_written: bytes that went to the storage.
-        bytes_reused: bytes linked from the previous save.
-        seconds: time in digests and in writing.
-    """
-
-    summary: PartSummary
-    previous: Previous
-    unchanged: tuple[tuple[int, int, int], ...]
-    bytes_written: int
-    bytes_reused: int
-    seconds: dict[str, float]
-
-
 @dataclass(slots=True)
 class _Done:
     """One file that is written or linked."""
@@ -154,18 +133,21 @@ class _Done:
     reused: Known | None = None
 
 
-@dataclass(slots=True)
-class _Clock:
-    digest: float = 0.0
-    write: float = 0.0
-
-
 class PartWriter:
-    """Writes the files of one job. One object per attempt; `discard` undoes it."""
+    """Writes the files of one job. One object per attempt; `discard` undoes it.
+
+    Attributes:
+        bytes_written: bytes that went to the storage.
+        seconds: time in digests and in writing.
+        contents: the base of reuse for the next save, when all is written.
+        unchanged: runs equal to the save before, when all is written and the job asked.
+    """
 
     def __init__(self, storage: Storage, job: SaveJob, *, previous: Previous, side: SerialExecutor) -> None:
         self._storage, self._job, self._previous, self._side = storage, job, previous, side
-        self._clock = _Clock()
+        self.seconds = {"digest": 0.0, "write": 0.0}
+        self.contents = previous
+        self.unchanged: tuple[tuple[int, int, int], ...] = ()
         self._gate: Watermark | None = None
         self._closing: list[Future[None]] = []
         self._side_by_side = storage.traits.num_parallel > 1
@@ -173,11 +155,11 @@ class PartWriter:
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
         self._digests: FileEntry | None = None
         self._created: list[str] = []
-        self._written = 0
+        self.bytes_written = 0
 
     # ---- the two ways in
 
-    def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Watermark | None = None) -> Part:
+    def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Watermark | None = None) -> PartSummary:
         """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
         job = self._job
         self._gate = gate
@@ -207,7 +189,7 @@ class PartWriter:
 
     def write_windows(
         self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...], answer: Callable[[Window], None]
-    ) -> Part:
+    ) -> PartSummary:
         """Write a job whose bytes come window by window; ``answer`` is called when a window may be reused."""
         files = self._job.files
         writers: dict[int, FileWriter] = {}
@@ -304,7 +286,7 @@ class PartWriter:
     def _timed_digest(self, data: memoryview) -> bytes:
         start = time.perf_counter()
         table = chunk_digests(data)
-        self._clock.digest += time.perf_counter() - start
+        self.seconds["digest"] += time.perf_counter() - start
         return table
 
     def _reuse(self, plan: FilePlan, table: Future[bytes]) -> Known | None:
@@ -349,8 +331,8 @@ class PartWriter:
             self._await(min(offset + _VIEW, start + nbytes))
             begin = time.perf_counter()
             writer.write(view[offset : min(offset + _VIEW, end)])
-            self._clock.write += time.perf_counter() - begin
-        self._written += nbytes
+            self.seconds["write"] += time.perf_counter() - begin
+        self.bytes_written += nbytes
 
     def _close_later(self, writer: FileWriter, size: int) -> None:
         """Make a file durable while the next one is written; a small one at a store together with others."""
@@ -393,7 +375,7 @@ class PartWriter:
             raise
         if self._side_by_side:
             self._close_later(writer, len(data))
-        self._written += len(data)
+        self.bytes_written += len(data)
         return FileEntry(
             path=path,
             size=len(data),
@@ -412,7 +394,7 @@ class PartWriter:
             self._digests = self._write_small(file.path, "digests", content)
         return places
 
-    def _finish(self, done: list[_Done], entries: list[FileEntry]) -> Part:
+    def _finish(self, done: list[_Done], entries: list[FileEntry]) -> PartSummary:
         job = self._job
         files: list[FileEntry] = []
         places = self._write_digests([item.table for item in done])
@@ -433,23 +415,14 @@ class PartWriter:
         self._close_small()
         for future in self._closing:
             future.result()
-        reused = sum(plan.size for plan, item in zip(job.files, done, strict=True) if item.reused is not None)
-        tables, sizes = [item.table for item in done], [plan.size for plan in job.files]
-        files += entries
-        return Part(
-            summary=PartSummary(
-                writer=job.writer,
-                files=tuple(files),
-                division=None if job.division is None else Division.from_json(job.division),
-            ),
-            previous=self._next_previous(done),
-            unchanged=tuple(unchanged_runs(tables, sizes, self._previous)) if job.want_unchanged else (),
-            bytes_written=self._written,
-            bytes_reused=reused,
-            seconds={"digest": self._clock.digest, "write": self._clock.write},
-        )
+        self.contents = self._contents(done)
+        if job.want_unchanged:
+            tables, sizes = [item.table for item in done], [plan.size for plan in job.files]
+            self.unchanged = tuple(unchanged_runs(tables, sizes, self._previous))
+        division = None if job.division is None else Division.from_json(job.division)
+        return PartSummary(writer=job.writer, files=(*files, *entries), division=division)
 
-    def _next_previous(self, done: list[_Done]) -> Previous:
+    def _contents(self, done: list[_Done]) -> Previous:
         files = []
         for number, (plan, item) in enumerate(zip(self._job.files, done, strict=True)):
             known = self._previous.at(number, plan.size)

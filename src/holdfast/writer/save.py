@@ -36,7 +36,7 @@ from holdfast.storage.base import Storage
 from .arriving import Watermark, Window, WindowSource
 from .messages import BlobPlan, SaveJob, SaveResult
 from .open_run import Run
-from .pipeline import Part, PartWriter, Previous, read_previous
+from .pipeline import PartWriter, Previous, read_previous
 from .serial_executor import SerialExecutor
 
 __all__ = ["SaveRunner", "Task", "certainly_uncommitted", "committed_already", "outcome", "probe", "stored_part"]
@@ -176,7 +176,7 @@ class SaveRunner:
             if committed is not None:
                 return outcome(job.directory, committed, run, seconds={"total": time.perf_counter() - start})
         try:
-            part, manifest, seconds = self._attempt(task, run, answer)
+            writer, part, manifest, seconds = self._attempt(task, run, answer)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
             if run is None or task.source is not None or not run.make_room():
@@ -184,19 +184,19 @@ class SaveRunner:
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
             )
-            part, manifest, seconds = self._attempt(task, run, answer)
+            writer, part, manifest, seconds = self._attempt(task, run, answer)
         if job.reuse or job.want_unchanged:  # saves on their own, each in another place, would only pile up tables
-            self._previous[task.storage_key, job.writer] = part.previous
+            self._previous[task.storage_key, job.writer] = writer.contents
         seconds["total"] = time.perf_counter() - start
         if manifest is None:
-            return _part_result(job, part.summary, part.bytes_written, seconds, unchanged=part.unchanged)
+            return _part_result(job, part, writer.bytes_written, seconds, unchanged=writer.unchanged)
         return outcome(
             job.directory,
             manifest,
             run,
             seconds=seconds,
-            bytes_written=part.bytes_written,
-            unchanged=part.unchanged,
+            bytes_written=writer.bytes_written,
+            unchanged=writer.unchanged,
             is_new=not task.again,
         )
 
@@ -206,7 +206,7 @@ class SaveRunner:
 
     def _attempt(
         self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
-    ) -> tuple[Part, Manifest | None, dict[str, float]]:
+    ) -> tuple[PartWriter, PartSummary, Manifest | None, dict[str, float]]:
         job = task.job
         if run is not None:
             run.begin_save()
@@ -223,7 +223,7 @@ class SaveRunner:
             begin = time.perf_counter()
             manifest = None
             if job.part:
-                summary = part.summary if replaced is None else replace(part.summary, base=replaced.etag)
+                summary = part if replaced is None else replace(part, base=replaced.etag)
                 put_part(task.storage, job.directory, job.save_id, summary)
             else:
                 if planned:
@@ -234,7 +234,7 @@ class SaveRunner:
                     task.storage,
                     job.directory,
                     fields,
-                    [part.summary],
+                    [part],
                     overwrite=replaced,
                     void=None if run is None else run.void_at(job.directory),
                 )
@@ -244,7 +244,7 @@ class SaveRunner:
             raise
         if planned and not job.part:
             drop_plan(task.storage, job.directory, job.save_id)
-        return part, manifest, {**part.seconds, "commit": time.perf_counter() - begin}
+        return writer, part, manifest, {**writer.seconds, "commit": time.perf_counter() - begin}
 
     def _base(self, task: Task, run: Run | None) -> Previous:
         """Find what the previous save contained, from an earlier life if need be."""
