@@ -7,9 +7,9 @@ second one begins the life. It is never forked from: what it becomes is a proces
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
+import runpy
 import sys
 from typing import Any
 
@@ -43,16 +43,6 @@ def prepare(plan: dict[str, Any]) -> str:
     return f"the script changes its environment ({', '.join(differ)}), which imports may read" if differ else ""
 
 
-def load(name: str, path: str) -> Any:
-    """Load a file as a module of this name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     """Get ready, wait, become the life."""
     with os.fdopen(int(sys.argv[1]), "r", encoding="utf-8") as pipe:
@@ -73,7 +63,7 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry != here]
     place = os.path.join(os.path.dirname(os.path.dirname(here)), "run", "python_command.py")
-    load("_holdfast_python_command", place).run_as_main(plan["argv"], is_module=plan["is_module"])
+    runpy.run_path(place)["run_as_main"](plan["argv"], is_module=plan["is_module"])
 
 
 if __name__ == "__main__":
