@@ -6,12 +6,16 @@ Bulk never travels: tensors stay in the shared arena, small files ride behind th
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast import errors
 from holdfast.config import Mirror
 from holdfast.run.remains import INCOMING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "DIGEST_DIGITS",
@@ -29,6 +33,7 @@ __all__ = [
     "SaveJob",
     "SaveResult",
     "TorchFile",
+    "WireValue",
     "container_from_json",
     "error_from_json",
     "error_to_json",
@@ -41,20 +46,58 @@ DIGEST_DIGITS = 32
 """Length of a digest as it stands in a file: 128 bits in hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directory:
-    """A checkpoint directory; the job says what is in it."""
+class WireValue:
+    """A frozen dataclass with slots that has a JSON form.
+
+    `dataclasses.asdict` would copy deeply, and the trainer is waiting.
+    """
+
+    __slots__: tuple[str, ...] = ()
+    _DECODED: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # fields that JSON has in another form
 
     def to_json(self) -> dict[str, Any]:
         """Describe this value for the wire."""
-        return {"kind": "directory"}
+        return {name: _described(getattr(self, name)) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_json` described."""
+        return cls(**{**data, **{name: decode(data[name]) for name, decode in cls._DECODED.items()}})
+
+    @classmethod
+    def several(cls, rows: list[Any]) -> tuple[Self, ...]:
+        """Rebuild a tuple of them."""
+        return tuple(map(cls.from_json, rows))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, WireValue):
+        return value.to_json()
+    if type(value) is tuple and value and isinstance(value[0], WireValue):
+        return [item.to_json() for item in value]
+    return value
+
+
+class _Container(WireValue):
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, **WireValue.to_json(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory(_Container):
+    """A checkpoint directory; the job says what is in it."""
+
+    kind: ClassVar[str] = "directory"
 
 
 DIRECTORY = Directory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsFile:
+class SafetensorsFile(_Container):
     """One file of safetensors.
 
     Attributes:
@@ -64,18 +107,15 @@ class SafetensorsFile:
         digest_at: where its digits go.
     """
 
+    kind: ClassVar[str] = "safetensors"
     size: int
     lease: str | None
     data_at: int
     digest_at: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this value for the wire."""
-        return {"kind": "safetensors", **{name: getattr(self, name) for name in self.__slots__}}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFile:
+class TorchFile(_Container):
     """One file for ``torch.load``: a zip of stored records.
 
     Attributes:
@@ -89,16 +129,13 @@ class TorchFile:
         digest_at: where its digits go, behind ``digested``.
     """
 
+    kind: ClassVar[str] = "torch"
     size: int
     lease: str | None
     num_records: int
     records_at: int
     digested: int
     digest_at: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe this value for the wire."""
-        return {"kind": "torch", **{name: getattr(self, name) for name in self.__slots__}}
 
 
 Container = Directory | SafetensorsFile | TorchFile
@@ -111,19 +148,16 @@ def container_from_json(data: dict[str, Any]) -> Container:
         HoldfastError: it is of no kind that this version knows.
     """
     fields = {name: value for name, value in data.items() if name != "kind"}
-    if data["kind"] == "directory":
-        return DIRECTORY
-    if data["kind"] == "safetensors":
-        return SafetensorsFile(**fields)
-    if data["kind"] == "torch":
-        return TorchFile(**fields)
+    for known in (Directory, SafetensorsFile, TorchFile):
+        if data["kind"] == known.kind:
+            return known(**fields)
     raise errors.HoldfastError(
         f"a save into a container {data['kind']!r}: this writer knows directories, .pt and .safetensors"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlan:
+class FilePlan(WireValue):
     """One big file whose bytes are ``arena[arena_offset : arena_offset + size]``.
 
     Attributes:
@@ -141,35 +175,17 @@ class FilePlan:
     arena_offset: int = 0
     stable: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this plan for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FilePlan:
-        """Rebuild what `to_json` described."""
-        return cls(**data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlobPlan:
+class BlobPlan(WireValue):
     """One small file sent with the job: index, state, rank entries."""
 
     path: str
     role: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this plan for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> BlobPlan:
-        """Rebuild what `to_json` described."""
-        return cls(**data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
+class SaveJob(WireValue):
     """One checkpoint to write.
 
     Attributes:
@@ -193,6 +209,7 @@ class SaveJob:
             has ``directory`` and ``save_id`` only.
     """
 
+    _DECODED: ClassVar[Any] = {"files": FilePlan.several, "blobs": BlobPlan.several, "container": container_from_json}
     directory: str
     save_id: str
     writer: int = 0
@@ -209,22 +226,6 @@ class SaveJob:
     joint: bool = False
     container: Container = DIRECTORY
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
-        body = {name: getattr(self, name) for name in self.__slots__}
-        body["files"] = [plan.to_json() for plan in self.files]
-        body["blobs"] = [plan.to_json() for plan in self.blobs]
-        body["container"] = self.container.to_json()
-        return body
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SaveJob:
-        """Rebuild what `to_json` described."""
-        files = tuple(FilePlan.from_json(item) for item in data["files"])
-        blobs = tuple(BlobPlan.from_json(item) for item in data["blobs"])
-        container = container_from_json(data["container"])
-        return cls(**{**data, "files": files, "blobs": blobs, "container": container})
-
 
 def is_incoming(path: str) -> bool:
     """Tell whether the path of a reported directory is one in the storage of the run, not of this machine."""
@@ -232,7 +233,7 @@ def is_incoming(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IngestSource:
+class IngestSource(WireValue):
     """What one rank reported: a directory or a file of this machine, or files that the rank has put into the storage.
 
     Attributes:
@@ -254,18 +255,9 @@ class IngestSource:
         """Whether the rank has put it into the storage."""
         return is_incoming(self.path)
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this source for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> IngestSource:
-        """Rebuild what `to_json` described."""
-        return cls(**data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IngestJob:
+class IngestJob(WireValue):
     """One checkpoint to make of directories of files.
 
     Attributes:
@@ -277,25 +269,16 @@ class IngestJob:
         run: record the commit in the open run and apply its retention.
     """
 
+    _DECODED: ClassVar[Any] = {"sources": IngestSource.several}
     directory: str
     save_id: str
     sources: tuple[IngestSource, ...] = ()
     manifest: dict[str, Any] = field(default_factory=dict)
     run: bool = True
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this job for the wire."""
-        body = {name: getattr(self, name) for name in self.__slots__}
-        return {**body, "sources": [source.to_json() for source in self.sources]}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> IngestJob:
-        """Rebuild what `to_json` described."""
-        return cls(**{**data, "sources": tuple(IngestSource.from_json(item) for item in data["sources"])})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartsJob:
+class PartsJob(WireValue):
     """One checkpoint to commit whose parts (`SaveJob.part`) other writers have stored.
 
     Attributes:
@@ -310,6 +293,7 @@ class PartsJob:
         stored: all of them have said that their part is stored.
     """
 
+    _DECODED: ClassVar[Any] = {"writers": tuple}
     directory: str
     save_id: str
     writers: tuple[int, ...]
@@ -318,15 +302,6 @@ class PartsJob:
     run: bool = True
     overwrite: bool = False
     stored: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe this job for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PartsJob:
-        """Rebuild what `to_json` described."""
-        return cls(**{**data, "writers": tuple(data["writers"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,16 +339,7 @@ class SaveResult:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this result for the wire, without the manifest (it travels as an attachment)."""
-        return {
-            "directory": self.directory,
-            "bytes_total": self.bytes_total,
-            "bytes_written": self.bytes_written,
-            "bytes_reused": self.bytes_reused,
-            "seconds": self.seconds,
-            "deleted": self.deleted,
-            "unchanged": self.unchanged,
-            "warnings": self.warnings,
-        }
+        return {name: getattr(self, name) for name in self.__slots__ if name != "manifest"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], manifest: bytes) -> SaveResult:
@@ -385,7 +351,7 @@ class SaveResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorLimits:
+class MirrorLimits(WireValue):
     """How far the remote side may be behind, and what happens then.
 
     Attributes:
@@ -400,10 +366,6 @@ class MirrorLimits:
     delete_after_upload: bool = False
     warn_after_s: float = 1800.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this value for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def limits_of(mirror: Mirror) -> MirrorLimits:
     """Give the limits that a user's `Mirror` asks for."""
@@ -416,7 +378,7 @@ def limits_of(mirror: Mirror) -> MirrorLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOpened:
+class RunOpened(WireValue):
     """What `WriterClient.open_run` found and registered.
 
     Attributes:
@@ -437,6 +399,7 @@ class RunOpened:
             "remote" or "both") and "waiting" (names that the remote has yet to get); None for others.
     """
 
+    _DECODED: ClassVar[Any] = dict.fromkeys(("records", "swept", "taken", "dead"), tuple)
     run_id: str
     attempt: int
     start_id: str
@@ -450,15 +413,6 @@ class RunOpened:
     dead: tuple[str, ...] = ()
     remote: dict[str, Any] | None = None
     copies: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe this value for the wire."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # `asdict` takes 80 us for each row
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RunOpened:
-        """Rebuild what `to_json` described."""
-        return cls(**{**data, **{name: tuple(data[name]) for name in ("records", "swept", "taken", "dead")}})
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

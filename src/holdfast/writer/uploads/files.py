@@ -11,10 +11,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast._log import get_logger
 from holdfast.copying.transfer import TransferStopped, copy_checkpoint, copy_file
@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, StorageError, StorageNotFoundError, S
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
-from ..messages import MirrorLimits
+from ..messages import MirrorLimits, WireValue
 from .queue import Stop, UploadQueue
 
 __all__ = ["FileUploads", "UploadJob", "UploadPointer", "remove_copy"]
@@ -38,7 +38,7 @@ _LIMITS = MirrorLimits(when_behind="wait", warn_after_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UploadPointer:
+class UploadPointer(WireValue):
     """A small object that says which upload is the newest.
 
     Attributes:
@@ -47,23 +47,14 @@ class UploadPointer:
         order: (attempt, step, name) of the upload; an older pointer never replaces a newer one.
     """
 
+    _DECODED: ClassVar[Any] = {"order": tuple}
     path: str
     text: str
     order: tuple[int, int, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """Describe this pointer for the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> UploadPointer:
-        """Rebuild what `to_json` described."""
-        attempt, step, name = data["order"]
-        return cls(path=data["path"], text=data["text"], order=(attempt, step, name))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UploadJob:
+class UploadJob(WireValue):
     """One upload, of which nothing is left to the trainer.
 
     Attributes:
@@ -75,22 +66,12 @@ class UploadJob:
         num_attempts: how often it is tried.
     """
 
+    _DECODED: ClassVar[Any] = {"pointer": lambda found: None if found is None else UploadPointer.from_json(found)}
     path: str
     name: str | None = None
     kind: str = "file"
     pointer: UploadPointer | None = None
     num_attempts: int = 3
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe this job for the wire."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {**fields, "pointer": None if self.pointer is None else self.pointer.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> UploadJob:
-        """Rebuild what `to_json` described."""
-        pointer = data["pointer"]
-        return cls(**{**data, "pointer": None if pointer is None else UploadPointer.from_json(pointer)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
