@@ -55,14 +55,8 @@ def shared_download(storage: Storage, name: str) -> Iterator[Path]:
             copy_checkpoint(storage, name, LocalStorage(Path(own, "data")), "")
             yield Path(own, "data")
         return
-    key, total = _key(storage, name)
-    place = base / key
-    _sweep(base, place)
-    use = _enter(storage, name, place, total)
-    try:
+    with _used(base, storage, name) as (place, _):
         yield place / "data"
-    finally:
-        _leave(place, use)
 
 
 def own_download(storage: Storage, name: str, directory: Path) -> None:
@@ -71,15 +65,9 @@ def own_download(storage: Storage, name: str, directory: Path) -> None:
     if not _has_locks(base):
         copy_checkpoint(storage, name, LocalStorage(directory), "")
         return
-    key, total = _key(storage, name)
-    place = base / key
-    _sweep(base, place)
-    use = _enter(storage, name, place, total)
-    try:
+    with _used(base, storage, name) as (place, use):
         if not _take_away(place, use, directory):
             copy_checkpoint(LocalStorage(place), "data", LocalStorage(directory), "")
-    finally:
-        _leave(place, use)
 
 
 @contextlib.contextmanager
@@ -129,6 +117,19 @@ def _take_away(place: Path, use: int, directory: Path) -> bool:
         finally:
             _unlock(lock)
     return False
+
+
+@contextlib.contextmanager
+def _used(base: Path, storage: Storage, name: str) -> Iterator[tuple[Path, int]]:
+    """Be a user of the download of ``name``: its directory, and the descriptor that says so."""
+    key, total = _key(storage, name)
+    place = base / key
+    _sweep(base, place)
+    use = _enter(storage, name, place, total)
+    try:
+        yield place, use
+    finally:
+        _leave(place, use)
 
 
 def _enter(storage: Storage, name: str, place: Path, total: int) -> int:

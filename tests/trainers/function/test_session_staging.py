@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import LocalStorage
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import unfinished
-from holdfast.trainers.function.worker.staging import Staging
+from holdfast.trainers.function.unfinished import Staging
 
 
 @pytest.fixture

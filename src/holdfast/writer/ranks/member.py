@@ -184,13 +184,9 @@ class ControlMember:
         next_beat = 0.0
         before = time.monotonic()
         while fine:
-            now = time.monotonic()
-            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
-                self._heard = now  # we were stopped ourselves, perhaps with all the others (a suspended job)
-            before = now
-            if now - self._heard > self._stale_s:
-                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+            if self._is_silent(before, now := time.monotonic()):
                 return True
+            before = now
             if now >= next_beat:
                 next_beat = now + self._beat_s
                 fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
@@ -210,6 +206,15 @@ class ControlMember:
             self._heard = time.monotonic()  # the search for it begins
         return False
 
+    def _is_silent(self, before: float, now: float) -> bool:
+        """Note that nothing was heard for too long, ``before`` being the last look."""
+        if now - before > max(self._stale_s / 2, 2 * self._beat_s):
+            self._heard = now  # we were stopped ourselves, perhaps with all the others (a suspended job)
+        if now - self._heard <= self._stale_s:
+            return False
+        self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+        return True
+
     def _shake_hands(self, link: Link) -> bool | None:
         """Prove who we are, and have it proved who is there: None if so; else what `_talk` returns.
 
@@ -218,13 +223,9 @@ class ControlMember:
         answer = challenge = b""
         before = time.monotonic()
         while True:
-            now = time.monotonic()
-            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
-                self._heard = now  # as in `_talk`
-            before = now
-            if now - self._heard > self._stale_s:
-                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+            if self._is_silent(before, now := time.monotonic()):
                 return True
+            before = now
             if self._closing is not None and now - self._closing > _CONNECT_S:
                 return True  # `close` waits no longer
             # What is to be said waits in the outbox; it is not looked at before we may speak.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
+from holdfast.checkpointer.console import listed
 from holdfast.config import Keep, rules_of
 from holdfast.writer.messages import RunOpened
 
@@ -14,21 +15,12 @@ from .actions import RunState
 from .plan import RunSpec
 from .starts import RunContents, Start
 
-__all__ = ["end_line", "listed", "say", "start_block"]
-
-_SHOWN = 8
+__all__ = ["end_line", "say", "start_block"]
 
 
 def say(*lines: str) -> None:
     """Print lines for people."""
     print("\n".join(visible(masked(line)) for line in lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
-
-
-def listed(names: Iterable[str]) -> str:
-    """Join names with commas: the first 8, and how many more there are."""
-    every = list(names)
-    more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more
 
 
 def start_block(

@@ -22,12 +22,11 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from ..transit import describe_location, open_root
 from ..types import CheckpointUploadMode
-from ..unfinished import left_directory
+from ..unfinished import Staging, left_directory
 from ..values import TIMESTAMP, pack_checkpoint, score_of
 from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
 from .requests import Request
-from .staging import Staging
 
 __all__ = ["Delivery", "Finish", "Shares"]
 
