@@ -59,7 +59,7 @@ set_seed(0)
 accelerator = Accelerator(
     cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
 )
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
 loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=4, shuffle=True)
@@ -90,15 +90,28 @@ while progress.epoch < 3:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_with_accelerate_that_resumes_is_exact(tmp_path):
     """`save_state`, `load_state` and `skip_first_batches` go on in the middle of an epoch, with gathered gradients."""
     (tmp_path / "train.py").write_text(ACCELERATE)
     assert assert_resumes([sys.executable, "train.py"], cwd=tmp_path, kills=1).lives[1].began
 
 
-def test_a_loop_with_accelerate_that_skips_nothing_is_named(tmp_path):
-    """The interrupted epoch begins again."""
-    wrong = "accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader"
-    (tmp_path / "train.py").write_text(ACCELERATE.replace(wrong, "loader"))
-    with pytest.raises(ResumeDivergedError, match="in the middle of an epoch"):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong", "named"),
+    [
+        (
+            "accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader", "loader",
+            "in the middle of an epoch",
+        ),
+        # Each iterator of a DataLoader draws a seed: in a resumed life one more than in that which went through.
+        ("torch.nn.ReLU()", "torch.nn.Dropout(0.1)", "the random numbers of torch are others"),
+    ],
+    ids=["skips nothing", "dropout"],
+)  # fmt: skip
+def test_a_loop_with_accelerate_that_does_not_is_named(tmp_path, right, wrong, named):
+    """The interrupted epoch begins again, or goes on with other random numbers than those that were saved."""
+    (tmp_path / "train.py").write_text(ACCELERATE.replace(right, wrong))
+    with pytest.raises(ResumeDivergedError, match=named):
         assert_resumes([sys.executable, "train.py"], cwd=tmp_path, kills=1)
