@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from _training import EVERY, STEPS, Net, train_step
 from torch_checkpointing import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig
 from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -26,7 +27,11 @@ def main():
     config = CheckpointManager.Config(
         # Its O_DIRECT writes fail with EINVAL on ext4.
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-        save=AsyncCheckpointSaverConfig(staging_config=staging),
+        save=AsyncCheckpointSaverConfig(
+            staging_config=staging,
+            # Its writer may start late on a busy machine, which is no fault of its saving: 30 s else.
+            process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=300),
+        ),
     )
     manager = CheckpointManager(config)
     root, step = Path("checkpoints").absolute(), 0

@@ -84,7 +84,6 @@ while done["epoch"] < 4:
     if skip:
         torch.set_rng_state(now)
     for x, y in batches:
-        time.sleep(0.01)  # longer than two ticks of the clock of the file system
         loss = (forward(x) - y).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -153,6 +152,17 @@ class Carrying(nn.Module):
 
 
 carrying = Carrying()
+"""
+_LOADS = "if os.path.exists(path):\n    load()\n"
+_WARMS_UP = """import copy
+before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+for _ in range(2):
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_AS_BEFORE = """model.load_state_dict(before[0])
+optimizer.load_state_dict(before[1])
 """
 _CARRY = """def forward(x):
     global hidden
@@ -288,6 +298,15 @@ WRONG: dict[str, tuple[str, str, str]] = {
                base=REAL["half-precision weights beside those that train"]), "differs", "rounded weights"),
     "position of a stream is not saved": (
         script(('Stream(seen)', 'Stream(0)'), base=REAL["stream with a position"]), "differs", "data again"),
+    "warms up, and does not look for its checkpoint": (
+        script((_LOADS, _WARMS_UP + _AS_BEFORE)), "starts over", "starts over"),
+    "warms up, and its weights are saved in half precision": (
+        script((_LOADS, _WARMS_UP + _LOADS), ('"model": model.state_dict()',
+               '"model": {k: v.bfloat16() if v.is_floating_point() else v for k, v in model.state_dict().items()}')),
+        "differs", "rounded weights"),
+    "warms up, and keeps the optimizer state of that": (
+        script((_LOADS, _WARMS_UP + _LOADS), ('    optimizer.load_state_dict(state["optimizer"])\n', "")),
+        "differs", "optimizer"),
     "is not repeatable": (
         script((_SKIP, '    batches = [(torch.from_numpy(np.random.default_rng().normal(size=(8, 4))).float(), '
                        'torch.ones(8, 1)) for _ in range(6 - done["batch"])]\n')),
@@ -336,6 +355,13 @@ HEALTHY: dict[str, str] = {
         ("def load():\n    global order\n",
          "def load():\n    global order\n    for weight in model.parameters():\n"
          "        weight.grad = torch.zeros_like(weight)\n    optimizer.step()\n    optimizer.zero_grad()\n")),
+    "warms up before it loads": script((_LOADS, _WARMS_UP + _LOADS)),
+    "warms up, and begins as if it had not": script((_LOADS, _WARMS_UP + _AS_BEFORE + _LOADS)),
+    "warms up only where there is a checkpoint": script(
+        (_LOADS, "if os.path.exists(path):\n    " + (_WARMS_UP + "load()\n").replace("\n", "\n    ").rstrip(" "))),
+    "measures with a model of its own before it loads": script(
+        (_LOADS, "tried = nn.Linear(4, 1)\nprobe = torch.optim.SGD(tried.parameters(), lr=0.1)\n"
+                 "for _ in range(3):\n    tried(torch.ones(8, 4)).sum().backward()\n    probe.step()\n" + _LOADS)),
     **REAL,
 }  # fmt: skip
 

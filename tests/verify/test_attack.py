@@ -23,29 +23,35 @@ from holdfast.verify.workplace import Aim, Change, ChangeWatch
 
 # ---- the judgement
 
+REFERENCE = Record(rank=0, steps=[{} for _ in range(40)])
 
-def saves(*places: float, size: int = 1000) -> list[Change]:
-    """Files that were complete at these times; step n begins at time n."""
-    return [
-        Change(what="closed out/step-#.pt", name="out/step-#.pt", at=place, size=size, finished=True)
-        for place in places
-    ]
+
+def one(what: str, begun: int, size: int = 0, *numbers: int) -> Change:
+    """A change after so many steps had been begun."""
+    name, finished = what.partition(" ")[2], what.startswith(("closed", "renamed"))
+    return Change(
+        what=what, name=name, numbers=tuple(map(str, numbers)), begun=begun, size=size, finished=finished
+    )  # fmt: skip
+
+
+def saves(*places: int) -> list[Change]:
+    """Files that were complete when so many steps had been begun."""
+    return [one("closed out/step-#.pt", place, 1000) for place in places]
 
 
 def judged(trials: Sequence[tuple[int, int, int | None]], changes: list[Change], said: str = "") -> list[str]:
     """Outcomes of trials: (steps begun at the kill, saves ended before it, step gone on from; -1: refused)."""
-    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
     found = judge(
         [Trial(kill=Kill(at=at, began=0, ended=ended, landed=""), life=2, began=None if began == -1 else began,
                refused="status 1" if began == -1 else "", said=said) for at, ended, began in trials],
-        command=["python", "train.py"], reference=reference, changes=changes, kinds=save_changes(changes, reference)[0],
+        command=["python", "train.py"], reference=REFERENCE, changes=changes, kinds=save_changes(changes)[0],
     )  # fmt: skip
     return [trial.outcome for trial in found.trials]
 
 
 def test_each_outcome_has_its_name():
     """Of a script that waits for its saves, after 10, 20 and 30 steps; a save that has not ended may be lost."""
-    changes = saves(9.5, 19.5, 29.5)
+    changes = saves(10, 20, 30)
     trials = [(20, 1, 20), (20, 1, 10), (20, 2, 10), (21, 2, 0), (10, 0, 0), (21, 2, None), (20, 1, -1)]
     assert judged(trials, changes) == [
         "newest", "newest", "older, silently", "started over", "newest", "torn", "refused",
@@ -55,7 +61,7 @@ def test_each_outcome_has_its_name():
 
 def test_a_save_in_the_background_has_time():
     """Files that end three steps later: only steps that a life went on from count, and six steps after them."""
-    changes = saves(12.5, 22.5, 32.5)
+    changes = saves(13, 23, 33)
     resumed = [(17, 1, 10), (27, 2, 20)]
     assert judged([*resumed, (24, 2, 10), (27, 2, 10), (27, 1, 10)], changes) == [
         "newest", "newest", "newest", "older, silently", "newest",
@@ -64,52 +70,75 @@ def test_a_save_in_the_background_has_time():
 
 def test_the_end_of_a_save_is_found_among_its_changes():
     """A log at each step, two files by way of one name, old ones deleted: the last kind that comes once a save."""
-
-    def one(what: str, at: float, size: int = 0) -> Change:
-        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=what[0] in "cr")
-
-    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
-    logs = [one("closed log", n + 0.5, 9) for n in range(39)] + [one("renamed lease", n + 0.5, 9) for n in (5, 25)]
+    logs = [one("closed log", n, 9) for n in range(1, 40)] + [one("renamed lease", n, 9) for n in (6, 26)]
     kinds = ("made tmp", "written tmp", "closed tmp", "renamed a-#", "made tmp", "closed tmp", "renamed b-#")
-    parts = [one(what, n + 0.6, 500) for n in (9, 19, 29) for what in kinds]
-    old = [
-        one(what, n + 0.7) for n in (19, 29) for what in ("deleted a-#", "deleted b-#", "deleted dir-#", "made trash")
-    ]
-    changes = sorted([one("made out", 9.55), *parts, *logs, *old], key=lambda change: change.at)
-    assert save_changes(changes, reference) == (("renamed a-#", "renamed b-#"), 3)
+    parts = [one(what, n, 500) for n in (10, 20, 30) for what in kinds]
+    old = [one(what, n) for n in (20, 30) for what in ("deleted a-#", "deleted b-#", "deleted dir-#", "made trash")]
+    changes = sorted([*logs, one("made out", 10), *parts, *old], key=lambda change: change.begun)
+    assert save_changes(changes) == (("renamed a-#", "renamed b-#"), 3)
     assert judged([(21, 1, 20), (25, 2, 10)], changes) == ["newest", "older, silently"]
 
 
 def test_what_comes_as_often_as_the_saves_by_chance_ends_none():
     """A lease is renewed three times, as many as there are saves; a log is flushed once more where a save is late."""
 
-    def one(what: str, at: float, size: int = 0) -> Change:
-        return Change(what=what, name=what.partition(" ")[2], at=at, size=size, finished=True)
-
     def save(n: int) -> list[Change]:
-        return [one("closed a-#", n + 0.5, 500), one("renamed latest", n + 0.6, 9), one("closed log", n + 0.7, 9)]
+        return [one("closed a-#", n, 500), one("renamed latest", n, 9), one("closed log", n, 9)]
 
-    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
-    lease = [one("renamed lease", at, 9) for at in (9.9, 10.9, 19.9)]
-    changes = sorted([*save(9), *save(19), *save(29), *lease], key=lambda change: change.at)
-    kinds, number = save_changes(changes, reference)
+    lease = [one("renamed lease", n, 9) for n in (10, 11, 20)]
+    changes = sorted([*save(10), *save(20), *save(30), *lease], key=lambda change: change.begun)
+    kinds, number = save_changes(changes)
     assert (kinds, number) == (("closed a-#", "renamed latest", "closed log"), 3)
-    early = [one("closed log", 5.0, 9), *save(9)[:1]]
+    early = [one("closed log", 6, 9), *save(10)[:1]]
     assert ends_of_saves(early, kinds) == []
-    assert ends_of_saves([*early, *save(9)[1:], *lease], kinds) == [9.6]
+    assert ends_of_saves([*early, *save(10)[1:], *lease], kinds) == [10]
+
+
+OVERLAPPING = sorted(
+    [
+        change
+        for step in range(5, 40, 5)
+        for change in (
+            one("made out/step-#", step, 0, step),
+            one("closed out/step-#/data", step, 900, step),
+            one("renamed out/step-#/.metadata", min(step + 7, 40), 9, step),
+            one("renamed out/latest", min(step + 7, 40), 9),
+        )
+    ],
+    key=lambda change: change.begun,
+)
+"""Saves in the background that take seven steps, and one each five."""
+
+
+def test_saves_that_overlap_end_with_their_last_change():
+    """It comes after the large file of the next save: the number in its name tells whose it is; a link follows it."""
+    kinds, number = save_changes(OVERLAPPING)
+    assert (set(kinds), number) == (
+        {"closed out/step-#/data", "renamed out/step-#/.metadata", "renamed out/latest"}, 7,
+    )  # fmt: skip
+    assert ends_of_saves(OVERLAPPING, kinds) == [12, 17, 22, 27, 32, 37, 40]
+    by_chance = [one("renamed lease", n, 9) for n in (6, 7, 8, 9, 21, 31, 33)]
+    changes = sorted([*OVERLAPPING, *by_chance], key=lambda change: change.begun)
+    assert set(save_changes(changes)[0]) == set(kinds)
+
+
+def test_a_save_that_overlaps_has_time():
+    """Of data files alone each would have ended at once; a save that none went on from is no end of the next one."""
+    assert judged([(14, 1, 5), (16, 1, 5)], OVERLAPPING) == ["newest", "newest"]
+    assert judged([(20, 2, 10), (40, 6, 15)], OVERLAPPING) == ["newest", "newest"]
+    assert judged([(30, 4, 15), (40, 6, 5)], OVERLAPPING) == ["newest", "older, silently"]
 
 
 def test_the_page_has_a_strip_for_each_kill():
     """What was kept is green, what was lost red, and the text of a line cannot become markup."""
-    reference = Record(rank=0, steps=[{"now": float(n)} for n in range(40)])
-    changes = saves(9.5, 19.5, 29.5)
+    changes = saves(10, 20, 30)
 
     def after(at: int, ended: int, began: int | None, refused: str = "") -> Trial:
         return Trial(kill=Kill(at=at, began=0, ended=ended, landed="closed <b>"), life=2, began=began, refused=refused)
 
     found = judge(
         [after(24, 2, 10), after(24, 2, 20), after(13, 1, None, "status 1: <script>")], command=["python", "train.py"],
-        reference=reference, changes=changes, kinds=save_changes(changes, reference)[0],
+        reference=REFERENCE, changes=changes, kinds=save_changes(changes)[0],
     )  # fmt: skip
     page = survival_page(found, 3.0)
     strips = [strip.partition("</div>")[0] for strip in page.split('<div class="strip">')[1:]]
@@ -138,6 +167,37 @@ def test_a_watch_says_when_the_planned_change_comes(tmp_path):
     kinds = {change.what for change in watch.seen}
     assert {"made out", "made out/tmp", "written out/tmp", "closed out/tmp", "renamed out/step-#.pt"} <= kinds
     assert max(change.size for change in watch.seen) == 10
+
+
+def test_a_change_lies_between_the_steps_where_it_was_made(tmp_path):
+    """However short they are, and however late the watch reads: rows and changes come in one order."""
+    (tmp_path / "out").mkdir()
+    with ChangeWatch(tmp_path / "out", trace=tmp_path / "trace") as watch:
+        rows = os.open(tmp_path / "trace" / "life-0.rank-0.pid-1.steps", os.O_WRONLY | os.O_CREAT)
+        for step in range(1, 10):
+            os.write(rows, b"{}\n")
+            os.utime(rows)
+            if step % 3 == 0:
+                (tmp_path / "out" / f"step-{step}").write_bytes(b"x")
+        os.close(rows)
+        watch.read()
+    assert [(change.begun, change.numbers) for change in watch.seen if change.finished] == [
+        (3, ("3",)), (6, ("6",)), (9, ("9",)),
+    ]  # fmt: skip
+
+
+def test_a_file_found_in_a_new_directory_is_closed_once_it_is(tmp_path):
+    """A watch sees a new directory when files in it are there already, and one may be half written."""
+    with ChangeWatch(tmp_path) as watch:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "whole").write_bytes(b"x")
+        with (tmp_path / "new" / "half").open("wb") as file:
+            file.write(b"x")
+            file.flush()
+            watch.read()
+            assert [change.what for change in watch.seen if change.finished] == ["closed new/whole"]
+        watch.read()
+    assert [change.what for change in watch.seen if change.finished] == ["closed new/whole", "closed new/half"]
 
 
 def test_a_kill_reaches_everything_that_was_started(tmp_path):
@@ -276,8 +336,37 @@ except Exception:
 }  # fmt: skip
 
 
-def run(tmp_path, saving: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(BASE.replace("SAVING", saving))
+WARM_UP = """
+for _ in range(2):
+    model(torch.ones(8, 64)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+IN_THE_BACKGROUND = """
+import threading
+
+def write(state, step):
+    os.makedirs(f"out/step-{step}")
+    torch.save(state, f"out/step-{step}/data")
+    time.sleep(0.12)  # longer than it is to the next save
+    torch.save(step, f"out/step-{step}/tmp")
+    os.replace(f"out/step-{step}/tmp", f"out/step-{step}/complete")
+
+
+def save():
+    saved = copy.deepcopy(state())
+    threading.Thread(target=write, args=(saved, step)).start()
+
+
+found = sorted(int(path.split("/")[1][5:]) for path in glob.glob("out/step-*/complete"))
+if found: take(torch.load(f"out/step-{found[-1]}/data"))
+for path in glob.glob("out/step-*"):
+    if not os.path.exists(path + "/complete"): shutil.rmtree(path)
+"""
+
+
+def run(tmp_path, saving: str, *options: str, base: str = BASE) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(base.replace("SAVING", saving))
     return subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", "attack", "--json", *options, "--", sys.executable, "train.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
@@ -299,6 +388,35 @@ def test_what_follows_the_kills_is_counted(tmp_path, name):
     assert ended.returncode == (0 if outcome == "newest" else 1)
     assert document["survives"] == (outcome == "newest")
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replace", "any error is no checkpoint"])
+def test_steps_before_it_loads_its_checkpoint_are_none_of_its_state(tmp_path, name):
+    """A script that warms up for two steps: a kill in them shows nothing, and what is loaded then counts."""
+    outcome, saving = SAVING[name]
+    ended = run(tmp_path, WARM_UP + saving, "--kills", "6", "--power-cuts", "0", "--seed", "1")
+    document = json.loads(ended.stdout)
+    counted = {key for key, count in document.get("kills", {}).items() if count}
+    assert outcome in counted, ended.stdout
+    assert counted <= {"newest", outcome}, ended.stdout
+    resumed = {trial["resumed"] for trial in document["trials"]}
+    assert resumed <= {0, 6, 10, 14, 18, 22}, ended.stdout
+    assert len(resumed) > 1 or outcome == "started over", ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", [SAVING["replace"][1], IN_THE_BACKGROUND], ids=["short steps", "overlapping saves"])
+def test_what_is_hard_to_see_is_not_called_wrong(tmp_path, saving):
+    """Steps of a millisecond, and saves in the background that end after the next one has begun."""
+    base = BASE.replace("import glob", "import copy, shutil, glob")
+    if saving != IN_THE_BACKGROUND:
+        base = base.replace("    time.sleep(0.02)\n", "")
+    ended = run(tmp_path, saving, "--kills", "12", "--power-cuts", "0", base=base)
+    document = json.loads(ended.stdout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert document["kills"]["newest"] >= 12
+    assert document["saved"], ended.stdout
 
 
 @pytest.mark.slow

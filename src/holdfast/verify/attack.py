@@ -20,7 +20,7 @@ from pathlib import Path
 from holdfast.errors import ConfigError
 
 from .lives import Command, Life, LifeFailedError, Process, run_life
-from .matching import compare_fresh, find_state, is_followed
+from .matching import EARLY, compare_fresh, find_state, from_checkpoint, is_followed
 from .plan import LifePlan
 from .power import cut_power, make_durable, sees_power_cuts
 from .records import Record, read_records
@@ -129,6 +129,7 @@ class _Chain:
     name: str
     killed_at: int = 0  # how many steps had been begun
     began: int = 0  # the step that the last life that showed one went on from
+    early: int = 0  # steps that the last life made before it loaded its checkpoint
     kills: list[Kill] = field(default_factory=list)  # of which nothing is known yet
 
 
@@ -147,27 +148,28 @@ class _Attack:
         self._num_saves = 1
         self.save_changes: tuple[str, ...] = ()
         self._usual: set[str] = set()  # what a resume prints where nothing is wrong
+        self._early = 0  # steps that a resume makes before it loads its checkpoint
         self.trials: list[Trial] = []
         self.notes: list[str] = []
 
     def watch_uninterrupted(self) -> None:
         """Run the script without a break."""
         chain = self._chain()
-        with ChangeWatch(self._home / chain.name) as watch:
+        with self._watch(chain) as watch:
             life = self._life(chain, watch, whole=True)
             watch.read()
         self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
-        begun = [step["now"] for step in self.reference[0].steps]
-        self.changes = [change for change in watch.seen if change.at >= begun[0]]
+        steps = len(self.reference[0].steps)
+        self.changes = [change for change in watch.seen if change.begun]
         self._kinds = Counter(change.what for change in self.changes)
-        if not any(change.finished and change.size for change in self.changes if change.at < begun[-1]):
+        if not any(change.finished and change.size for change in self.changes if change.begun < steps):
             raise LifeFailedError(
-                f"no file was written below the working directory or {{run}} between the {len(begun)} steps of the "
+                f"no file was written below the working directory or {{run}} between the {steps} steps of the "
                 "script: it has to save at least once before its last step"
             )
-        self.save_changes, self._num_saves = save_changes(self.changes, self.reference[0])
+        self.save_changes, self._num_saves = save_changes(self.changes)
         self._say(
-            f"uninterrupted: {len(begun)} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
+            f"uninterrupted: {steps} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
             f"{len(self._kinds)} kinds in {self._num_saves} save{'s' * (self._num_saves != 1)}"
         )
         self._end(chain)
@@ -180,15 +182,19 @@ class _Attack:
         """
         at = len(self.reference[0].steps) - 1
         chain = self._chain()
-        with ChangeWatch(self._home / chain.name) as watch:
+        with self._watch(chain) as watch:
             life = self._life(chain, watch, kill_at=at)
         self._look(chain, life)
-        with ChangeWatch(self._home / chain.name) as watch:
-            life = self._life(chain, watch, kill_at=0)
+        for kill_at in (0, EARLY):  # at step 0 it may be before it loads its checkpoint
+            with self._watch(chain) as watch:
+                life = self._life(chain, watch, kill_at=kill_at)
+            made = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0))
+            num_seen, made = len(made.steps), from_checkpoint(self.reference[0], made, killed_at=at)
+            began = find_state(self.reference[0], made, killed_at=at)[0] if made.steps else None
+            if began != 0:
+                break
+        self._early = num_seen - len(made.steps)
         self._usual = {_VARIABLE.sub("#", line) for line in life.said().splitlines()}
-        records = read_records(Path(life.plan.trace), life.plan.life)
-        made = records[0] if 0 in records else Record(rank=0)
-        began = find_state(self.reference[0], made, killed_at=at)[0] if made.steps else None
         if not began:
             what = (
                 "began at step 0"
@@ -214,11 +220,10 @@ class _Attack:
             aim = next(aims)
             if chain.killed_at == 0:
                 aim = self._later(aim)
-            with ChangeWatch(self._home / chain.name, replace(aim, at_most=most, cut=cut)) as watch:
+            with self._watch(chain, replace(aim, at_most=most, cut=cut)) as watch:
                 life = self._life(chain, watch)
             if self._look(chain, life) and life.killed and watch.seen:
-                first = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0)).steps[:1]
-                changes = [one for step in first for one in watch.seen if one.at > step["now"]]
+                changes = [change for change in watch.seen if change.begun > chain.early]
                 lost = tuple(os.path.relpath(path, self._home / chain.name) for path in watch.unwritten)
                 cut_power(watch.unwritten, self._chance)
                 landed = "between changes" if aim.delay_s else watch.seen[-1].what
@@ -279,9 +284,11 @@ class _Attack:
         if not self._keep:
             shutil.rmtree(self._home / chain.name, ignore_errors=True)
 
+    def _watch(self, chain: _Chain, aim: Aim | None = None) -> ChangeWatch:
+        return ChangeWatch(self._home / chain.name, aim, trace=self._home / "trace")
+
     def _life(self, chain: _Chain, watch: ChangeWatch, *, whole: bool = False, kill_at: int | None = None) -> Life:
         trace = self._home / "trace"
-        trace.mkdir(exist_ok=True)
         number, self._num_lives = self._num_lives, self._num_lives + 1
         again = chain.killed_at > 0
         plan = LifePlan(
@@ -308,7 +315,15 @@ class _Attack:
                 )
             chain.killed_at = len(made.steps)
             return bool(made.steps)
-        if not made.steps and life.killed:
+        shown = {
+            rank: from_checkpoint(one, records[rank], killed_at=chain.killed_at)
+            for rank, one in self.reference.items()
+            if rank in records and records[rank].steps
+        }
+        num_seen, made = len(made.steps), shown.get(0, made)
+        chain.early = num_seen - len(made.steps)
+        if life.killed and not chain.early and num_seen <= self._early:
+            chain.early = num_seen
             return True  # killed before it could show anything: the next one will
         began, refused = None, ""
         if not made.steps:
@@ -318,9 +333,7 @@ class _Attack:
                 refused = f"exit status {life.status}: {_last_line(life)}"
         else:
             places = {
-                find_state(one, records[rank], killed_at=chain.killed_at)[0]
-                for rank, one in self.reference.items()
-                if rank in records and records[rank].steps
+                find_state(self.reference[rank], one, killed_at=chain.killed_at)[0] for rank, one in shown.items()
             }
             began = places.pop() if len(places) == 1 else None
             if not life.killed and life.status != 0:

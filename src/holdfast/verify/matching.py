@@ -15,8 +15,10 @@ from typing import Any
 
 from .records import Record, Step, stages
 
-__all__ = ["Finding", "Match", "compare_fresh", "find_state", "is_followed", "match_life"]
+__all__ = ["EARLY", "Finding", "Match", "compare_fresh", "find_state", "from_checkpoint", "is_followed", "match_life"]
 
+EARLY = 16
+"""So many steps may be made before a checkpoint is loaded: to warm up, to measure, to give an optimizer its state."""
 _ROUNDED = 0.02  # relative: bfloat16 keeps 8 bits
 _FEW = 3  # steps of which the data are looked for
 
@@ -49,10 +51,12 @@ class Match:
         steps: the steps it made.
         findings: the differences, the one to mend first in front.
         notes: what differs and leads to nothing.
+        early: the steps that it made before it loaded its checkpoint, which are none of ``steps``.
     """
 
     began: int | None
     steps: int
+    early: int = 0
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -85,17 +89,21 @@ def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, 
     """
     if not life.steps:
         return Match(began=None, steps=0, findings=(Finding(kind="no training", step=killed_at, at_resume=True),))
-    life = _from_checkpoint(reference, life, killed_at)
-    first = life.steps[0]
+    num_seen, life = len(life.steps), from_checkpoint(reference, life, killed_at=killed_at)
+    first, early = life.steps[0], num_seen - len(life.steps)
     began = _locate(reference.steps, first, killed_at)
     if began is None:
-        return Match(began=None, steps=len(life.steps), findings=(_unknown_weights(reference, life, killed_at),))
+        found = _unknown_weights(reference, life, killed_at)
+        return Match(began=None, steps=len(life.steps), early=early, findings=(found,))
     anew = reference.steps[0]
     if began == 0 and not _unequal_state(anew, first):
         facts = {"saved": saved, "killed_at": killed_at}
         return Match(began=0, steps=len(life.steps), findings=(Finding(kind="starts over", step=0, facts=facts),))
     findings, notes = _compare_steps(reference, life, began, to_end=to_end)
-    return Match(began=began, steps=len(life.steps), findings=tuple(findings), notes=tuple(notes))
+    if early:
+        many = "the step that a life makes" if early == 1 else f"the {early} steps that a life makes"
+        notes.append(f"{many} before it loads its checkpoint: not compared, nothing is left of it")
+    return Match(began=began, steps=len(life.steps), early=early, findings=tuple(findings), notes=tuple(notes))
 
 
 def find_state(reference: Record, life: Record, *, killed_at: int) -> tuple[int | None, bool]:
@@ -125,13 +133,55 @@ def is_followed(reference: Record, life: Record, began: int) -> bool:
 # ---- where a life goes on
 
 
-def _from_checkpoint(reference: Record, life: Record, killed_at: int) -> Record:
-    """Leave out a step that was made before the checkpoint was loaded, as some do to give the optimizer its state."""
-    if len(life.steps) > 1 and _same(reference.steps[0], life.steps[0], "w"):
-        place = _locate(reference.steps, life.steps[1], killed_at)
-        if place is not None and place > 1 and not _same(reference.steps[1], life.steps[1], "w"):
-            return replace(life, steps=life.steps[1:])
+def from_checkpoint(reference: Record, life: Record, *, killed_at: int) -> Record:
+    """Leave out the steps that a life made before it loaded its checkpoint.
+
+    Those begin with the weights of a fresh start. Then the weights are others than the last step has left.
+    """
+    known, steps = reference.steps, life.steps
+    began = _locate(known, steps[0], killed_at) if steps and _same(known[0], steps[0], "w") else None
+    if began is None:
+        return life
+    for number in range(1, min(len(steps), EARLY + 1)):
+        as_ever = known[began + number] if began + number < len(known) else None
+        place = _locate(known, steps[number], killed_at)
+        if _is_loaded(known, steps, number, as_ever, is_known=place is not None):
+            return replace(life, steps=steps[number:])
     return life
+
+
+def _is_loaded(
+    known: Sequence[Step], steps: Sequence[Step], number: int, as_ever: Step | None, *, is_known: bool
+) -> bool:
+    """Tell whether a checkpoint was loaded just before a step.
+
+    Args:
+        known: the uninterrupted life.
+        steps: the life.
+        number: of the step in it.
+        as_ever: the step of the uninterrupted life, if nothing was loaded.
+        is_known: the weights before the step are those of the uninterrupted life at some step.
+    """
+    step, before = steps[number], steps[:number]
+    if step["o"] not in {one["o"] for one in before}:  # an optimizer's first step: those before it were of another one
+        gone, kept = [one["o"] for one in before], {one["o"] for one in known[number:]}
+        is_warm_up = gone == [one["o"] for one in known[:number]] and not kept & {*gone}
+        return is_warm_up and is_known and as_ever is not None and not _same(as_ever, step, "w")
+    if not _is_put(step):
+        return False
+    if as_ever is not None and _is_put(as_ever) and (not is_known or _same(as_ever, step, "w")):
+        return False  # this script changes its weights between its steps
+    # The other optimizers have got their weights at the same time, as far as the life shows their next steps.
+    for other in {one["o"] for one in before} - {step["o"]}:
+        after = next((one for one in steps[number:] if one["o"] == other), None)
+        if after is not None and after.get("was") is not None and not _is_put(after):
+            return False
+    return True
+
+
+def _is_put(step: Step) -> bool:
+    """Tell whether the weights are others than the last step of their optimizer has left; known of early steps."""
+    return step.get("was") is not None and step["was"] != step["w"]
 
 
 def _locate(steps: Sequence[Step], first: Step, killed_at: int) -> int | None:

@@ -39,6 +39,7 @@ _NUM_GRADIENTS = 64
 _NUM_NAMED = 256  # tensors that have a digest of their own in each row
 _RAW = 48  # values kept as they are, to tell a rounded state from a lost one
 _SHARE = 50  # whole sums may take this part of the time
+_EARLY = 16  # steps that a script may make before it loads its checkpoint (`matching.EARLY`)
 _F_SETSIG = 10  # of Linux' fcntl.h; `fcntl` does not name it
 
 
@@ -276,6 +277,7 @@ class _Trained:
         self.state = _Tensors()
         self.state_keys: dict[str, int] = {}  # how many tensors each key has
         self.other_tensors: list[Any] = []
+        self.left: int | None = None  # the weights that its last step left
 
 
 class _KerasOptimizer:
@@ -516,9 +518,14 @@ class Observer:
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stack:
             del self._stack[self._stack.index(id(optimizer)) :]
-        if self._open is not None and not self._stack:
+        if self._stack:
+            return
+        if self._open is not None:
             row, self._open = self._open, None
             self._guarded(lambda: self._close(row, list(_weights(optimizer))))
+        trained = self._trained.get(optimizer)
+        if trained is not None and self._num_rows <= _EARLY:
+            self._guarded(lambda: setattr(trained, "left", trained.weights.sample(list(_weights(optimizer)))))
 
     # ---- rows
 
@@ -532,7 +539,7 @@ class Observer:
         ((_, raw),) = trained.weights.parts([len(weights)])
         row: dict[str, Any] = {
             "n": self._num_rows, "o": trained.number, "now": time.time(),
-            "w": sample, "wv": raw,
+            "w": sample, "wv": raw, "was": trained.left if self._num_rows <= _EARLY else None,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
             "ee": trained.others.each() if 0 < len(trained.other_tensors) <= _NUM_NAMED else None,
@@ -568,6 +575,7 @@ class Observer:
         )  # fmt: skip
         self._inputs, self._batches = [], []
         self._write(row)
+        os.utime(self._file)  # inotify takes two events of one kind for one: this is another (`workplace.OutputWatch`)
         self._num_rows += 1
 
     def _gradients(self, weights: list[Any]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,11 +71,14 @@ def _read(path: Path) -> Record:
     return record
 
 
-def saved_after(record: Record, changes: Iterable[tuple[float, Path]]) -> list[int]:
-    """Return after how many steps files were written, ascending, without the start and the end."""
-    times = [step["now"] for step in record.steps]
-    counts = {bisect_left(times, moment) for moment, _ in changes}
-    return sorted(count for count in counts if 0 < count < len(times))
+def saved_after(record: Record, changes: Iterable[int]) -> list[int]:
+    """Return after how many steps files were written, ascending, without the start and the end.
+
+    Args:
+        record: the life.
+        changes: of each, how many steps had been begun.
+    """
+    return sorted({count for count in changes if 0 < count < len(record.steps)})
 
 
 def stages(steps: Sequence[Step]) -> list[int]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .lives import Command, Life, LifeFailedError, Process, run_life
-from .matching import Finding, Match, compare_fresh, match_life
+from .matching import EARLY, Finding, Match, compare_fresh, match_life
 from .plan import LifePlan, Moment
 from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
 from .warm import check_script
-from .workplace import LATE_S, OutputWatch, Workplace
+from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
 
@@ -136,7 +137,7 @@ def verify_script(
         )
         (home / "a").mkdir(exist_ok=True)
         chains.make("a")
-        with OutputWatch(home / "a") as watch:
+        with OutputWatch(home / "a", trace=home / "a.trace") as watch:
             first = twins.life("a", 0, end, None, observe_to=steps, observe=True, watch=watch)
         if first.rows:
             examined = twins.examine(choose_by_rows(kills, seed), first)
@@ -259,9 +260,9 @@ class _Lives:
         self._first = first
         self._reference = check_records(read_records(Path(first.plan.trace), 0), first)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
-        reference, early = self._reference[0], [(moment - LATE_S, path) for moment, path in watch.changes]
-        self._saves = saved_after(reference, watch.changes) or saved_after(reference, early)  # or all steps are short
+        self._saves = saved_after(self._reference[0], watch.changes)
         self._lives: list[LifeReport] = []
+        self._started: Counter[str] = Counter()  # lives of each chain
         self._notes: list[str] = []
 
     def verify(self, command: Sequence[str], kills: int) -> Report:
@@ -278,19 +279,22 @@ class _Lives:
 
     def _killed(self, chosen: Sequence[KillAt]) -> list[tuple[int, int, Finding]]:
         """Run the lives that are killed and the last one; return (life, rank, finding), those of one life."""
-        died, wrote, proven = 0, False, 0
+        died, wrote, proven, early = 0, False, 0, 0
         fresh: dict[int, Record] = {}
         noise: Finding | None = None
         unsaved: list[tuple[int, int, Finding]] = []
-        for number, kill in enumerate([*chosen, None]):
+        doubted: tuple[Life, Match, list[tuple[int, int, Finding]]] | None = None
+        plan: list[KillAt | None] = [*chosen, None]
+        while plan:
+            kill, number = plan.pop(0), len(self._lives)
             expected = max((save for save in self._saves if save <= died), default=0) if wrote else 0
             stop = self._steps if kill is None else kill.step
-            with OutputWatch(self._chains.home / "b") as watch:
-                life = self._life("b", number, None if stop is None else max(1, stop - expected), watch)
-            records = read_records(Path(life.plan.trace), number)
+            kill_at = None if stop is None else max(1, stop - expected) + (early if doubted is None else EARLY)
+            with OutputWatch(self._chains.home / "b", trace=self._chains.home / "b.trace") as watch:
+                life = self._life("b", kill_at, watch)
+            records = read_records(Path(life.plan.trace), life.plan.life)
             # What is written before the first step (arguments, a vocabulary) is no save.
-            since = min((one.steps[0]["now"] for one in records.values() if one.steps), default=float("inf"))
-            had, wrote = wrote, wrote or any(moment > since for moment, _ in watch.changes)
+            had, wrote = wrote, wrote or any(watch.changes)
             to_end = not life.killed and self._steps is None
             if number == 0:
                 fresh = records
@@ -303,11 +307,21 @@ class _Lives:
                     return [(0, 0, noise)] if noise is not None else []
                 continue
             matches = self._match(life, records, fresh if noise is not None else self._reference, died, had, to_end)
-            began = matches[0].began
-            made = matches[0].steps
+            began, made, early = matches[0].began, matches[0].steps, matches[0].early or early
+            refused = not life.killed and life.status != 0
+            if doubted is not None and not early and not refused:  # it has begun at step 0 indeed
+                life, matches, findings = doubted[0], {0: doubted[1]}, doubted[2]
+                self._note(life, kill, 0, doubted[1].steps, finding=findings[0][2])
+                return self._confirmed(findings, proven)
             findings = [(number, rank, found) for rank, match in matches.items() for found in match.findings]
             if self._saves and not had and findings and all(one[2].kind == "starts over" for one in findings):
                 unsaved, findings = findings, []  # it saves by the clock, and was killed before its first save
+            few = life.killed and made <= EARLY and doubted is None and not early
+            if few and findings and all(one[2].kind == "starts over" for one in findings):
+                doubted = life, matches[0], findings  # or it would have loaded its checkpoint some steps later
+                plan.insert(0, kill)
+                continue
+            doubted = None
             self._note(life, kill, began, made, finding=findings[0][2] if findings else None)
             if not findings and len({match.began for match in matches.values()}) > 1:
                 facts = {"began": ", ".join(f"rank {rank}: {match.began}" for rank, match in matches.items())}
@@ -355,15 +369,17 @@ class _Lives:
         self._say("they differ: the script runs once more without a break, to see what it never repeats")
         self._chains.make("c")
         with OutputWatch(self._chains.home / "c") as watch:
-            life = self._life("c", 0, self._steps, watch)
-        records = read_records(Path(life.plan.trace), 0)
+            life = self._life("c", self._steps, watch)
+        records = read_records(Path(life.plan.trace), life.plan.life)
         other = records.get(rank, Record(rank=rank))
         noise = compare_fresh(self._reference[rank], other, to_end=self._steps is None)
         return [(0, rank, noise)] if noise is not None and noise.step <= finding.step else findings
 
-    def _life(self, chain: str, number: int, kill_at: int | None, watch: OutputWatch) -> Life:
+    def _life(self, chain: str, kill_at: int | None, watch: OutputWatch) -> Life:
         trace = self._chains.home / f"{chain}.trace"
         trace.mkdir(exist_ok=True)
+        number = self._started[chain]
+        self._started[chain] += 1
         plan = LifePlan(
             trace=os.fspath(trace), life=number, signal=os.fspath(trace / "signal"), observe=True, kill_at=kill_at,
             # A fresh process draws its seeds by chance: alike where lives begin alike, and others when one goes on.
@@ -377,7 +393,7 @@ class _Lives:
     def _note(
         self, life: Life, kill: KillAt | None, began: int | None, made: int, *, finding: Finding | None = None
     ) -> None:
-        number = life.plan.life
+        number = len(self._lives)
         where = f"went on from step {began}" if number and began else "began"
         if number and not began:
             where = "began at step 0" if began == 0 else "went on from no step that is known"

@@ -4,13 +4,12 @@ A save has ended when each of the changes that come once with each save has come
 ended in a life before its kill says which of them were complete, so nothing depends on how long a save takes. Which
 step a save holds is known from the lives themselves: the steps that any life went on from, and, where no file of about
 the size of the largest changed after the next step had begun (the script waits for its saves), the steps at which saves
-ended in the uninterrupted life.
+ended in the uninterrupted life. When something came is said in steps: how many had been begun.
 """
 
 from __future__ import annotations
 
 import shlex
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -146,16 +145,17 @@ class Survival:
             yield f"note: {note}"
 
 
-def save_changes(changes: Sequence[Change], reference: Record) -> tuple[tuple[str, ...], int]:
+def save_changes(changes: Sequence[Change]) -> tuple[tuple[str, ...], int]:
     """Return the kinds of change that come once with each save, and the number of saves.
+
+    Saves in the background may overlap: the last change of one comes after the first ones of the next, or of several.
+    What belongs together is known then by the numbers in the names, which are those of the large files.
 
     Args:
         changes: of the uninterrupted life, between its first step and its end.
-        reference: the uninterrupted life.
     """
-    begun = [step["now"] for step in reference.steps]
     large = [change for change in _large(changes) if change.finished]
-    num_places = len({bisect_right(begun, change.at) for change in large})
+    num_places = len({change.begun for change in large})
     # What is deleted is of another save; a file is written as often as its writer likes.
     places: dict[str, list[int]] = {}
     for place, change in enumerate(changes):
@@ -169,20 +169,42 @@ def save_changes(changes: Sequence[Change], reference: Record) -> tuple[tuple[st
     kinds = {what: where for what, where in places.items() if len(where) == number}
     # What has the same count by chance does not come once between the large files of two saves. And a file that is
     # there already is not made when a save that was torn is made again.
-    first = min((kinds[change.what] for change in large if change.what in kinds), default=[])
-    ends = [*first[1:], len(changes)]
-    within = [what for what in kinds if all(a <= b < c for a, b, c in zip(first, kinds[what], ends, strict=False))]
+    own = [what for what in kinds if any(change.what == what for change in large)]
+    first = min((kinds[what] for what in own), default=[])
+    within = [what for what in kinds if _follow_each(kinds[what], first, len(changes))]
+    names = {frozenset(names) for what in own for names in _names([changes[place] for place in kinds[what]])}
+    named = [
+        what
+        for what in kinds
+        if any(frozenset(one) in names for one in _names([changes[place] for place in kinds[what]]))
+    ]
+    if any(late >= next_one for what in named for late, next_one in zip(kinds[what], first[1:], strict=False)):
+        last = [max(places) for places in zip(*(kinds[what] for what in named), strict=True)]
+        within = [
+            what for what in kinds if what in {*within, *named} or _follow_each(kinds[what], last, len(changes))
+        ]  # fmt: skip
     finished = [what for what in within if not what.startswith("made ")]
     return tuple(finished or within or kinds), number
 
 
-def ends_of_saves(changes: Iterable[Change], kinds: Sequence[str]) -> list[float]:
+def _follow_each(places: Sequence[int], after: Sequence[int], end: int) -> bool:
+    """Tell whether one place follows each of others, before the next of those."""
+    return all(a <= b < c for a, b, c in zip(after, places, [*after[1:], end], strict=False))
+
+
+def _names(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    """Return the numbers in the names of changes of a kind by which each of them differs from all others."""
+    columns = zip(*(change.numbers for change in changes), strict=False)
+    return [column for column in columns if len({*column}) == len(changes)]
+
+
+def ends_of_saves(changes: Iterable[Change], kinds: Sequence[str]) -> list[int]:
     """Return when saves had ended, each with the last of its changes of these kinds, ascending."""
-    times: dict[str, list[float]] = {what: [] for what in kinds}
+    begun: dict[str, list[int]] = {what: [] for what in kinds}
     for change in changes:
-        if change.what in times:
-            times[change.what].append(change.at)
-    return [max(moments) for moments in zip(*times.values(), strict=False)]
+        if change.what in begun:
+            begun[change.what].append(change.begun)
+    return [max(moments) for moments in zip(*begun.values(), strict=False)]
 
 
 def _large(changes: Sequence[Change]) -> list[Change]:
@@ -213,14 +235,12 @@ def judge(
         kinds: the changes that come once with each save.
         notes: for the report.
     """
-    begun = [step["now"] for step in reference.steps]
-    large = {bisect_right(begun, change.at) for change in _large(changes)} - {0}
-    ends = {bisect_right(begun, moment) for moment in ends_of_saves(changes, kinds)} - {0}
+    large = {change.begun for change in _large(changes)}
+    ends = ends_of_saves(changes, kinds)
     resumed = {trial.began for trial in trials if trial.began}
-    waits = large | resumed <= ends and not any(end + 1 in ends for end in ends)
-    saved = sorted(resumed | ends if waits else resumed)
-    took = [min((end for end in ends if end >= step), default=step) - step for step in saved]
-    lag = 0 if waits else max(took, default=0)
+    waits = large | resumed <= {*ends} and not any(end + 1 in ends for end in ends)
+    saved = sorted(resumed.union(ends) if waits else resumed)
+    lag = 0 if waits else max((_end(step, ends, len(reference.steps)) - step for step in saved), default=0)
     judged = []
     for trial in trials:
         kill = trial.kill
@@ -233,6 +253,17 @@ def judge(
         command=tuple(command), steps=len(reference.steps), saved=tuple(saved), lag=lag, trials=tuple(judged),
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _end(step: int, ends: Sequence[int], steps: int) -> int:
+    """Return when the save of a step had ended, at the latest.
+
+    Where saves overlap or wait for each other it may be that of any save that ended later: the first of those is taken,
+    or the one that has the same place among all saves as the step has among all steps, if that is later.
+    """
+    first = next((number for number, end in enumerate(ends) if end >= step), len(ends))
+    number = max(first, -(-step * len(ends) // steps) - 1)
+    return ends[number] if number < len(ends) else step
 
 
 def _outcome(trial: Trial, newest: int) -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import re
 import shutil
+import signal
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +30,7 @@ from .power import unwritten
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LATE_S", "Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace"]
+__all__ = ["Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace"]
 
 _LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
 """Never written by a training: a link to the real one will do."""
@@ -36,10 +40,9 @@ _NO_STATE = (".pyc", ".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".err", 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # Of Linux' inotify.h.
-_MODIFY, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x8, 0x40, 0x80, 0x100, 0x200
+_MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x4, 0x8, 0x40, 0x80, 0x100, 0x200
 _IS_DIRECTORY = 0x40000000
-LATE_S = 2 * time.clock_getres(5)
-"""How late a change may be noted: two ticks of CLOCK_REALTIME_COARSE, the clock of the times of files."""
+_F_SETSIG = 10  # of Linux' fcntl.h; `fcntl` does not name it
 _KINDS = {
     _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "moved away",
     _DELETE: "deleted",
@@ -110,19 +113,32 @@ def _size(path: Path, home: Path) -> int:
 class OutputWatch:
     """Notes when files below a directory change, by inotify: nothing is asked of who changes them.
 
+    No clock says between which steps: the files to which the observer writes a row before each step are watched too,
+    and the kernel puts all that happens into one queue, in its order.
+
+    Attributes:
+        due: see `lives.Watch`.
+        changes: for each change, how many steps rank 0 had begun.
+
     Args:
         root: the directory.
+        trace: the directory of the rows, which is made if it is not there.
     """
 
     _mask = _CLOSE_WRITE | _MOVED_TO | _CREATE
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, trace: Path | None = None) -> None:
         self.due: float | None = None
         self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
         self._folders: dict[int, Path] = {}
-        self.changes: list[tuple[float, Path]] = []
+        self.changes: list[int] = []
+        self._rows: Counter[str] = Counter()
+        self._trace = -1
+        if trace is not None:
+            trace.mkdir(exist_ok=True)
+            self._trace = _LIBC.inotify_add_watch(self._fd, os.fsencode(trace), _MODIFY | _ATTRIB)
         self._add(root, found=False)
 
     def __enter__(self) -> Self:
@@ -139,7 +155,7 @@ class OutputWatch:
         """Do nothing: no kill is due here."""
 
     def read(self) -> None:
-        """Note the changes that are there to be read, each with the time of `_made_at`."""
+        """Note the changes that are there to be read."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self._fd, 1 << 16)
@@ -154,6 +170,8 @@ class OutputWatch:
             folder, mask, _, size = _EVENT.unpack_from(data, at)
             name = data[at + _EVENT.size : at + _EVENT.size + size].rstrip(b"\0")
             at += _EVENT.size + size
+            if folder == self._trace and mask & _ATTRIB and b".rank-0." in name:
+                self._rows[os.fsdecode(name)] += 1
             if folder in self._folders:
                 yield self._folders[folder] / os.fsdecode(name), mask
 
@@ -168,25 +186,35 @@ class OutputWatch:
                 if entry.is_dir(follow_symlinks=False):
                     self._add(Path(entry.path), found=found)
                 elif found:
-                    self._changed(Path(entry.path), _CLOSE_WRITE)
+                    self._changed(Path(entry.path), _CREATE if _is_being_written(entry.path) else _CLOSE_WRITE)
 
     def _changed(self, path: Path, mask: int) -> None:
         if mask & _IS_DIRECTORY or not mask & (_CLOSE_WRITE | _MOVED_TO):
             return
         if path.name.endswith(_NO_STATE) or "tfevents" in path.name:
             return
-        with contextlib.suppress(OSError):
-            self.changes.append((_made_at(path.stat()), path))
+        if path.exists():
+            self.changes.append(self._begun())
+
+    def _begun(self) -> int:
+        """Return how many steps rank 0 had begun at the change that is being read."""
+        return max(self._rows.values(), default=0)  # of several processes of a rank the one that made most
 
 
-def _made_at(about: os.stat_result) -> float:
-    """Return when a file took its name or end, by `time.time`: up to two ticks late, and never early.
-
-    Its own time is that of the last tick, which an idle or virtual machine counts late, or, where it was asked for
-    before, of the moment (the multigrain timestamps of Linux 6.13); nobody can tell which. And it is read late where
-    the machine is busy.
-    """
-    return min(time.time(), about.st_ctime + LATE_S)
+def _is_being_written(path: str) -> bool:
+    """Tell whether a process has a file open to write it: the kernel gives no lease to read it then (fcntl(2))."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False  # it is gone again
+    try:
+        fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # who opens it now breaks the lease: SIGIO would end this process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:  # or there are no leases here
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(file)
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +224,16 @@ class Change:
     Attributes:
         what: its kind and its name, with # for what differs from save to save: "renamed out/step-#.pt".
         name: the name in it.
-        at: when it was made, by `time.time`; up to two ticks of the kernel late, and never early.
+        numbers: what # stands for.
+        begun: how many steps had been begun.
         size: of the file in bytes, 0 where it is gone or a directory.
         finished: the file took its name or was closed.
     """
 
     what: str
     name: str
-    at: float
+    numbers: tuple[str, ...] = ()
+    begun: int
     size: int
     finished: bool
 
@@ -237,15 +267,16 @@ class ChangeWatch(OutputWatch):
     Args:
         root: the directory.
         aim: the planned moment.
+        trace: the directory of the rows.
     """
 
     _mask = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
 
-    def __init__(self, root: Path, aim: Aim | None = None) -> None:
+    def __init__(self, root: Path, aim: Aim | None = None, *, trace: Path | None = None) -> None:
         self._root, self._aim, self._times = root, aim or Aim(), 0
         self.unwritten: dict[Path, list[int]] = {}
         self.seen: list[Change] = []
-        super().__init__(root)
+        super().__init__(root, trace=trace)
 
     def stopped(self) -> None:
         """Look for what is not on the disk yet."""
@@ -256,16 +287,15 @@ class ChangeWatch(OutputWatch):
         kind = next((text for bit, text in _KINDS.items() if mask & bit), "")
         if not kind:
             return
-        name = _VARIABLE.sub("#", os.path.relpath(path, self._root))
-        size, at = 0, time.time()
+        place = os.path.relpath(path, self._root)
+        name, size = _VARIABLE.sub("#", place), 0
         if not mask & _IS_DIRECTORY:
             with contextlib.suppress(OSError):
-                about = os.lstat(path)
-                size, at = about.st_size, _made_at(about)
+                size = os.lstat(path).st_size
         self.seen.append(
             Change(
-                what=f"{kind} {name}", name=name, at=at, size=size,
-                finished=bool(mask & (_CLOSE_WRITE | _MOVED_TO)) and not mask & _IS_DIRECTORY,
+                what=f"{kind} {name}", name=name, numbers=tuple(_VARIABLE.findall(place)), begun=self._begun(),
+                size=size, finished=bool(mask & (_CLOSE_WRITE | _MOVED_TO)) and not mask & _IS_DIRECTORY,
             )
         )  # fmt: skip
         aim = self._aim
