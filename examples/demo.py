@@ -37,7 +37,7 @@ from holdfast.storage.resolve import resolve
 HERE = Path(__file__).resolve().parent
 EVERY = 15
 KILLS = 3
-STALL_S = 120.0
+STALL_S = 180.0
 console = Console(width=100)
 
 
