@@ -341,7 +341,7 @@ def demo(arguments: argparse.Namespace) -> list[str]:
     victim = Trainer(root / "killed", arguments.steps, "--generate", str(arguments.generate), watched=True)
     twin = Trainer(root / "twin", arguments.steps)
     every = 8
-    quiet = Trainer(root / "quiet", every * 9, "--evals", "0", every=every)
+    quiet = Trainer(root / "quiet", min(every * 9, arguments.steps), "--evals", "0", every=every)
     try:
         lives, problems = lives_of(victim, train_and_kill(victim, twin, random.Random(seed)))
         console.print(lives)
