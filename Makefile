@@ -14,7 +14,6 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # torch and Holdfast alone. Nothing is compiled ahead: that is a fifth of the size, and half of the time.
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --no-compile torch numpy
 	$(INSTALL) --no-compile --editable .
 	touch $(BASE)
 

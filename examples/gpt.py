@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import random
 import sysconfig
 import time
@@ -174,7 +175,7 @@ def note(log: str | None, **row: Any) -> None:
     """Append a line for a trained step: for the demo, which compares lives by it. SIGKILL tears no line."""
     if log:
         with Path(log).open("a") as file:
-            file.write(json.dumps({**row, "at": time.monotonic()}) + "\n")
+            file.write(json.dumps({**row, "at": time.monotonic(), "pid": os.getpid()}) + "\n")
 
 
 def main() -> None:

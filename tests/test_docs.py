@@ -90,15 +90,21 @@ def test_the_commands_of_readme_work_after_its_example(tmp_path: Path) -> None:
         assert done.returncode == int(differs), f"{words}:\n{done.stdout}\n{done.stderr}"
 
 
+# What opens a run by its folder, and the configuration of workers, whose run is a name in a folder.
+_FOLDER = r'(?:Checkpointer|Callback|CheckpointIO|Keeper|save_folder|folder)(?:=|\(\s*)"([\w./-]+)"'
+_REPORTS = r'RunConfig\(\s*name="([\w-]+)",\s*storage_path="(\w+)"'
+
+
 def test_every_page_has_a_run_folder_of_its_own() -> None:
     """Whoever tries one page after the other in one folder resumes no run of another page."""
     owner: dict[str, str] = {}
     for page in PAGES:
-        for kind in ("python", "python frameworks/huggingface"):
+        for kind in ("python", *(f"python frameworks/{group}" for group in groups_of(page))):
             for block in blocks(page, kind):
-                for folder in re.findall(r"Checkpointer\(\s*\"([\w./-]+)\"|save_folder=\"([\w./-]+)\"", block):
-                    name = "".join(folder)
+                for found in re.findall(f"{_FOLDER}|{_REPORTS}", block):
+                    name = "/".join(filter(None, found))
                     assert owner.setdefault(name, page.name) == page.name, f"{page.name}: {name} is {owner[name]}'s"
+    assert len(owner) > 40
 
 
 def test_links_resolve() -> None:
@@ -171,8 +177,11 @@ def messages() -> set[str]:
 
 
 def test_the_index_has_every_page() -> None:
-    """docs/index.md links to every page of docs/, once."""
-    linked = re.findall(r"^\d+\. \[[^]]+\]\(([\w.-]+\.md)\)", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    """docs/index.md links to every page of docs/, once; its numbers go on from one heading to the next."""
+    index = (ROOT / "docs/index.md").read_text()
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. \[", index, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    linked = re.findall(r"^\d+\. \[[^]]+\]\(([\w.-]+\.md)\)", index, re.MULTILINE)
     assert sorted(linked) == sorted(
         page.name for page in PAGES if page.parent == ROOT / "docs" and page.stem != "index"
     )

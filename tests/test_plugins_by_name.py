@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from docs_kit import ROOT
+from safetensors.torch import load_file
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
+from holdfast.frameworks.saves import Saves
 from holdfast.trainers.loop.arguments import several
 
 PLUGIN = ROOT / "examples" / "plugin"
@@ -64,6 +67,29 @@ def test_model_files_by_name(tmp_path: Path, offers: Callable[..., Path]) -> Non
         assert (Path(saved.path) / "model.safetensors").exists()
 
 
+def test_model_files_by_name_where_the_state_comes_later(tmp_path: Path, offers: Callable[..., Path]) -> None:
+    """The loop trainer has them made of the state of its checkpoints, Lightning's door of each dict it is given."""
+    offers(model_files="timm = holdfast_box_training:for_timm\nkeys = somebody_elses:make")
+    (tmp_path / "packages/somebody_elses.py").write_text("def make(state):\n    return {'keys': ' '.join(state)}\n")
+    model = torch.nn.Linear(2, 2)
+    model.pretrained_cfg, model.num_classes = {"architecture": "line"}, 2
+    saver = CheckpointSaver(tmp_path / "second", "b{batch}", weights_only=True, save_interval="1ba", model_files="keys")
+    with hf.Trainer(
+        model=model, train_dataloader=torch.ones(2, 2, 2), max_duration="2ba", save_folder=tmp_path / "loop",
+        loss_fn=lambda outputs, batch: outputs.sum(), save_filename="b{batch}", model_files="timm", callbacks=saver,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert json.loads((tmp_path / "loop/b2/config.json").read_text())["architecture"] == "line"
+    weights = load_file(tmp_path / "loop/b2/model.safetensors")
+    assert weights.keys() == {"weight", "bias"}
+    assert torch.equal(weights["weight"], model.weight)
+    assert (tmp_path / "second/b2/keys").read_text() == "model integrations metadata"
+    saves = pickle.loads(pickle.dumps(Saves(tmp_path / "io", unsupported="raise", timeout_s=60, model_files="keys")))
+    saves.save(tmp_path / "io/a.ckpt", {"state_dict": {"w": torch.ones(1)}, "epoch": 1}, step=1, metrics={})
+    saves.wait()
+    assert (tmp_path / "io/a.ckpt/keys").read_text() == "state_dict epoch"
+
+
 def test_what_is_wrong_with_a_package_is_said_to_those_who_use_it(
     tmp_path: Path, offers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,5 +119,19 @@ def test_what_is_wrong_with_a_package_is_said_to_those_who_use_it(
     }.items():
         with pytest.raises(hf.ConfigError, match=said):
             hf.save(tmp_path / "b", {"x": 1}, model_files=given)
-    with pytest.raises(hf.ConfigError, match="a name goes where a state is given"):
-        CheckpointSaver(tmp_path / "loop", "b{batch}", model_files="timm")
+    for make in (
+        lambda name: CheckpointSaver(tmp_path / "loop", "b{batch}", model_files=name),
+        lambda name: Saves(tmp_path / "io", unsupported="raise", timeout_s=60, model_files=name),
+    ):
+        with pytest.raises(hf.ConfigError, match="no_such_module:make of the package somebody 1 cannot be imported"):
+            make("gone")  # before anything is trained
+    with pytest.raises(hf.ConfigError, match=r"for_timm of the package somebody 1 failed \(AttributeError"):
+        hf.Trainer(
+            model=torch.nn.Linear(2, 2), train_dataloader=[], max_duration="1ep", save_folder=tmp_path / "loop",
+            loss_fn=lambda outputs, batch: outputs.sum(), save_filename="b{batch}", model_files="timm",
+        )  # fmt: skip
+    with pytest.raises(hf.ConfigError, match="rescue='1ba' with model_files"):
+        hf.Trainer(
+            model=torch.nn.Linear(2, 2), max_duration="1ep", save_folder=tmp_path / "loop", save_filename="b{batch}",
+            model_files="timm", rescue="1ba",
+        )  # fmt: skip

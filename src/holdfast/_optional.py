@@ -14,7 +14,7 @@ from typing import Any
 from ._outgoing import masked
 from .errors import ConfigError, HoldfastError, MissingExtraError
 
-__all__ = ["MODEL_FILES", "TRACKER", "install_command", "made_by_package", "require", "tracker", "upgrade_command"]
+__all__ = ["MODEL_FILES", "TRACKER", "install_command", "offered", "require", "tracker", "upgrade_command"]
 
 # The checkout, if this file is in one. What the functions below import is for messages: starting must not pay for it.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -136,17 +136,16 @@ def _quoted(words: list[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def made_by_package(group: str, name: str, *arguments: Any, what: str) -> Any:
-    """Call what a package offers under a name.
+def offered(group: str, name: str, *, what: str) -> Callable[..., Any]:
+    """Import what a package offers under a name; return a function that calls it.
 
     Args:
         group: of entry points.
         name: as the user gave it.
-        *arguments: of the call.
         what: the argument that the user gave, for messages.
 
     Raises:
-        ConfigError: no package offers it, or what one offers cannot be imported or fails.
+        ConfigError: no package offers it, or what one offers cannot be imported, or fails when it is called.
     """
     from importlib.metadata import entry_points  # not above: slow to import, rarely needed
 
@@ -169,23 +168,27 @@ def made_by_package(group: str, name: str, *arguments: Any, what: str) -> Any:
             f"{what}={name!r}: {of} cannot be imported ({type(error).__name__}: {error}): install that package anew, "
             "with what it needs, or leave it out"
         ) from error
-    try:
-        return make(*arguments)
-    except HoldfastError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what}={name!r}: {of} failed ({type(error).__name__}: {error})") from error
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return make(*arguments)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{what}={name!r}: {of} failed ({type(error).__name__}: {error})") from error
+
+    return call
 
 
 def tracker(given: Any, *, what: str) -> Any:
     """Return a tracker that was given by the name under which a package offers it; anything else as it is.
 
     Raises:
-        ConfigError: as `made_by_package`, or what it made cannot be told of checkpoints.
+        ConfigError: as `offered`, or what it made cannot be told of checkpoints.
     """
     if not isinstance(given, str):
         return given
-    made = made_by_package(TRACKER, given, what=what)
+    made = offered(TRACKER, given, what=what)()
     if not callable(made):
         raise ConfigError(
             f"{what}={given!r}: the entry point made {type(made).__name__}, which cannot be called with a checkpoint: "

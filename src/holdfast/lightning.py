@@ -134,8 +134,9 @@ class HoldfastCheckpointIO(Grafted):
             hyper-parameters: "raise", or "drop" to leave them out and name them in the log.
         timeout_s: bound of every wait.
         model_files: small files committed with each checkpoint, so that its directory is what another library loads:
-            ``{name: bytes, text or a function}``, or ``holdfast.transformers.model_files(module.lm,
-            item="state_dict/lm")``. Then every checkpoint needs a name of its own. See docs/model-directory.md.
+            ``{name: bytes, text or a function}``, ``holdfast.transformers.model_files(module.lm,
+            item="state_dict/lm")``, or the name under which an installed package makes them of what Lightning saves
+            (a dict with "state_dict"). Then every checkpoint needs a name of its own. See docs/model-directory.md.
     """
 
     BASES = ("lightning.fabric.plugins:CheckpointIO", "lightning_fabric.plugins:CheckpointIO")
@@ -147,7 +148,7 @@ class HoldfastCheckpointIO(Grafted):
         *,
         unsupported: str = "raise",
         timeout_s: float = 600.0,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
     ) -> None:
         super().__init__()
         self._saves = Saves(

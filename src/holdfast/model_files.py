@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ._optional import MODEL_FILES, made_by_package
+from ._optional import MODEL_FILES, offered
 from .errors import ConfigError
 
-__all__ = ["Content", "ModelFiles", "model_files_of"]
+__all__ = ["Content", "ModelFiles", "maker_of", "model_files_of"]
 
 Content: TypeAlias = "bytes | str | Callable[[], bytes | str]"
 
@@ -87,24 +87,32 @@ class ModelFiles:
         return replace(self, files={name: _bytes(name, content) for name, content in self.files.items()})
 
 
-def model_files_of(given: Any, state: Mapping[Any, Any] | None = None) -> ModelFiles | None:
-    """Check the argument ``model_files`` of a front door.
+def model_files_of(given: Any, state: Mapping[Any, Any]) -> ModelFiles | None:
+    """Check the argument ``model_files`` of a front door, as `maker_of` does, and make them of what is saved."""
+    make = maker_of(given)
+    return None if make is None else make(state)
+
+
+def maker_of(given: Any) -> Callable[[Mapping[Any, Any]], ModelFiles | None] | None:
+    """Check the argument ``model_files`` where the state is not known yet; return what makes them of it.
 
     Args:
         given: None, a mapping of names to contents, a `ModelFiles`, or the name under which an installed package makes
             them of a state.
-        state: what is saved; None where it is not known yet.
 
     Raises:
-        ConfigError: it is something else, or the package cannot make them.
+        ConfigError: it is something else, or there is no such package; later: the package cannot make them.
     """
+    if given is None:
+        return None
     if isinstance(given, str):
-        if state is None:
-            raise ConfigError(
-                f"model_files={given!r}: a name goes where a state is given (Checkpointer, save, report); here give "
-                "what the function of that package returns"
-            )
-        given = made_by_package(MODEL_FILES, given, state, what="model_files")
+        make = offered(MODEL_FILES, given, what="model_files")
+        return lambda state: _checked(make(state))
+    files = _checked(given)
+    return lambda _: files
+
+
+def _checked(given: Any) -> ModelFiles | None:
     if given is None or isinstance(given, ModelFiles):
         return given
     if isinstance(given, Mapping):

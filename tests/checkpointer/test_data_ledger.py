@@ -81,7 +81,7 @@ class Restarts(Stateful):
 
 
 class RestartsSecond(Stateful):
-    """As `datasets` 5.0.0: right once, and what it says after that resume is the begin."""
+    """As `datasets` 5.0.0: right once, and what it says after that resume is the beginning."""
 
     resumed = False
 

@@ -200,7 +200,7 @@ def test_files_and_foreign_directories(tmp_path, remote) -> None:
     assert (tmp_path / "back" / "d" / "sub" / "b.bin").read_bytes() == b"22"
 
 
-def test_another_file_is_not_replaced_unasked(tmp_path) -> None:
+def test_another_file_is_not_replaced_without_being_asked(tmp_path) -> None:
     """A single file in the way stays without `--overwrite`; the same one is not sent again."""
     one, other, place = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     one.write_bytes(b"one"), other.write_bytes(b"two")
@@ -213,7 +213,7 @@ def test_another_file_is_not_replaced_unasked(tmp_path) -> None:
 
 
 def test_a_file_that_was_half_copied_is_finished(tmp_path) -> None:
-    """What a killed copy leaves is the beginning of the file: the same command again replaces it, unasked."""
+    """A killed copy leaves the beginning of the file: the same command again replaces it without `--overwrite`."""
     one, place = tmp_path / "a.pt", tmp_path / "c.pt"
     one.write_bytes(b"one" * 4_000_000)
     for done in (0, 4096, 11_000_000):

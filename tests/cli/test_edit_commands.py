@@ -1,4 +1,4 @@
-"""`pin`, `unpin`, `rm`, `prune`: nothing goes unasked, nothing in use goes, and a live run is left alone."""
+"""`pin`, `unpin`, `rm`, `prune`: nothing goes that nobody named, nothing in use goes, a live run is left alone."""
 
 from __future__ import annotations
 

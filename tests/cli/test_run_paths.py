@@ -18,7 +18,7 @@ from holdfast.storage import LocalStorage
     [((), "step_20"), (("--best", "val"), "step_10"), (("--step", "10"), "step_10")],
 )
 def test_a_run_stands_for_one_of_its_checkpoints(run, options, name) -> None:  # noqa: F811
-    """The newest one by default, else the best or that of a step; which one was taken unasked is said."""
+    """The newest one by default, else the best or that of a step; which one was taken by itself is said."""
     assert as_json("show", run, *options)["name"] == name
     said = invoke("show", run, *options).stderr
     assert ("its newest checkpoint, step_20, is taken" in said) == (not options)

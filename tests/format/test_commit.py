@@ -97,7 +97,7 @@ def test_missing_and_doubled_parts_do_not_commit(storage):
     assert not storage.exists("s/manifest.json")
 
 
-def test_a_committed_checkpoint_is_not_replaced_unasked(storage):
+def test_a_committed_checkpoint_is_not_replaced_without_overwrite(storage):
     """CheckpointExistsError, and the first one stays whole."""
     first = commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")])
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):

@@ -150,7 +150,7 @@ def test_other_storages(saved, tmp_path) -> None:
 
 
 def test_what_is_there_stays(saved, tmp_path) -> None:
-    """Nothing is replaced unasked; other files of a folder are nobody's business."""
+    """Nothing is replaced without `overwrite`; other files of a folder are nobody's business."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
     for to, path in (("torch", "x.pt"), ("safetensors", "x.safetensors"), ("dcp", "dcp"), ("hf", "hf")):

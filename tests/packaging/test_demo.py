@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +24,14 @@ def demo() -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # of two processes that train, beside whatever else the machine does
 def test_three_kills_and_the_same_bits(tmp_path: Path) -> None:
-    """The whole demo, shorter: everything that it compares is equal."""
-    said = run_example("demo.py", tmp_path, "--steps", "60", "--generate", "20")
+    """The whole demo, shorter: `holdfast run` sees three kills, and everything that is compared is equal."""
+    said = run_example("demo.py", tmp_path, "--steps", "60", "--generate", "20", timeout_s=560)
     assert "Nothing was lost: three kills, the same bits." in said
     assert "DIFFERS" not in said
+    output = (tmp_path / "demo-runs/killed/output.txt").read_text()
+    assert len(re.findall(r"holdfast run: life \d ended after .*: killed by SIGKILL", output)) == 3
 
 
 @pytest.mark.parametrize(("command", "word"), [("sleep 60", "STALLED"), ("false", "FAILED")])

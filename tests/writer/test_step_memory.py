@@ -73,7 +73,7 @@ def test_damage_makes_no_rows(memory):
 
 
 def test_a_forked_child_leaves_nothing(memory):
-    """A forked child has not got the memory: its calls do nothing."""
+    """A forked child does not have the memory: its calls do nothing."""
     memory.add_row(*ROWS[0])
     child = os.fork()
     if child == 0:

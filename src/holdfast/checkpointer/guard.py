@@ -157,7 +157,7 @@ class _Saved:
 
     Attributes:
         step: it was saved at.
-        name: None for the begin of the life, which retention keeps anyway.
+        name: None for the beginning of the life, which retention keeps anyway.
         since: batches trained since then.
     """
 

@@ -213,7 +213,7 @@ class CheckpointerOptions:
             unsupported=unsupported,
             alike=alike,
             auto=auto,
-            model_files=model_files_of(model_files),
+            model_files=model_files_of(model_files, {}),
             on_data_mismatch=on_data_mismatch,
             rescue=snapshots,
             guard=guard,

@@ -73,7 +73,7 @@ class Progress:
         self._by_epochs = self.used_epochs = False
         self._body, self._body_thread = "", _NOBODY
         self._index = 0
-        self._draws: dict[str, list[int]] = {}  # of each pass: batches at its begin, before its first step, its second
+        self._draws: dict[str, list[int]] = {}  # of each pass: batches at its start, before its first step, its second
         self.num_drawn = self.num_steps = self.num_passes = 0
         self.epoch_steps = 0
         self._steps_an_epoch = 0  # of the last epoch that made steps without batches; 0: none was seen to its end

@@ -27,7 +27,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     UnsupportedStateError,
 )
-from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.model_files import Content, ModelFiles, maker_of
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -52,7 +52,8 @@ class Saves:
         unsupported: "raise" or "drop", as in `holdfast.save`.
         timeout_s: bound of every wait.
         advice: what the user can do about a value that cannot be saved.
-        model_files: small files committed with each checkpoint, for other libraries; none then replaces another.
+        model_files: small files committed with each checkpoint, for other libraries, or the name under which a package
+            makes them of what is saved; no checkpoint then replaces another.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -65,7 +66,7 @@ class Saves:
         unsupported: str,
         timeout_s: float,
         advice: str = "",
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
     ) -> None:
         if unsupported not in ("raise", "drop"):
             raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
@@ -74,7 +75,7 @@ class Saves:
         self._given = root if root is None or "://" in os.fspath(root) else os.path.abspath(root)
         self._root: Storage | None = None if self._given is None else resolve(self._given)
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
-        self._model_files = model_files_of(model_files)
+        self._model_files, self._makes_files = model_files, maker_of(model_files)
         self._handles: dict[str, SaveHandle] = {}
         self._marks: dict[str, Callable[[], None]] = {}
         self._given_as: dict[str, str] = {}  # target -> the path that this training has for it
@@ -118,8 +119,9 @@ class Saves:
         self._marks[target.uri] = unmark_it = mark(path, target)
         try:
             self._handles[target.uri] = save_async(
-                target, state, step=step, metrics=metrics, overwrite=self._model_files is None, ranks="this",
-                unsupported=self._unsupported, model_files=self._model_files,
+                target, state, step=step, metrics=metrics, overwrite=self._makes_files is None, ranks="this",
+                unsupported=self._unsupported,
+                model_files=None if self._makes_files is None else self._makes_files(state),
             )  # fmt: skip
         except BaseException as error:
             unmark_it()

@@ -310,8 +310,11 @@ def test_markers_and_files_of_others(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["best.ckpt.before-holdfast"]
 
 
-def test_model_files_make_each_checkpoint_a_model(tmp_path: Path) -> None:
-    """An index names the module's tensors as another library calls them; two checkpoints of one name are refused."""
+def test_model_files_make_each_checkpoint_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index names the module's tensors as another library calls them; two checkpoints of one name are refused.
+
+    A package may make the files, of what Lightning saves.
+    """
     tree = TREES[0]
     files = hf.ModelFiles(files={"config.json": "{}"}, indexes={"model.safetensors.index.json": "state_dict/net"})
     model = make_model(tree)
@@ -329,6 +332,18 @@ def test_model_files_make_each_checkpoint_a_model(tmp_path: Path) -> None:
     again = make_trainer(tree, tmp_path, plugins=HoldfastCheckpointIO(model_files=files), callbacks=[], max_epochs=4)
     again.fit(make_model(tree), ckpt_path=newest)
     assert again.current_epoch == 4
+    about = tmp_path / "packages/somebody-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[holdfast.model_files]\nkeys = somebody_elses:make\n")
+    (about.parent / "somebody_elses.py").write_text(
+        "def make(state):\n    return {'weights.txt': '\\n'.join(state['state_dict'])}\n"
+    )
+    monkeypatch.syspath_prepend(str(about.parent))
+    by_name = HoldfastCheckpointIO(tmp_path / "by-name", model_files="keys")
+    make_trainer(tree, tmp_path, plugins=by_name, callbacks=[keeper(tree, folder)], max_epochs=1).fit(model)
+    assert by_name.latest() is not None
+    assert (Path(by_name.latest()) / "weights.txt").read_text().split() == list(model.state_dict())
     named = keeper(tree, tmp_path / "named", save_last=True)
     with pytest.raises(hf.CheckpointExistsError, match='save_last="link"'):
         make_trainer(

@@ -16,7 +16,7 @@ BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 
 class Clock:
-    """The time of the run, in seconds since its begin."""
+    """The time of the run, in seconds since its beginning."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -398,7 +398,7 @@ class ResumableBatches:
         return {"own": own} if any(own.values()) else {}
 
     def _check_prefix(self) -> None:
-        """Compare the indices that were left out at the begin with those that were trained."""
+        """Compare the indices that were left out at the beginning with those that were trained."""
         order = self._order
         if order is not None and self._begun_prefix not in (0, order.skipped):
             self._mismatch(

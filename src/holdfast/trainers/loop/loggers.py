@@ -207,7 +207,7 @@ def _short(value: Any) -> str:
 class ProgressBar(LoggerDestination):
     """One bar for the current epoch, with the newest metrics, drawn a few times a second.
 
-    Where stderr is no terminal (the log of a job) it says a line ten seconds after the begin, then one a minute.
+    Where stderr is no terminal (the log of a job) it says a line ten seconds after the start, then one a minute.
     """
 
     def __init__(self) -> None:

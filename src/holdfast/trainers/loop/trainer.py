@@ -99,7 +99,8 @@ class Trainer:
         save_num_checkpoints_to_keep: how many stay in ``save_folder``; -1: all; 0: none after their upload.
         save_metrics: save what metrics have gathered.
         model_files: small files committed with each checkpoint in ``save_folder``, so that its directory is what
-            another library loads: ``{name: bytes, text or a function}``, or `holdfast.transformers.model_files`.
+            another library loads: ``{name: bytes, text or a function}``, `holdfast.transformers.model_files`, or the
+            name under which an installed package makes them.
         rescue: how often a snapshot is kept in memory, as ``save_interval``; None: never. It is written only if this
             process dies, or training raises: as the checkpoint that ``save_folder`` would have got then. Directories
             and one process only; see docs/run.md.
@@ -172,7 +173,7 @@ class Trainer:
         load_progress_bar: bool = True,
         load_strict: bool | None = None,
         autoresume: bool = False,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
         rescue: Any = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):

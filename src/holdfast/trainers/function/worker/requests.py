@@ -88,7 +88,7 @@ def check_request(
         metrics=plain_metrics(metrics),
         checkpoint=checkpoint,
         state=state,
-        model_files=model_files_of(model_files, state),
+        model_files=model_files_of(model_files, state or {}),
         name=None if name is None else _check_name(name),
         mode=mode,
         delete=delete,

@@ -24,7 +24,7 @@ from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
 from holdfast.config import Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.model_files import Content, ModelFiles, maker_of
 from holdfast.run.names import RUN_NAMES
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.resolve import split_uri
@@ -158,7 +158,8 @@ class CheckpointSaver(Callback):
         ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
         keep: a `holdfast.Keep` instead of ``num_checkpoints_to_keep``; also cleans a remote folder.
         model_files: small files committed with each directory, for other libraries: ``{name: bytes, text or a
-            function}``, or `holdfast.transformers.model_files`. See docs/model-directory.md.
+            function}``, `holdfast.transformers.model_files`, or the name under which an installed package makes them.
+            See docs/model-directory.md.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -178,7 +179,7 @@ class CheckpointSaver(Callback):
         weights_only: bool = False,
         ignore_keys: Any = None,
         keep: Keep | None = None,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
     ) -> None:
         _check_number(num_checkpoints_to_keep, keep)
         check_flags(overwrite=overwrite, weights_only=weights_only)
@@ -208,7 +209,8 @@ class CheckpointSaver(Callback):
         )
         self.overwrite, self.num_to_keep, self.keep = bool(overwrite), num_checkpoints_to_keep, keep
         self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
-        self.model_files = _model_files(model_files, self.filename, self.container)
+        self.makes_files = _maker_of_files(model_files, self.filename, self.container)
+        self.model_files: ModelFiles | None = None  # of the state of the trainer
         self._is_source = False
         self._context_given: SaverContext | None = None
         self._folder: SaveFolder | None = None
@@ -269,7 +271,8 @@ class CheckpointSaver(Callback):
             is_source: a later life goes on from what this saver saves.
 
         Raises:
-            ConfigError: a name leads out of the folder, the model is no single file, or nothing would stay of it.
+            ConfigError: a name leads out of the folder, the model is no single file, nothing would stay of it, or there
+                can be no ``model_files`` of this state.
         """
         self._context_given, self._folder, self._is_source = context, folder, is_source
         self._post_commit, self._last_batch, self._ready, self._parent = None, -1, False, None
@@ -294,6 +297,8 @@ class CheckpointSaver(Callback):
             )
         if is_source and self.claim is not None:
             context.goes_on_from_files(f"{folder.storage.uri}/{self.claim}")
+        if self.makes_files is not None:
+            self.model_files = self.makes_files(context.state.live(weights_only=self.weights_only)["state"])
 
     def drop_pointer(self) -> None:
         """Write no pointer to the newest upload: another saver has its name."""
@@ -616,14 +621,18 @@ def _check_name(template: NameTemplate, shape: str, *, beside_run: bool) -> None
         )
 
 
-def _model_files(given: Any, filename: NameTemplate, container: str) -> ModelFiles | None:
-    """Check ``model_files`` of a saver; its items are those of the state ("model" is "state/model" in a checkpoint).
+def _maker_of_files(
+    given: Any, filename: NameTemplate, container: str
+) -> Callable[[Mapping[Any, Any]], ModelFiles | None] | None:
+    """Check ``model_files`` of a saver, as `maker_of` does.
+
+    Its items are those of the state ("model" is "state/model" in a checkpoint).
 
     Raises:
         ConfigError: it goes with no such checkpoints.
     """
-    files = model_files_of(given)
-    if files is None:
+    make = maker_of(given)
+    if make is None:
         return None
     if container != "directory":
         raise ConfigError(
@@ -639,11 +648,16 @@ def _model_files(given: Any, filename: NameTemplate, container: str) -> ModelFil
     def inside(path: str) -> str:
         return path if path.startswith("state/") else f"state/{path}"
 
-    return replace(
-        files,
-        indexes={name: inside(item) for name, item in files.indexes.items()},
-        named={name: {inside(path): own for path, own in tensors.items()} for name, tensors in files.named.items()},
-    )
+    def make_inside(state: Mapping[Any, Any]) -> ModelFiles | None:
+        if (files := make(state)) is None:
+            return None
+        return replace(
+            files,
+            indexes={name: inside(item) for name, item in files.indexes.items()},
+            named={name: {inside(path): own for path, own in tensors.items()} for name, tensors in files.named.items()},
+        )
+
+    return make_inside
 
 
 def _check_number(number: Any, keep: Any) -> None:
@@ -671,7 +685,7 @@ def rescue_with(saver: CheckpointSaver | None, interval: Any) -> None:
             f"rescue={interval!r} needs a save_folder with whole checkpoints that are directories: give one, with a "
             "save_filename without suffix and save_weights_only=False"
         )
-    if saver.model_files is not None:
+    if saver.makes_files is not None:
         raise ConfigError(f"rescue={interval!r} with model_files: files of fixed names cannot be kept; leave one out")
     if current_ranks().world_size > 1:
         _LOG.warning("rescue=%r is left out: it works for one process; Checkpointer(rescue=) for several", interval)
