@@ -99,7 +99,10 @@ def _expect(process: subprocess.Popen[str], word: str) -> int:
 
 def _said_done(process: subprocess.Popen[str]) -> bool:
     """Tell whether the child has said "done" or is gone."""
-    return bool(select.select([process.stdout], [], [], 0)[0]) or process.poll() is not None
+    assert process.stdout is not None
+    told = select.poll()  # `select.select` takes no descriptor above 1023, and peers leave some open
+    told.register(process.stdout, select.POLLIN)
+    return bool(told.poll(0)) or process.poll() is not None
 
 
 def _usage(pid: int) -> dict[str, int]:

@@ -305,3 +305,54 @@ def test_without_locks_a_run_has_one_owner(tmp_path, monkeypatch):
         Lease.acquire(storage, make_owner("cd34"), wait_s=0)
     lease.release()
     Lease.acquire(storage, make_owner("cd34"), wait_s=0).release()
+
+
+SWAP = """
+import sys
+from holdfast.storage.local import local_tree
+from holdfast.storage.local.local_storage import LocalStorage
+local_tree.type_of_file_system = lambda fd: 0x6969
+storage = LocalStorage(sys.argv[1])
+print("begins", flush=True)
+storage.swap("a", b"2", if_match=sys.argv[2])
+print("done", flush=True)
+"""
+
+
+def test_where_the_lock_of_a_directory_is_that_of_one_machine(tmp_path, monkeypatch):
+    """On NFS a file is locked, as the other machine does: a lock of the directory, which it does not see, is none."""
+    etag = LocalStorage(tmp_path).put("a", b"1")
+    monkeypatch.setattr(local_tree, "type_of_file_system", lambda fd: 0x6969)
+    here = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(here, fcntl.LOCK_EX)  # of this machine alone, so it keeps nobody out
+    with local_tree.locked(str(tmp_path)):
+        other = subprocess.Popen(
+            [sys.executable, "-c", SWAP, tmp_path, etag], stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == "begins\n"
+        time.sleep(0.2)
+        assert LocalStorage(tmp_path).read("a") == b"1"
+    assert other.stdout.readline() == "done\n"
+    assert other.wait() == 0
+    other.stdout.close()
+    os.close(here)
+    assert LocalStorage(tmp_path).read("a") == b"2"
+    assert [found.path for found in LocalStorage(tmp_path).list()] == ["a"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_share_without_locks(tmp_path, monkeypatch, code):
+    """Lustre without its option for flock says ENOSYS for a file: a name that one process can make stands in."""
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(local_tree, "type_of_file_system", lambda fd: 0x0BD00BD0)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    storage = LocalStorage(tmp_path)
+    etag = storage.put("a", b"1")
+    with local_tree.locked(str(tmp_path)):
+        assert (tmp_path / local_tree._HELD_NAME).exists()
+    storage.swap("a", b"2", if_match=etag)
+    assert names(tmp_path) == ["a"]

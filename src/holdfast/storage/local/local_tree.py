@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,10 +26,17 @@ __all__ = [
     "remove_below",
     "remove_if_empty",
     "sweep",
+    "type_of_file_system",
 ]
 
 NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 """How flock(2) says that a file system, as it is mounted, has no locks."""
+_LONG_IS_TYPE = ("x86_64", "aarch64", "riscv64", "ppc64le")
+# NFS, Lustre, SMB (three), Ceph, GPFS, BeeGFS, AFS, 9P, FUSE, GFS2, OCFS2: other machines may have them mounted too.
+_SHARED = frozenset(
+    (0x6969, 0x0BD00BD0, 0x517B, 0xFF534D42, 0xFE534D42, 0x00C36400, 0x47504653, 0x19830326, 0x5346414F, 0x01021997,
+     0x65735546, 0x01161970, 0x7461636F)
+)  # fmt: skip
 _LOCK_NAME = f"{TEMPORARY}lock"
 _HELD_NAME = f"{TEMPORARY}held"
 _LOCK_S = 5.0
@@ -175,12 +185,15 @@ def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
 def locked(directory: str | OpenDirectory) -> Iterator[None]:
     """Keep other holders of this lock out, on this machine and where the file system shares locks.
 
-    The directory itself is locked, which leaves nothing behind; NFS locks only what is open for writing, so there a
-    file does it; and where nothing can be locked, the name of a file that only one process can make.
+    The directory itself is locked, which leaves nothing behind. On a file system that machines share, a file does it:
+    NFS locks for all of them only what is open for writing, and keeps the lock of a directory to its own machine,
+    without a word. Where nothing can be locked, it is the name of a file that only one process can make.
     """
     where, dir_fd = (".", directory.fd) if isinstance(directory, OpenDirectory) else (directory, None)
     fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
+        if type_of_file_system(fd) in _SHARED:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         _lock(fd)
     except OSError as error:
         os.close(fd)
@@ -192,7 +205,7 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
             _lock(fd)
         except OSError as also:
             os.close(fd)
-            if also.errno not in NO_LOCKS or error.errno not in NO_LOCKS:
+            if also.errno not in NO_LOCKS or error.errno not in (errno.EBADF, *NO_LOCKS):
                 raise
             fd = -1
             with contextlib.suppress(OSError):
@@ -207,6 +220,19 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
         # Unlocked by hand: a child forked meanwhile has the same open file and would keep the lock after our close.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def type_of_file_system(fd: int) -> int | None:
+    """Return what statfs(2) calls the file system of an open file, None where there is no telling."""
+    if not sys.platform.startswith("linux") or platform.machine() not in _LONG_IS_TYPE:
+        return None
+    about = (ctypes.c_long * 32)()  # struct statfs, f_type first
+    try:
+        if ctypes.CDLL(None).fstatfs(fd, about) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return int(about[0]) & 0xFFFFFFFF
 
 
 def _lock(fd: int) -> None:

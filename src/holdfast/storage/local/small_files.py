@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Collection
 from ..base import FileBatch, check_path
 from .beneath import Beneath, OpenDirectory
 from .local_io import write_all
-from .local_tree import make_durable
+from .local_tree import make_durable, type_of_file_system
 from .ops import Ops, errors_of
 
 __all__ = ["LocalBatch", "flush_whole", "flushes_whole"]
@@ -22,7 +21,6 @@ _TRIES = 20
 # each file.
 _MANY = 64
 _SINCE = (5, 8)
-_LONG_IS_TYPE = ("x86_64", "aarch64", "riscv64", "ppc64le")
 # ext4, xfs, btrfs, f2fs, tmpfs
 _KNOWN = frozenset((0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994))
 
@@ -159,15 +157,9 @@ def flushes_whole(fd: int) -> bool:
     Before Linux 5.8 it returned success whatever the disk said; network and FUSE file systems need not pass it on. So
     the answer is True only for known local file systems on newer kernels.
     """
-    if not sys.platform.startswith("linux") or platform.machine() not in _LONG_IS_TYPE:
+    if not sys.platform.startswith("linux"):
         return False
     version = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if version < _SINCE:
         return False
-    about = (ctypes.c_long * 32)()  # struct statfs, f_type first
-    try:
-        if ctypes.CDLL(None).fstatfs(fd, about) != 0:
-            return False
-    except (OSError, AttributeError):
-        return False
-    return (about[0] & 0xFFFFFFFF) in _KNOWN
+    return type_of_file_system(fd) in _KNOWN
