@@ -9,9 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks_kit import RankServer
 
 # Started in the background of a script, pytest would hand its deaf ear for Ctrl-C on to the processes under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,6 +53,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _UNTIL is not None and time.time() > _UNTIL:
         pytest.skip("no time left (HOLDFAST_TEST_UNTIL)")
+
+
+# To import torch takes longer than most tests: the processes that they start are forked from one that has it.
+_HERE = Path(__file__).parent
+_FOLDERS = [_HERE / folder for folder in ("kits", "crash", "trainers/loop")]
+_CASES = (
+    "crash/crash_scenarios", "crash/sleeper_scenarios", "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases",
+    "ranks/rescue_cases", "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankServer]:
+    """One server of ranks, and of single processes, for each process of tests."""
+    from ranks_kit import RankServer
+
+    with RankServer(
+        preload=["docs_kit", "forked_kit", *(str(_HERE / f"{case}.py") for case in _CASES)], path=_FOLDERS
+    ) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def forked(ranks: RankServer) -> Iterator[None]:
+    """Interpreters that the tests of a module start have torch: `pytestmark = pytest.mark.usefixtures("forked")`."""
+    from forked_kit import forked_interpreters
+
+    with forked_interpreters(ranks):
+        yield
+
+
+def pytest_unconfigure() -> None:
+    if "object_kit" in sys.modules:
+        sys.modules["object_kit"].end_servers()
 
 
 # CI runs thousands of tests that kill, time and starve real processes, on two cores that other work may share. Up to

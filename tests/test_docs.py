@@ -8,30 +8,23 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from docs_kit import NOTEBOOKS, PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_page
+from ranks_kit import RankServer
 
 from holdfast.cli.main import cli
-from holdfast.testing import ForkServer
 
 _SLOW = {"not-models.md", "function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch", "numpy", "holdfast.checkpointer"), path=[ROOT / "tests" / "kits"]) as one:
-        yield one
 
 
 @pytest.mark.parametrize(
     "page", [page for page in pages_of(None) if page.name not in _SLOW], ids=lambda page: page.name
 )
-def test_python_blocks_run(server: ForkServer, page: Path, tmp_path: Path) -> None:
+def test_python_blocks_run(ranks: RankServer, page: Path, tmp_path: Path) -> None:
     """All Python blocks of a page, one after the other, in a clean folder and a process of their own."""
-    run_forked(server, page, tmp_path)
+    run_forked(ranks, page, tmp_path)
 
 
 @pytest.mark.slow

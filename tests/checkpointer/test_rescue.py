@@ -11,29 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks_kit import RankServer
 
 import holdfast as hf
 from holdfast.errors import ConfigError
 from holdfast.run.reports import read_reports
 from holdfast.state.save import snapshot
 from holdfast.storage import resolve
-from holdfast.testing import ForkServer, assert_state_equal
+from holdfast.testing import assert_state_equal
 from holdfast.writer.arena import Arena
 from holdfast.writer.free_memory import FreeMemory
 
 TOTAL = 110
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch", "holdfast.checkpointer")) as one:
-        yield one
 
 
 def make_state(ballast: int = 0) -> dict[str, Any]:
@@ -110,9 +104,9 @@ def read(path: str) -> str:
         return ""
 
 
-def run_life(server: ForkServer, home: Path, **options: Any) -> int:
+def run_life(ranks: RankServer, home: Path, **options: Any) -> int:
     (home / "done").unlink(missing_ok=True)
-    outcome = server.run(f"{__file__}:life", str(home / "run"), str(home / "done"), **options)
+    outcome = ranks.run(f"{__file__}:life", str(home / "run"), str(home / "done"), **options)
     return int(outcome.checked())
 
 
@@ -127,9 +121,9 @@ def settled(home: Path) -> hf.Checkpoint | None:
     return hf.Checkpoint(names[-1]) if names else None
 
 
-def test_a_killed_trainer_loses_no_step_that_was_kept(server: ForkServer, tmp_path: Path) -> None:
+def test_a_killed_trainer_loses_no_step_that_was_kept(ranks: RankServer, tmp_path: Path) -> None:
     """No save is ever due: the checkpoint is that of the step before the kill, whole, and says why it is there."""
-    assert run_life(server, tmp_path, kill_at=7) == -signal.SIGKILL
+    assert run_life(ranks, tmp_path, kill_at=7) == -signal.SIGKILL
     found = settled(tmp_path)
     assert found is not None
     assert found.step == 7
@@ -162,9 +156,9 @@ def stalled_life(run: str) -> int:
     return status
 
 
-def test_a_snapshot_is_not_written_over_before_the_writer_knows(server: ForkServer, tmp_path: Path) -> None:
+def test_a_snapshot_is_not_written_over_before_the_writer_knows(ranks: RankServer, tmp_path: Path) -> None:
     """The writer hears nothing of steps 4 and 5 before the trainer is killed: step 3 is rescued, with its own bytes."""
-    outcome = server.run(f"{__file__}:stalled_life", str(tmp_path / "run"))
+    outcome = ranks.run(f"{__file__}:stalled_life", str(tmp_path / "run"))
     assert outcome.checked() == -signal.SIGKILL
     found = settled(tmp_path)
     assert found is not None
@@ -201,10 +195,10 @@ def torn_life(run: str, grows: bool) -> int:
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_the_newest_snapshot_is_kept_until_the_next_one_is_sealed(
-    server: ForkServer, tmp_path: Path, grows: bool
+    ranks: RankServer, tmp_path: Path, grows: bool
 ) -> None:
     """A kill within the copy of step 7 leaves step 6, also with a save in one of the two arenas, or a new layout."""
-    outcome = server.run(f"{__file__}:torn_life", str(tmp_path / "run"), grows)
+    outcome = ranks.run(f"{__file__}:torn_life", str(tmp_path / "run"), grows)
     assert outcome.checked() == -signal.SIGKILL
     found = settled(tmp_path)
     assert found is not None
@@ -224,9 +218,9 @@ def rows_life(run: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_rows_that_were_sent_are_not_recorded_twice(server: ForkServer, tmp_path: Path) -> None:
+def test_rows_that_were_sent_are_not_recorded_twice(ranks: RankServer, tmp_path: Path) -> None:
     """What a killed trainer had sent counts once, although it was still in the memory that it left."""
-    outcome = server.run(f"{__file__}:rows_life", str(tmp_path / "run"))
+    outcome = ranks.run(f"{__file__}:rows_life", str(tmp_path / "run"))
     assert outcome.checked() == -signal.SIGKILL
     settled(tmp_path)
     rows, _, _ = read_reports(resolve(str(tmp_path / "run")))
@@ -253,9 +247,9 @@ for _ in range(3):
     assert found.manifest.extra["rescued"] == "its program has ended"
 
 
-def test_an_exception_in_the_body_keeps_the_last_boundary(server: ForkServer, tmp_path: Path) -> None:
+def test_an_exception_in_the_body_keeps_the_last_boundary(ranks: RankServer, tmp_path: Path) -> None:
     """The body raises after step 9: that step is committed, with the error as the reason."""
-    assert run_life(server, tmp_path, kill_at=9, how="raise") == 7
+    assert run_life(ranks, tmp_path, kill_at=9, how="raise") == 7
     found = settled(tmp_path)
     assert found is not None
     assert found.step == 9
@@ -275,9 +269,9 @@ def test_a_run_that_ends_in_order_writes_no_snapshot(tmp_path: Path) -> None:
     assert "rescued" not in hf.Checkpoint(tmp_path / names[0]).manifest.extra
 
 
-def test_a_newer_save_wins_over_an_older_snapshot(server: ForkServer, tmp_path: Path) -> None:
+def test_a_newer_save_wins_over_an_older_snapshot(ranks: RankServer, tmp_path: Path) -> None:
     """Killed right after a save, which is sealed: no snapshot of a step before it is committed later."""
-    assert run_life(server, tmp_path, kill_at=20, every=10, rescue=3) == -signal.SIGKILL
+    assert run_life(ranks, tmp_path, kill_at=20, every=10, rescue=3) == -signal.SIGKILL
     found = settled(tmp_path)
     assert found is not None
     assert found.step == 20
@@ -343,12 +337,12 @@ def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
     ("ballast", "num_kills", "after_s", "every"), [(0, 100, 0.12, 100), (32 << 20, 12, 0.9, 7)], ids=["small", "big"]
 )
 def test_kills_at_random_moments(
-    server: ForkServer, tmp_path: Path, ballast: int, num_kills: int, after_s: float, every: int
+    ranks: RankServer, tmp_path: Path, ballast: int, num_kills: int, after_s: float, every: int
 ) -> None:
     """Never more than the step in flight is lost, and the end is bitwise that of a twin that nobody touched."""
     chance = random.Random(5)
     (tmp_path / "twin").mkdir()
-    assert run_life(server, tmp_path / "twin", every=every, ballast=ballast) == 0
+    assert run_life(ranks, tmp_path / "twin", every=every, ballast=ballast) == 0
     twin = settled(tmp_path / "twin")
     assert twin is not None
     kills = 0
@@ -356,7 +350,7 @@ def test_kills_at_random_moments(
         (tmp_path / f"{kills}").mkdir()
         home, done = tmp_path / f"{kills}", 0
         options = {"every": every, "ballast": ballast}
-        while (status := run_life(server, home, after_s=chance.uniform(0.0, after_s), **options)) != 0:
+        while (status := run_life(ranks, home, after_s=chance.uniform(0.0, after_s), **options)) != 0:
             assert status == -signal.SIGKILL
             kills += 1
             steps = read(str(home / "done"))

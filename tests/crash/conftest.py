@@ -1,17 +1,11 @@
-"""One fork server for each test process."""
+"""Cases are forked from the one process that has torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-
-from holdfast.testing import ForkServer
-
-HERE = Path(__file__).parent
+from ranks_kit import RankServer
 
 
 @pytest.fixture(scope="session")
-def server():
-    with ForkServer(preload=("torch", "numpy", "holdfast.checkpointer", str(HERE / "crash_scenarios.py"))) as one:
-        yield one
+def server(ranks: RankServer) -> RankServer:
+    return ranks

@@ -12,7 +12,7 @@ import pytest
 from object_kit import BUCKET, client, moto
 from test_crash_sweep import copy_tree
 
-from holdfast.testing import Fault, FaultProxy, ForkServer
+from holdfast.testing import Fault, FaultProxy
 
 HERE = Path(__file__).parent
 FILE = str(HERE / "sleeper_scenarios.py")
@@ -20,9 +20,8 @@ BASES = str(HERE / "crash_scenarios.py")
 
 
 @pytest.fixture(scope="module")
-def forks():
-    with ForkServer(preload=("torch", "numpy", "holdfast.checkpointer", FILE), path=[HERE]) as one:
-        yield one
+def forks(ranks):
+    return ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,16 +71,38 @@ def s3_environment(endpoint: str, key: str = KEY, secret: str = SECRET) -> dict[
     }
 
 
+# Servers that nobody uses now, each with its end: to import moto takes longer than most files of tests.
+_idle: list[tuple[str, contextlib.ExitStack]] = []
+
+
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
-    """Run moto (S3 in the memory of one process) with the bucket made; restart it to get its memory back."""
+    """Give a moto (S3 in the memory of one process) that is empty but for the bucket; it is used again after that."""
     pytest.importorskip("moto", reason="moto is not installed")
     pytest.importorskip("obstore", reason="obstore is not installed")
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with server(command, port) as endpoint:
+    endpoint, end = _idle.pop() if _idle else _start_moto()
+    try:
         make_bucket(endpoint)
         yield endpoint
+        empty = urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST", data=b"")
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(empty, timeout=60).close()
+    except BaseException:
+        end.close()
+        raise
+    _idle.append((endpoint, end))
+
+
+def _start_moto() -> tuple[str, contextlib.ExitStack]:
+    end, port = contextlib.ExitStack(), free_port()
+    return end.enter_context(
+        server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
+    ), end
+
+
+def end_servers() -> None:
+    """End the servers that are idle, as the last thing of a process of tests (tests/conftest.py)."""
+    while _idle:
+        _idle.pop()[1].close()
 
 
 @contextlib.contextmanager
@@ -121,8 +145,6 @@ def make_container(endpoint: str, name: str) -> None:
     import base64
     import hashlib
     import hmac
-    import urllib.error
-    import urllib.request
     from email.utils import formatdate
 
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}

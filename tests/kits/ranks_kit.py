@@ -30,7 +30,10 @@ class RankServer(ForkServer):
     """A `ForkServer` that starts several ranks at once."""
 
     def __init__(self, preload: Sequence[str] = (), path: Sequence[str | os.PathLike[str]] = ()) -> None:
-        first = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "holdfast.checkpointer")
+        first = (
+            "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "holdfast.core",
+            "holdfast.trainers.function.worker.main", "holdfast.trainers.function.worker.session",
+        )  # fmt: skip
         super().__init__(preload=(*first, _HERE, *preload), path=path)
 
     def ranks(

@@ -28,6 +28,8 @@ from holdfast.run.status import run_state
 from holdfast.storage import LocalStorage, resolve
 from holdfast.testing import FaultyOps, FaultyStorage
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 VALUES = st.sampled_from([None, True, 0, -1, 2**70, 0.5, float("nan"), float("inf"), "", "saved", "x" * 999, [], {}])
 NAMES = st.sampled_from([*JournalEvent.__slots__, "unknown"])
 GOOD = {"what": "saved", "time": 1.0, "name": "x" * 999, "why": "y" * 999, "kind": "z" * 999}

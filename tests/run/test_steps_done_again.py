@@ -14,6 +14,8 @@ from holdfast.run.costs import stats
 from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 DIED = -9
 OWN = """
 import os, sys, torch, holdfast as hf

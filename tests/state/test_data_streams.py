@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -124,6 +126,19 @@ def test_stateful_position_is_that_of_yielded_batches():
             rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=2), position)
             assert flat(rest) == list(range(int(batch[-1]) + 1, N))
     assert_same_generators(before)
+
+
+def test_a_loader_is_gone_with_its_batches():
+    """No cycle keeps it for the garbage collector, beneath which its workers take torch 5 s each to end."""
+    gc.disable()
+    try:
+        loader = StatefulDataLoader(Ids(), batch_size=4)
+        run(loader, stop=2)
+        seen = weakref.ref(loader)
+        del loader
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 class Restless:

@@ -10,6 +10,8 @@ from fit_kit import epochs, make, read
 
 import holdfast as hf
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_two_workers_and_rank_zero_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The plain case of Ray's documentation: all metrics kept, the best two and the newest kept, both in the result."""

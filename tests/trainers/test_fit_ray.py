@@ -18,6 +18,8 @@ from fit_kit import make, read
 
 import holdfast as hf
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def stored(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "run").iterdir() if path.name.startswith("checkpoint"))

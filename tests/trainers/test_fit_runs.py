@@ -21,6 +21,8 @@ from process_kit import wait_gone
 
 import holdfast as hf
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SCRIPT = Path(__file__).with_name("fit_script.py")
 
 

@@ -13,6 +13,8 @@ from fit_kit import epochs, make, read
 
 import holdfast as hf
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def dictionaries(config: dict[str, Any]) -> None:
     """Save a dictionary an epoch, in the style of Ray 1.x."""

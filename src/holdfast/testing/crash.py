@@ -7,6 +7,7 @@ forks a process in some 20 ms where a new interpreter takes seconds.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -163,6 +164,7 @@ def _serve(preload: Sequence[str]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+    gc.freeze()  # a collection in a child would copy all of it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of children must not get between the answers
     answers.write("{}\n")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.testing import ForkServer, assert_state_equal
+from holdfast.testing import assert_state_equal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 
 from catalog_kit import index_of
 from loop_kit import Crash, everything, names, plain, rich
 from process_kit import wait_until
+from ranks_kit import RankServer
 
 import holdfast as hf
 from holdfast.callbacks import Callback
@@ -44,18 +44,12 @@ def killed(folder: str, batch: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(preload=("torch", "holdfast.core", __file__)) as one:
-        yield one
-
-
-def test_a_killed_training_loses_no_batch(server: ForkServer, tmp_path: Path) -> None:
+def test_a_killed_training_loses_no_batch(ranks: RankServer, tmp_path: Path) -> None:
     """Killed in the middle of an epoch: the batch before is a checkpoint, and the end is bitwise that of a twin."""
     twin = rich(tmp_path / "twin", save_interval="1ep")
     twin.fit()
     run = tmp_path / "run"
-    assert server.run(f"{__file__}:killed", str(run), 9).checked() == -signal.SIGKILL
+    assert ranks.run(f"{__file__}:killed", str(run), 9).checked() == -signal.SIGKILL
     assert wait_until(lambda: index_of(run).attempts[-1].ended is not None)
     assert "ep1-ba9" in names(run)
     found = hf.Checkpoint(run / "ep1-ba9")

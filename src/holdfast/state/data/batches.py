@@ -97,7 +97,9 @@ class ResumableBatches:
         remarks: bool = True,
         mismatch: Callable[[str], None] | None = None,
     ) -> None:
-        self._mismatch = mismatch or self._warn
+        # Not a bound method: in a cycle the loader's workers would be left to the garbage collector, which takes the
+        # feeder threads of their queues first, and torch then waits 5 s for each of them.
+        self._mismatch = mismatch
         self.kind = _kind(loader)
         self._loader = loader
         self._epoch = epoch
@@ -334,7 +336,7 @@ class ResumableBatches:
             self._say_position(f"the {type(loader).__name__} says that it has given {now} batches of it")
 
     def _say_position(self, what: str) -> None:
-        self._mismatch(
+        (self._mismatch or self._warn)(
             f"epoch {self._epoch}: {what}, and this run was given {self._batches}: it does not go on where it stopped"
         )
 
@@ -401,7 +403,7 @@ class ResumableBatches:
         """Compare the indices that were left out at the beginning with those that were trained."""
         order = self._order
         if order is not None and self._begun_prefix not in (0, order.skipped):
-            self._mismatch(
+            (self._mismatch or self._warn)(
                 f"epoch {self._epoch}: {order.sampler_name} does not give the order again in which it was begun: "
                 f"{self._samples} samples of it were trained, and they are others than it draws first now, so the rest "
                 "would not hold each sample exactly once. It was made with other arguments (weights, indices), or it "

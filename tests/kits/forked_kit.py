@@ -1,0 +1,191 @@
+"""Interpreters that have torch from their first moment: forked from a process that has it, instead of importing it.
+
+To import torch takes longer than most of what a test's script does. While `forked_interpreters` holds, a
+`subprocess.Popen` of ``[sys.executable, "-c", code, ...]`` or ``[sys.executable, "script.py", ...]`` becomes such a
+fork, with environment, folder, path, arguments, descriptors and session of its own; anything else is started as ever.
+It is a child of this process like any other. Three things differ: modules are there before their import, at the end
+nothing is taken apart after the exit functions, and /proc shows command line and environment of the process that was
+forked. What is about one of these starts a real interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ranks_kit import RankServer
+
+__all__ = ["forked_interpreters"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LIMIT_S = 60.0
+_TESTS = str(Path(__file__).resolve().parents[1])
+_numbers = itertools.count()
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def forked_interpreters(server: RankServer) -> Iterator[None]:
+    """Fork interpreters from the server until the block ends."""
+    popen = type("Popen", (_ForkedPopen,), {"server": server})
+    with mock.patch.object(subprocess, "Popen", popen):
+        yield
+
+
+class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    server: RankServer
+
+    def __init__(self, args: Any, *others: Any, **options: Any) -> None:
+        self._has_session = bool(options.get("start_new_session"))
+        super().__init__(args, *others, **options)
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Sequence[int], cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, *others: Any,
+    ) -> None:  # fmt: skip
+        program = None if shell or preexec_fn is not None or isinstance(args, str | bytes) else _program(args)
+        if program is None:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
+            )  # fmt: skip
+            return
+        order = {
+            "program": program,
+            "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()},
+            "folder": os.getcwd() if cwd is None else os.path.abspath(cwd),
+            "has_session": self._has_session,
+            "fds": list(pass_fds),
+        }
+        streams = [own if fd == -1 else fd for fd, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
+        self.pid = _fork(self.server, order, [*streams, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _program(args: Sequence[Any]) -> list[str] | None:
+    """Return "-c" and code, or a script, with what follows; None for what is no plain interpreter."""
+    command = [os.fsdecode(arg) for arg in args]
+    if command[0] != sys.executable or len(command) < 2:
+        return None
+    is_program = command[1] == "-c" or not command[1].startswith("-")
+    return command[1:] if is_program else None
+
+
+def _fork(server: RankServer, order: dict[str, Any], fds: list[int]) -> int:
+    address = f"\0holdfast-forked-{os.getpid()}-{next(_numbers)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as meeting:
+        meeting.settimeout(_LIMIT_S)
+        meeting.bind(address)
+        meeting.listen()
+        with _one_at_a_time:
+            _adopt(True)  # the process that forks it ends at once, and leaves it to this one
+            try:
+                pid: int = server.run("forked_kit:fork_interpreter", address).checked()
+            finally:
+                _adopt(False)
+        connection, _ = meeting.accept()
+        with connection:
+            socket.send_fds(connection, [json.dumps(order).encode()], fds)
+    return pid
+
+
+def _adopt(is_wanted: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+
+
+# ---- in the fork
+
+
+def fork_interpreter(address: str) -> int:
+    """In a child of the server: fork the interpreter, and leave it alone."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        status = _be_interpreter(address)
+    finally:
+        os._exit(status)
+
+
+def _be_interpreter(address: str) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+        there.connect(address)
+        told, received, _, _ = socket.recv_fds(there, 1 << 20, 64)
+    order = json.loads(told)
+    if order["has_session"]:
+        os.setsid()
+    _take_descriptors(received, [0, 1, 2, *order["fds"]])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    signal.set_wakeup_fd(-1)
+    return _run(order["program"])
+
+
+def _take_descriptors(received: Sequence[int], wanted: Sequence[int]) -> None:
+    """Have the received ones under the numbers that are wanted, and no others."""
+    import fcntl
+
+    above = max(*received, *wanted) + 1
+    for fd, number in zip([fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in received], wanted, strict=True):
+        os.dup2(fd, number, inheritable=True)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in wanted:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1))  # type: ignore[union-attr]
+
+
+def _run(program: list[str]) -> int:
+    is_code = program[0] == "-c"
+    paths = [entry for entry in sys.path if not entry.startswith(_TESTS)]
+    own = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:] = ["" if is_code else os.path.dirname(os.path.abspath(program[0])), *own, *paths]
+    sys.argv[:] = ["-c", *program[2:]] if is_code else program
+    status = 0
+    try:
+        if is_code:
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(program[1], "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if status and not isinstance(left.code, int):
+            print(left.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status

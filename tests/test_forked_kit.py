@@ -1,0 +1,80 @@
+"""Interpreters that tests fork are like those that they would start (`tests/kits/forked_kit.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_kit import forked_interpreters
+from ranks_kit import RankServer
+
+LOOK = """
+import atexit, json, os, sys, threading
+print(json.dumps({
+    "torch": "torch" in sys.modules, "arguments": sys.argv, "first path": sys.path[:2], "name": __name__,
+    "folder": os.getcwd(), "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid(),
+    "parent": os.getppid(), "input": sys.stdin.read(), "main": hasattr(sys.modules["__main__"], "LOOKED"),
+    "descriptors": [fd for fd in range(200) if os.path.exists(f"/proc/self/fd/{fd}")],
+}), flush=True) if (LOOKED := 1) else None
+atexit.register(print, "exit")
+threading.Timer(0.3, lambda: print("thread", flush=True)).start()
+END
+"""
+ENDS = {"sys.exit(7)": 7, "sys.exit('why')": 1, "1 / 0": 1, "raise KeyboardInterrupt": -signal.SIGINT,
+        "os.kill(os.getpid(), 9)": -signal.SIGKILL, "pass": 0}  # fmt: skip
+
+
+def look(*command: str, **options: Any) -> tuple[int, dict[str, Any], list[str], str]:
+    """Status, what it has seen, what it printed after that, and the end of its stderr."""
+    done = subprocess.run(
+        [sys.executable, *command, "more"],
+        input="some",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        **options,
+    )
+    first, *others = done.stdout.splitlines()
+    return done.returncode, json.loads(first), others, "".join(done.stderr.splitlines()[-1:])
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_forked_interpreter_is_as_a_new_one_but_for_torch(ranks: RankServer, tmp_path: Path, end: str) -> None:
+    """Arguments, paths, environment, folder, session, parent, streams, descriptors, what comes last, and status."""
+    script = tmp_path / "look.py"
+    script.write_text(LOOK.replace("END", end))
+    read, write = os.pipe()
+    options: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": {"LC_ALL": "C.UTF-8", "PYTHONPATH": "/a:/b"},
+        "start_new_session": True,
+    }
+    for command in (["-c", script.read_text()], [str(script)]):
+        new = look(*command, **options, pass_fds=[write])
+        with forked_interpreters(ranks):
+            forked = look(*command, **options, pass_fds=[write])
+        assert (new[1].pop("torch"), forked[1].pop("torch")) == (False, True)
+        assert forked == new
+        assert new[0] == ENDS[end]
+        assert new[1]["parent"] == os.getpid()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_forked_interpreter_is_waited_for_and_signalled(ranks: RankServer) -> None:
+    """As a child of this process, of which nothing is left behind; and what has options is a new interpreter."""
+    with forked_interpreters(ranks):
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeping:
+            assert sleeping.poll() is None
+            sleeping.send_signal(signal.SIGTERM)
+            assert sleeping.wait(30) == -signal.SIGTERM
+        code = "import sys; print('torch' in sys.modules, sys.flags.isolated)"
+        isolated = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert isolated.stdout == "False 1\n"
