@@ -262,12 +262,11 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path, options: dict[str, An
 
 
 def random_case(root: str, seed: int) -> dict[str, Any]:
-    """Break data and weights, kill lives, start again as `holdfast run` does; compare with a twin without all that."""
+    """Break data, kill lives, start again as `holdfast run` does; compare with a twin without all that."""
     torch.set_num_threads(1)
     chance, home = random.Random(seed), Path(root)
     bad = sorted(chance.sample(range(6), chance.randint(0, 2)))
     broken = [6 * number + chance.randrange(4) for number in bad]
-    flip_at = chance.choice([0, chance.randint(1, 9)])
     options: dict[str, Any] = {
         "save_interval": chance.choice(["1ba", "2ba", "5ba", "1ep"]), "rescue": chance.choice([None, "1ba", "3ba"]),
         "save_num_checkpoints_to_keep": chance.choice([1, 2, -1]),
@@ -277,16 +276,16 @@ def random_case(root: str, seed: int) -> dict[str, Any]:
         after_s = chance.uniform(0.05, 0.5) if ends.count(-9) < kills else None
         pid = os.fork()
         if not pid:
-            os._exit(life(home / "run", after_s, broken, flip_at, options))
+            os._exit(life(home / "run", after_s, broken, options))
         ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         if ends[-1] not in (0, 86, -9) or len(ends) > 40:
             break
     pid = os.fork()
     if not pid:
         without = {index for number in bad for index in range(6 * number, 6 * number + 6)}
-        os._exit(life(home / "twin", None, [], 0, {"guard": None}, without))
+        os._exit(life(home / "twin", None, [], {"guard": None}, without))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    case = {"same": False, "ends": [*ends, status], "bad": broken, "flip": flip_at, "options": str(options)}
+    case = {"same": False, "ends": [*ends, status], "bad": broken, "options": str(options)}
     if status == 0 == ends[-1]:
         left, right = (torch.load(home / f"{name}-end", weights_only=False) for name in ("run", "twin"))
         try:
@@ -297,15 +296,14 @@ def random_case(root: str, seed: int) -> dict[str, Any]:
     return case
 
 
-def life(run: Path, after_s: float | None, bad: Any, flip_at: int, options: dict[str, Any], without: Any = ()) -> int:
+def life(run: Path, after_s: float | None, bad: Any, options: dict[str, Any], without: Any = ()) -> int:
     """Live one life, which may be killed after some seconds; its status."""
     try:
         if after_s is not None:
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        flips = [BreakAt(flip_at, run.with_name("flipped"))] if flip_at else []
         options = {"guard": hf.Guard(max_rollbacks=20), **options}
         random.seed(1)
-        trainer = guarded(run, train_dataloader=data(bad=bad, without=without), callbacks=flips, **options)
+        trainer = guarded(run, train_dataloader=data(bad=bad, without=without), **options)
         trainer.fit()
         torch.save(known(trainer), run.with_name(f"{run.name}-end"))
     except SystemExit as left:
@@ -327,7 +325,7 @@ def server() -> Iterator[ForkServer]:
     "part", [pytest.param(part, marks=[pytest.mark.slow, pytest.mark.long][part > 0]) for part in range(8)]
 )
 def test_random_poisonings_and_kills_end_as_if_they_had_not_been(server: ForkServer, tmp_path: Path, part: int) -> None:
-    """Bad samples, a bit flipped in a weight, lives killed at any moment: no human, and bitwise the end of the twin."""
+    """Bad samples, lives killed at any moment: no human, and bitwise the end of the twin."""
     until = time.monotonic() + BOUND_S
     for seed in range(part * CASES, (part + 1) * CASES):
         root = tmp_path / str(seed)
