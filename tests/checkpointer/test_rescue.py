@@ -331,16 +331,21 @@ def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
         hf.Checkpointer(tmp_path, rescue=rescue)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("ballast", "num_kills", "after_s", "every"), [(0, 100, 0.12, 100), (32 << 20, 12, 0.9, 7)], ids=["small", "big"]
+    ("ballast", "num_kills", "after_s", "every", "seed"),
+    [
+        pytest.param(0, 100, 0.12, 100, 5, id="small", marks=pytest.mark.slow),
+        pytest.param(32 << 20, 12, 0.9, 7, 5, id="big", marks=pytest.mark.slow),
+        # With the first of these a thousand kills of a small training, a hundred at a time.
+        *(pytest.param(0, 100, 0.12, 100, seed, id=f"small-{seed}", marks=pytest.mark.long) for seed in range(6, 15)),
+    ],
 )
 def test_kills_at_random_moments(
-    ranks: RankServer, tmp_path: Path, ballast: int, num_kills: int, after_s: float, every: int
+    ranks: RankServer, tmp_path: Path, ballast: int, num_kills: int, after_s: float, every: int, seed: int
 ) -> None:
     """Never more than the step in flight is lost, and the end is bitwise that of a twin that nobody touched."""
-    chance = random.Random(5)
+    chance = random.Random(seed)
     (tmp_path / "twin").mkdir()
     assert run_life(ranks, tmp_path / "twin", every=every, ballast=ballast) == 0
     twin = settled(tmp_path / "twin")

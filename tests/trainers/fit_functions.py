@@ -118,3 +118,33 @@ def learn(config: dict[str, Any]) -> None:
                 hf.report({"loss": loss}, state=state)
             fail(config["how"], config.get("fail_rank", 1))
         hf.report({"loss": loss}, state=state)
+
+
+def guarded(config: dict[str, Any]) -> list[float]:
+    """Train a run of its own under a guard; a sample is nan, or its batch is not there. Returns the weights."""
+    import torch
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 1)
+    if torch.distributed.is_initialized():
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.randn(160, 4)
+    if config["what"] == "bad":
+        data[74] = float("nan")
+    elif config["what"] == "without":
+        data = torch.cat([data[:72], data[80:]])
+    size = 8 // hf.get_context().get_world_size()
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=size)
+    state = {"model": model, "optimizer": optimizer}
+    with hf.Checkpointer(config["run"], state, every=4, guard=hf.Guard(max_rollbacks=config.get("max", 5))) as ck:
+        for x in ck.batches(loader):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(mean)
+            ck.step(loss=mean)
+    return [value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fit_functions import learn
+from fit_functions import guarded, learn
 from fit_kit import epochs, make, read
 
 import holdfast as hf
@@ -122,3 +122,24 @@ def test_closures_and_lambdas(tmp_path: Path) -> None:
     assert seen.read_text() == "here"
     assert result.metrics == {"loss": 1}
     assert result.checkpoint is None
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_guard_in_the_function_takes_all_workers_back(tmp_path: Path, workers: int) -> None:
+    """Twice for a bad batch, with no failure allowed; then it is left out, bitwise as in a run that never had it."""
+
+    def fit(what: str) -> hf.Result:
+        config = {"what": what, "run": str(tmp_path / f"{what}-own")}
+        return make(tmp_path / what, guarded, workers=workers, train_loop_config=config).fit()
+
+    result = fit("bad")
+    assert result.return_value == fit("without").return_value
+    assert len(result.attempts) == 3
+
+
+@pytest.mark.slow
+def test_a_guard_that_gives_up_fails_the_run(tmp_path: Path) -> None:
+    """``max_rollbacks`` bounds it, whatever `FailureConfig` allows for failures."""
+    config = {"what": "bad", "run": str(tmp_path / "own"), "max": 0}
+    with pytest.raises(hf.TrainingFailedError, match="max_rollbacks=0"):
+        make(tmp_path, guarded, train_loop_config=config).fit()

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
 from holdfast.errors import StorageError
-from holdfast.run.life import GUARD_STATUS
+from holdfast.run.life import GUARD_STATUS, RolledBack
 from holdfast.run.trash import Trash
 from holdfast.state.save.snapshot import Snapshotter
 
@@ -395,7 +395,7 @@ class StepBoundary:
             show_rollback(step, found, session.root, status)
         if session.life is not None and status == GUARD_STATUS:
             session.life.end("rolled back")
-        raise SystemExit(status)
+        raise RolledBack if status == GUARD_STATUS else SystemExit(status)
 
     def _save_when_space(self) -> None:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""

@@ -21,7 +21,7 @@ from holdfast.run import retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
-from holdfast.run.life import GUARD_STATUS
+from holdfast.run.life import RolledBack
 from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
@@ -279,7 +279,7 @@ class Checkpointer:
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
         if kind is None and course.left_for:
-            raise SystemExit(GUARD_STATUS)
+            raise RolledBack
 
     def _reason(self, session: RunSession, error: BaseException) -> str:
         """Say why the body was left: a rank that is gone before the error that this is to the others."""

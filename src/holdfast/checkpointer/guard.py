@@ -26,6 +26,7 @@ from holdfast.run.rollbacks import ROLLBACKS, BatchSpan, Rollback, in_words
 from holdfast.state.accelerator import has_streams
 
 from .identity import is_foreign_array
+from .pending_saves import PendingSaves
 from .run_session import RunSession
 
 __all__ = ["Alarm", "GuardWatch", "Judge"]
@@ -175,7 +176,9 @@ class GuardWatch:
         session: the run.
         rollbacks: what the run remembers of bad steps.
         step: that the life begins with.
+        name: of the checkpoint that the life begins with; None where retention keeps that anyway.
         before: step and name of the sound checkpoint before that.
+        saves: those of the session that are watched; default: those that it names itself.
 
     Attributes:
         alarm: the bad step that this life ends for; None while all is sound.
@@ -189,12 +192,14 @@ class GuardWatch:
         rollbacks: Sequence[Rollback],
         *,
         step: int,
+        name: str | None = None,
         before: tuple[int, str] | None = None,
+        saves: PendingSaves | None = None,
     ) -> None:
         self.guard, self._judge, self._session, self._rollbacks = guard, judge, session, list(rollbacks)
-        self._began = step
+        self._began, self._saves = step, session.saves if saves is None else saves
         self._pending: deque[tuple[int, Callable[[], bool], Callable[[], float], Place]] = deque()
-        self._saved = deque([*([] if before is None else [_Saved(*before)]), _Saved(step, None)])
+        self._saved = deque([*([] if before is None else [_Saved(*before)]), _Saved(step, name)])
         self._protected: list[str] = []  # names, as retention was told last
         self._has_come, self._silent = False, 0
         if step == 0:
@@ -303,6 +308,11 @@ class GuardWatch:
             self._session.client.run_op("protect", names=names)
             self._protected = names
 
+    @property
+    def protected(self) -> frozenset[str]:
+        """Names that retention has to keep, as it was told last; for any thread."""
+        return frozenset(self._protected)
+
     def _let_go(self, *, of_all: bool = False) -> None:
         """Forget checkpoints before a proven one: its weights have given a sound value, that of the step after it.
 
@@ -311,7 +321,7 @@ class GuardWatch:
         """
         session, saved = self._session, self._saved
         while len(saved) > 1 and (newer := saved[1]).step < self._judge.sound:
-            if newer.name is not None and session.saves.is_lost(newer.name):
+            if newer.name is not None and self._saves.is_lost(newer.name):
                 del saved[1]
             elif of_all or newer.name is None or newer.step <= session.stats.last_durable_step:
                 saved.popleft()

@@ -20,7 +20,7 @@ from holdfast.errors import StorageFullError
 from holdfast.run.life import kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.record import unpack
-from holdfast.run.rollbacks import WATCHED, Rollback, choose, in_words, left_out_by, read_rollbacks
+from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
@@ -164,7 +164,7 @@ def start_run(
         block.notes.extend(note for note in short if note is not None)
         if left_out:
             block.notes.append(f"rescue= is left out: {left_out}")
-        block.notes.extend(_of_guard(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
+        block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(
@@ -187,34 +187,13 @@ def _candidates(
     """Return the checkpoints to try, in their order, and why others of the run are not sound."""
     rows, metric = session.opened.records, _watched(options)
     judged = ((*row[:3], unpack(row).metrics if metric else {}) for row in rows)
-    bad, doubtful = choose(judged, rollbacks, metric=metric)
-    is_fresh = bool(rows and rollbacks) and rollbacks[-1].proven == 0 and {*bad, *doubtful} == {row[0] for row in rows}
-    if is_fresh and not session.opened.quarantined:
-        return [], {}  # the run had begun afresh, and no checkpoint of it was ever seen to be sound
-    return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
+    return order_to_try(list(judged), rollbacks, metric=metric, are_all_known=not session.opened.quarantined)
 
 
 def _watched(options: CheckpointerOptions) -> str | None:
     """Return the metric that makes a checkpoint unfit to go on from where it is not finite."""
     guard = options.guard
     return None if guard is None or guard.action == "warn" else guard.metric
-
-
-def _of_guard(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int, num_ranks: int) -> list[str]:
-    """Say what the guard has found in earlier lives."""
-    notes = [f"not taken, its files are left alone: {name}: {why}" for name, why in list(unsound.items())[:3]]
-    if len(unsound) > len(notes):
-        notes.append(f"not taken for such reasons: {len(unsound) - len(notes)} more")
-    if rollbacks and step < rollbacks[-1].step and not rollbacks[-1].left_out:
-        notes.append(f"rolled back from step {rollbacks[-1].step}: {rollbacks[-1].in_words()}")
-    if left_out := left_out_by(rollbacks, num_ranks=num_ranks):
-        notes.append(f"left out, as the guard has found: {in_words(left_out)}")
-    for others in {rollback.num_ranks for rollback in rollbacks if rollback.left_out} - {num_ranks}:
-        notes.append(
-            f"NOT left out, as {num_ranks} rank(s) count batches otherwise than {others}: "
-            f"{in_words(left_out_by(rollbacks, num_ranks=others))}"
-        )
-    return notes
 
 
 def _agree_on_rescue(session: RunSession, snapshotter: Snapshotter, options: CheckpointerOptions) -> str:

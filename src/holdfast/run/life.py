@@ -25,6 +25,7 @@ __all__ = [
     "KEPT",
     "VARIABLE",
     "LifeReport",
+    "RolledBack",
     "RunReport",
     "deaths_before",
     "kept_arenas",
@@ -47,6 +48,13 @@ _DURABLE = struct.Struct("<q")  # behind the others: another thread writes it
 _TEXT_AT, _BYTES = 256, 4096
 _ENTERED, _TRAINS, _WAITS, _FINISHED, _STOPPED, _CLOSED, _ROLLED_BACK, _GIVEN_UP = range(8)
 _ENDS = {"finished": _FINISHED, "stopped": _STOPPED, "rolled back": _ROLLED_BACK, "given up": _GIVEN_UP}
+
+
+class RolledBack(SystemExit):
+    """A guard has found a bad step, and this process ends for it: the next start goes on from before that."""
+
+    def __init__(self) -> None:
+        super().__init__(GUARD_STATUS)
 
 
 class LifeReport:

@@ -29,6 +29,8 @@ __all__ = [
     "choose",
     "in_words",
     "left_out_by",
+    "notes_of",
+    "order_to_try",
     "read_rollbacks",
     "watched_metric",
 ]
@@ -176,6 +178,51 @@ def choose(
         elif known:
             doubtful.append(name)
     return bad, doubtful
+
+
+def order_to_try(
+    rows: Sequence[Sequence[Any]], rollbacks: Sequence[Rollback], *, metric: str | None, are_all_known: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """Return the checkpoints that a start may try, in its order, and why others hold a bad step.
+
+    Args:
+        rows: as for `choose`, newest first.
+        rollbacks: of the run.
+        metric: that the guard watches.
+        are_all_known: there are no checkpoints beside these.
+
+    Returns:
+        Nothing at all if the run had begun afresh, and no checkpoint of it was ever seen to be sound: it begins anew.
+    """
+    bad, doubtful = choose(rows, rollbacks, metric=metric)
+    is_fresh = bool(rows and rollbacks) and rollbacks[-1].proven == 0 and {*bad, *doubtful} == {row[0] for row in rows}
+    if is_fresh and are_all_known:
+        return [], {}
+    return [*(row[0] for row in rows if row[0] not in doubtful), *doubtful], bad
+
+
+def notes_of(rollbacks: Sequence[Rollback], unsound: Mapping[str, str], *, step: int, num_ranks: int) -> list[str]:
+    """Say what the guard has found in earlier lives.
+
+    Args:
+        rollbacks: of the run.
+        unsound: why checkpoints are not taken, by name.
+        step: that this life begins with.
+        num_ranks: of this life.
+    """
+    notes = [f"not taken, its files are left alone: {name}: {why}" for name, why in list(unsound.items())[:3]]
+    if len(unsound) > len(notes):
+        notes.append(f"not taken for such reasons: {len(unsound) - len(notes)} more")
+    if rollbacks and step < rollbacks[-1].step and not rollbacks[-1].left_out:
+        notes.append(f"rolled back from step {rollbacks[-1].step}: {rollbacks[-1].in_words()}")
+    if left_out := left_out_by(rollbacks, num_ranks=num_ranks):
+        notes.append(f"left out, as the guard has found: {in_words(left_out)}")
+    for others in {rollback.num_ranks for rollback in rollbacks if rollback.left_out} - {num_ranks}:
+        notes.append(
+            f"NOT left out, as {num_ranks} rank(s) count batches otherwise than {others}: "
+            f"{in_words(left_out_by(rollbacks, num_ranks=others))}"
+        )
+    return notes
 
 
 def bad_steps(rows: Iterable[Sequence[Any]], notes: Mapping[str, Any]) -> dict[str, str]:

@@ -121,6 +121,32 @@ def test_a_worker_seen_to_end_is_waited_for(sign: str) -> None:
     assert "exited with status 7" in reason
 
 
+def test_workers_that_a_guard_takes_back_have_not_failed() -> None:
+    """They say so before they end with 86: no failure is counted. The status alone is one."""
+    for said in (True, False):
+        play = Play(policy=FailurePolicy(max_failures=0)).run()
+        for rank in range(2):
+            play.say(rank, on="leaving", rolled_back=said)
+            play.exit(rank, code=86)
+        if said:
+            asked = play.only(NextAttempt)
+            assert asked.details["cause"] == "rollback"
+        else:
+            assert play.controller.state is RunState.ERRORED
+
+
+def test_rank_0_says_what_the_end_of_the_others_by_its_guard_comes_to() -> None:
+    """It may have raised, because the run must not go on: that is a failure, and its error comes first."""
+    play = Play(policy=FailurePolicy(max_failures=0), limits=WaitLimits(settle_s=1.0)).run()
+    play.say(1, on="leaving", rolled_back=True)
+    play.exit(1, code=86)
+    assert play.tick(after=5.0) == []
+    play.fail(0, TrainingError("max_rollbacks"))
+    play.exit(0, code=1)
+    assert play.controller.state is RunState.ERRORED
+    assert str(play.only(End).error.__cause__) == "max_rollbacks"
+
+
 def test_a_worker_that_does_not_end_is_not_waited_for_without_end() -> None:
     """Its exit handlers may hang: the wait is that for complete reports."""
     play = Play(limits=WaitLimits(settle_s=1.0, drain_s=10.0)).run()

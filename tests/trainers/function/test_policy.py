@@ -15,7 +15,7 @@ from holdfast.trainers.function.control.policy import (
     is_worth_writing,
 )
 
-F, P = Cause.FAILURE, Cause.PREEMPTION
+F, P, R = Cause.FAILURE, Cause.PREEMPTION, Cause.ROLLBACK
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ F, P = Cause.FAILURE, Cause.PREEMPTION
         (0, 1, [P, P], GiveUp(why="preemption 2 with max_preemptions=1")),
         (-1, 0, [F] * 99, Restart()),
         (-1, 0, [F, P], GiveUp(why="preemption 1 with max_preemptions=0")),
+        (0, 0, [R] * 9, Restart()),
     ],
 )
 def test_limits(failures: int, preemptions: int, history: list[Cause], outcome: Restart | GiveUp) -> None:
@@ -41,6 +42,7 @@ def test_limits(failures: int, preemptions: int, history: list[Cause], outcome: 
 def test_delays(idle: int, delay: float) -> None:
     """Starts that come to nothing are tried at once three times, then ever more slowly."""
     assert FailurePolicy(max_failures=-1).decide([F], idle_starts=idle) == Restart(delay_s=delay)
+    assert FailurePolicy().decide([R], idle_starts=idle) == Restart(), "a guard that takes a run back has reported it"
 
 
 def test_preemptions() -> None:

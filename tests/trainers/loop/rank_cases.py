@@ -71,6 +71,51 @@ def train(folder: str, *, crash_at: int | None = None, suffix: str = "", **optio
     return {**found, "crashed": crashed}
 
 
+class KillAt(Callback):
+    """Kills ranks where they would begin a batch, after so many in all."""
+
+    def __init__(self, ranks: dict[str, int]) -> None:
+        self.ranks = ranks
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        if self.ranks.get(str(state.ranks.rank)) == int(state.timestamp.batch):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def guarded(
+    folder: str, bad: int | None = None, without: int | None = None, kill_at: dict[str, int] | None = None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train an epoch of 20 batches under a guard: a sample of one of them is nan, or all of its samples are not there.
+
+    Args:
+        folder: of the run.
+        bad: number of the batch with that sample.
+        without: number of the batch that a twin never had.
+        kill_at: ranks that are killed after so many batches.
+        **options: of the trainer.
+    """
+    x = torch.randn(240, 4, generator=torch.Generator().manual_seed(7))
+    y = torch.arange(240) % 3
+    if bad is not None:
+        x[12 * bad + 7] = float("nan")
+    if without is not None:
+        x, y = (torch.cat([one[: 12 * without], one[12 * without + 12 :]]) for one in (x, y))
+    data = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    options = {
+        "train_dataloader": data, "max_duration": "1ep", "save_interval": "3ba", "autoresume": True,
+        "save_num_checkpoints_to_keep": 1, "guard": hf.Guard(), "seed": 3, "callbacks": KillAt(kill_at or {}),
+        **options,
+    }  # fmt: skip
+    trainer = plain(folder, **options)
+    trainer.fit()
+    trainer.close()
+    state = trainer.state
+    weights = [value for tensor in state.model.state_dict().values() for value in tensor.flatten().tolist()]
+    counts = [int(state.timestamp.sample), int(state.timestamp.batch), int(state.timestamp.epoch)]
+    return {"weights": weights, "counts": counts, "random": torch.rand(1).item()}
+
+
 def wide(folder: str, crash_at: int | None = None, *, given: bool = False) -> dict[str, Any]:
     """A training in which the order of additions shows in the last bits; what its parameters came to."""
     torch.manual_seed(1)

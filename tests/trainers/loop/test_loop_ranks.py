@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from catalog_kit import index_of
+from process_kit import wait_until
 from rank_cases import tells_ranks
 from sharded_cases import BOUND, RATE
 
@@ -55,6 +57,37 @@ def test_twins(ranks: Any, tmp_path: Path, suffix: str) -> None:
     assert [row[2] for row in whole[0]["rows"]] == [row[2] for row in whole[1]["rows"]]
     assert [row[1] for row in whole[0]["rows"]] != [row[1] for row in whole[1]["rows"]], "ranks saw the same data"
     assert [row[3] for row in whole[0]["rows"]] != [row[3] for row in whole[1]["rows"]], "ranks drew the same numbers"
+
+
+@pytest.mark.parametrize(
+    "killed", [{"1": 7}, pytest.param({"0": 7}, marks=slow), pytest.param({"0": 7, "1": 7}, marks=slow)]
+)
+def test_killed_ranks_lose_no_batch_that_all_had_kept(ranks: Any, tmp_path: Path, killed: dict[str, int]) -> None:
+    """``rescue="1ba"``: the writers of both commit batch 7, and the end is that of ranks that nobody killed."""
+    run = tmp_path / "run"
+    ended = ranks.ranks(f"{CASES}guarded", str(run), rescue="1ba", kill_at=killed)
+    assert [one.status == -9 for one in ended] == [str(rank) in killed for rank in range(2)]
+    assert wait_until(lambda: index_of(run).attempts[-1].ended is not None)
+    found = hf.Checkpoint(run / "ep0-ba7")
+    assert found.verify(deep=True).ok
+    assert "trainer process has died" in found.manifest.extra["rescued"]
+    end = ranks.checked(f"{CASES}guarded", str(run), rescue="1ba")
+    assert end == ranks.checked(f"{CASES}guarded", str(tmp_path / "twin"), guard=None)
+    assert not any("rescued" in hf.Checkpoint(path.parent).manifest.extra for path in run.glob("*-ba20/manifest.json"))
+
+
+@pytest.mark.parametrize("bad", [9, pytest.param(19, marks=slow), pytest.param(0, marks=slow)])
+def test_all_ranks_go_back_and_leave_out_the_same_batch(ranks: Any, tmp_path: Path, bad: int) -> None:
+    """A bad sample of one rank: both end with 86, twice, and then as ranks that never had that batch."""
+    run = str(tmp_path / "run")
+    for number in range(2):
+        ended = ranks.ranks(f"{CASES}guarded", run, bad)
+        assert [one.status for one in ended] == [86, 86], [one.error or one.output for one in ended]
+        assert f"rolled back at step {bad + 1}: loss/train/total is nan (batch {bad} of epoch 0)" in ended[0].output
+        assert ("left out from now on" in ended[0].output) == (number == 1)
+        assert "rolled back" not in ended[1].output
+    end = ranks.checked(f"{CASES}guarded", run, bad)
+    assert end == ranks.checked(f"{CASES}guarded", str(tmp_path / "twin"), None, bad, guard=None)
 
 
 @slow

@@ -61,8 +61,9 @@ _NOT_TAKEN = {
     "backend_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
     "dataset_config": "use prepare_data_loader in train_func",
     "datasets": "use prepare_data_loader in train_func",
-    "guard": "a guard watches a loop of your own: holdfast.Checkpointer(path, state, guard=holdfast.Guard(...))",
+    "guard": "it watches a loop over batches: give it to the holdfast.Checkpointer, or holdfast.Trainer, in train_func",
     "metadata": "put it into train_loop_config, or into the checkpoints with Checkpoint.set_metadata",
+    "rescue": "snapshots are those of a loop: give it to the holdfast.Checkpointer, or holdfast.Trainer, in train_func",
     "torch_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
 }
 

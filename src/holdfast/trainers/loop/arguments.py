@@ -47,7 +47,6 @@ OF_TRAINER = {
     "dist_timeout": "call torch.distributed.init_process_group(timeout=...) before the Trainer is made",
     "fsdp_auto_wrap": _SHARD,
     "fsdp_config": _SHARD,
-    "guard": "a guard watches a loop of your own: holdfast.Checkpointer(path, state, guard=holdfast.Guard(...))",
     "load_chunk_size": "what is read at once is chosen for each storage, leave it out",
     "load_exclude_algorithms": "algorithms of a checkpoint are never made by themselves, leave it out",
     "load_fsdp_monolith_rank0_only": "each rank reads what it needs, leave it out",

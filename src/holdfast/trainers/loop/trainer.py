@@ -13,7 +13,9 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
+from holdfast.checkpointer.rendezvous import same_for_all
 from holdfast.checkpointer.signals import StopSignals
+from holdfast.config import Guard
 from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.state.data.seeding import generators_kept
@@ -34,7 +36,8 @@ from .options import (
     seed_ranks,
 )
 from .saving.functions import save_checkpoint
-from .saving.saver import CheckpointSaver, default_saver, rescue_with
+from .saving.guard import TrainerGuard
+from .saving.saver import CheckpointSaver, check_guard, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
@@ -45,13 +48,12 @@ from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
 from .training.parallel import Parallel, bare
 from .training.ranks import Ranks
-from .training.save_policy import StopPolicy, make_pace
+from .training.save_policy import EXIT_CODE_FOR_REQUEUE, StopPolicy, make_pace
 from .training.steps import Evaluation, TrainStep, check_precision, make_scaler
 
 __all__ = ["Trainer"]
 
 _LOG = get_logger("trainers.loop")
-EXIT_CODE_FOR_REQUEUE = 85
 
 
 @removed(**OF_TRAINER)
@@ -103,7 +105,10 @@ class Trainer:
             name under which an installed package makes them.
         rescue: how often a snapshot is kept in memory, as ``save_interval``; None: never. It is written only if this
             process dies, or training raises: as the checkpoint that ``save_folder`` would have got then. Directories
-            and one process only; see docs/run.md.
+            only; see docs/run.md.
+        guard: a `holdfast.Guard` of a metric that is logged ("loss" is the loss of each batch): where it breaks the
+            process ends (86), and the next start goes on from before that and leaves bad batches out. Directories
+            only, with ``autoresume``; see docs/run.md.
         load_path: checkpoint to start from.
         load_object_store: where ``load_path`` lies, if that is no path and no URI.
         load_weights_only: take its weights alone.
@@ -175,6 +180,7 @@ class Trainer:
         autoresume: bool = False,
         model_files: ModelFiles | Mapping[str, Content] | str | None = None,
         rescue: Any = None,
+        guard: Guard | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
@@ -206,6 +212,9 @@ class Trainer:
         first = next((saver for saver in savers if saver.is_full), None)  # the saver that autoresume goes by
         if rescue is not None:
             rescue_with(first, rescue)
+        if guard is not None:
+            check_guard(guard, first, autoresumes=autoresume)
+        ranks.agree("alike", lambda: repr([rescue, guard]), lambda given: same_for_all(given, "rescue= and guard="))
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
         name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
         seed = seed_ranks(seed, ranks)
@@ -228,6 +237,7 @@ class Trainer:
         others = [callback for callback in given if not isinstance(callback, CheckpointSaver)]
         state.callbacks = [*others, *savers]
         self._savers = tuple(savers)
+        self._guard = None if guard is None else TrainerGuard(guard, state)
         self._signals = StopSignals()
         self._pace = StopPolicy(self._signals)
         self._left_for: str | None = None  # the signal that ended the last `fit`
@@ -262,7 +272,7 @@ class Trainer:
         """Connect everybody who hears of events: callbacks, loggers (on rank 0), savers, in this order."""
         state = self.state
         self._bar = ProgressBar()
-        self._group = SaverGroup(state, self._savers, destinations)
+        self._group = SaverGroup(state, self._savers, destinations, guard=self._guard)
         shown = [*destinations, *([self._bar] if progress_bar else []), self._group.history]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
@@ -363,14 +373,19 @@ class Trainer:
             complete = loop.run()
             if not complete:
                 self._left_for = self._signals.received or "another rank"
+                if self._guard is not None:
+                    self._guard.stop(EXIT_CODE_FOR_REQUEUE)
                 self._group.save_all()
             else:
+                if self._guard is not None:
+                    self._guard.judge_rest()
                 engine.run(Event.FIT_END)
             self._group.finish("finished" if complete else "stopped")
         except BaseException as error:
             if self._group.is_forked:
                 raise
-            reason = self._pace.explain(error)
+            left = self._guard is not None and self._guard.left_for  # for a bad batch, whoever has gone before
+            reason = None if left else self._pace.explain(error)
             self._group.end_after(reason or error, patient=not self._signals.impatient)
             if reason is not None:
                 raise reason from error

@@ -289,6 +289,9 @@ class Controller:
             self.reports.ledger.finished.add(rank)
         elif on == "leaving":
             group.note_dying(rank)
+            if header.get("rolled_back"):
+                group.rolling_back.add(rank)
+                group.note_dying(0)  # whose guard has called for it: how it ends is about to be known
         elif on == "failed":
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._fail(rank, error, settle_s=self._limits.settle_s)
@@ -396,7 +399,8 @@ class Controller:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
         cause, failures = group.cause, group.descriptions()
         reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
-        ended_how = "moves" if group.moved is not None else "told to go" if group.preempted else "failed"
+        ended_how = "told to go" if group.preempted else "goes back" if group.rolled_back else "failed"
+        ended_how = "moves" if group.moved is not None else ended_how
         self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
         details = {
             "failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds),

@@ -32,6 +32,8 @@ class Cause(Enum):
     PREEMPTION = "preemption"
     RESIZE = "resize"
     """More workers than before; no limit."""
+    ROLLBACK = "rollback"
+    """The guard of a training has found a bad step; its own ``max_rollbacks`` is the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,11 @@ class FailurePolicy:
             Cause.FAILURE: ("max_failures", self.max_failures),
             Cause.PREEMPTION: ("max_preemptions", self.max_preemptions),
             Cause.RESIZE: ("", -1),
+            Cause.ROLLBACK: ("", -1),
         }[newest]
         if limit >= 0 and count > limit:
             return GiveUp(why=f"{newest.value} {count} with {name}={limit}")
-        excess = idle_starts - _FREE_STARTS
+        excess = 0 if newest is Cause.ROLLBACK else idle_starts - _FREE_STARTS
         return Restart(delay_s=0.0 if excess <= 0 else min(_MAX_DELAY_S, 2.0 ** (excess - 1)))
 
 

@@ -60,6 +60,7 @@ class WorkerGroup:
         failures: what went wrong, by rank.
         died: ranks whose process ended without a message, not killed by us: the cause of errors of other ranks.
         preempted: a worker was preempted.
+        rolling_back: ranks that end for a bad step that the guard of rank 0 has found.
         unplaced: there was no room for a worker.
         moved: why they were ended although nothing had failed, with the cause that counts; None: they were not.
         running_since: when train_func was running on all of them; None before.
@@ -79,6 +80,7 @@ class WorkerGroup:
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
         self.preempted = self.unplaced = False
+        self.rolling_back: set[int] = set()
         self.moved: tuple[Cause, str] | None = None
         self.running_since: float | None = None
         self.growth_s = 0.0
@@ -115,18 +117,30 @@ class WorkerGroup:
         return [rank for rank in range(self.size) if rank not in self.finished]
 
     @property
+    def rolled_back(self) -> bool:
+        """Whether its guard takes the training back: rank 0 decides, and may find that it must not go on."""
+        return 0 in self.rolling_back
+
+    @property
     def cause(self) -> Cause:
         """Why it ended before its time."""
         if self.moved is not None:
             return self.moved[0]
-        return Cause.PREEMPTION if self.preempted else Cause.FAILURE
+        if self.preempted:
+            return Cause.PREEMPTION
+        return Cause.ROLLBACK if self.rolled_back else Cause.FAILURE
 
     @property
     def causes(self) -> dict[int, BaseException]:
         """The failures, those of ranks that died first, in that order: others often fail because a peer is gone."""
         last = len(self.dying)
-        order = sorted(self.failures, key=lambda rank: self.dying.get(rank, last) if rank in self.died else last + 1)
-        return {rank: self.failures[rank] for rank in order}
+
+        def place(rank: int) -> int:
+            if rank in self.died:
+                return self.dying.get(rank, last)
+            return last + 1 + (rank in self.rolling_back)  # these have only done what rank 0 has asked for
+
+        return {rank: self.failures[rank] for rank in sorted(self.failures, key=place)}
 
     @property
     def is_explained(self) -> bool:
@@ -174,7 +188,8 @@ class WorkerGroup:
         """Note the end of a process that should not have ended."""
         error, preempted = describe_exit(exited)
         self.fail(exited.rank, error)
-        self.died.add(exited.rank)
+        if exited.rank == 0 or exited.rank not in self.rolling_back:  # else rank 0 says what it comes to
+            self.died.add(exited.rank)
         self.preempted = self.preempted or preempted
         self.unplaced = self.unplaced or exited.reason == "unplaced"
 

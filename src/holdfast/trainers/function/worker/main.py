@@ -16,6 +16,7 @@ import cloudpickle
 
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
+from holdfast.run.life import RolledBack
 from holdfast.writer.frames import Channel, Message
 
 from ..transit import error_to_wire, learn_secrets, pack_result, takes_config, unpack_call
@@ -70,7 +71,7 @@ def run(
             session.drain()
             if status:
                 # Ahead of the end of the group, at which others in a collective fail: the end itself takes longer.
-                channel.send({"on": "leaving"})
+                channel.send({"on": "leaving", "rolled_back": ended.rolled_back})
                 channel.flush(FLUSH_S)
             else:
                 packed = pack_result(ended.value) if rank == 0 else None
@@ -123,11 +124,13 @@ class Ended(NamedTuple):
         status: that it wants this process to have.
         left: it ended by ``sys.exit``.
         value: what it returned.
+        rolled_back: a guard has ended it for a bad step.
     """
 
     status: int
     left: bool = False
     value: Any = None
+    rolled_back: bool = False
 
 
 def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ended:
@@ -136,7 +139,7 @@ def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ended:
         return Ended(0, value=function(*arguments))
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return Ended(leaving.code or 0, left=True)
+            return Ended(leaving.code or 0, left=True, rolled_back=isinstance(leaving, RolledBack))
         print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
         return Ended(1, left=True)
 
@@ -197,7 +200,9 @@ def run_here(
         how = call(function, arguments)
         status = how.status
         session.drain()
-        if not status:
+        if status:
+            channel.send({"on": "leaving", "rolled_back": how.rolled_back})
+        else:
             channel.send({"on": "finished", "left": how.left})
     except BaseException as error:  # noqa: BLE001 - the edge of a worker: the controller decides what it means
         raised, status = error, 1

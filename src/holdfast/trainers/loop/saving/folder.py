@@ -59,6 +59,7 @@ class SaveFolder:
         run_id: identity of the run, where the folder holds directories.
         quarantined: names that were set aside, with reasons.
         claims: the names of single files that only this trainer writes.
+        rescues_later: the writer is to be left alone: the writers of all ranks rescue what they hold.
     """
 
     def __init__(self, spelling: str, ranks: Ranks | None = None, *, writer: SharedWriter | None = None) -> None:
@@ -70,6 +71,7 @@ class SaveFolder:
         self.attempt = 0
         self.run_id: str | None = None
         self.quarantined: dict[str, str] = {}
+        self.rescues_later = False
         self._session: RunSession | None = None
         self._above = 0
         root = self.storage.local_root
@@ -133,7 +135,7 @@ class SaveFolder:
         except BaseException:
             session.close("closed")
             raise
-        self._session = session
+        self._session, self.rescues_later = session, False
         self.run_id, self.quarantined = opened.run_id, dict(opened.quarantined)
         self._number_life(opened.attempt)
 
@@ -294,7 +296,8 @@ class SaveFolder:
             if patient and not session.client.closed:
                 session.end(reason, details=details, finished=finished)
         finally:
-            session.close(f"it has left the training ({reason})", timeout_s=TIMEOUT_S if patient else 0.0)
+            limit_s = TIMEOUT_S if patient and not self.rescues_later else 0.0
+            session.close(f"it has left the training ({reason})", timeout_s=limit_s)
 
 
 def link_latest(storage: Storage, latest: str, name: str) -> None:

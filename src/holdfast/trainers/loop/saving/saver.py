@@ -17,11 +17,10 @@ import xxhash
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
-from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.pending_saves import passing_error, state_of
+from holdfast.checkpointer.pending_saves import PendingSaves, passing_error, state_of
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
-from holdfast.config import Keep
+from holdfast.config import Guard, Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.model_files import Content, ModelFiles, maker_of
@@ -39,12 +38,13 @@ from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
 from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
 from .folder import SaveFolder, check_link
+from .guard import TrainerGuard
 from .naming import NameTemplate, SaverNames, run_variables
 from .saves import AsyncSaver, PostCommit
 from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
 
-__all__ = ["CheckpointSaver", "SaverContext", "default_saver", "rescue_with"]
+__all__ = ["CheckpointSaver", "SaverContext", "check_guard", "default_saver", "rescue_with"]
 
 
 class SaverContext:
@@ -63,10 +63,15 @@ class SaverContext:
         parent: id of the checkpoint that training goes on from; None if it began anew, or with a single file.
         training: identity of the training over all its lives, also on another machine; "" before `identify`.
         begun: the saver that a later life goes on from has saved: a later life knows our training.
+        guard: watches a metric; None without one.
+        goes_back: checkpoints of the run are not taken, for a guard has found that they (may) hold a bad batch.
+        before: batch and name of the sound checkpoint before the one that training goes on from.
     """
 
-    def __init__(self, state: State, destinations: Sequence[Any]) -> None:
-        self.state, self.ranks = state, state.ranks
+    def __init__(self, state: State, destinations: Sequence[Any], guard: TrainerGuard | None = None) -> None:
+        self.state, self.ranks, self.guard = state, state.ranks, guard
+        self.goes_back = False
+        self.before: tuple[int, str] | None = None
         self.variables = run_variables(state.run_name, self.ranks.info)
         self.uploaders = [logger for logger in destinations if isinstance(logger, RemoteUploaderDownloader)]
         self.resumed = self.autoresumes = self.begun = False
@@ -353,13 +358,13 @@ class CheckpointSaver(Callback):
         """Return those of later moments, but for what this training has saved beside the saver it goes on from."""
         later = {name: look_at(storage, name) for name in names if is_in_the_way(storage, name, match(name), now)}
         own: dict[str, FolderEntry] = {}
-        if not self._is_source:
+        if not self._is_source or self._context.goes_back:
             earlier = self._context.is_of_earlier_life
             own = {name: entry for name, entry in later.items() if entry is not None and earlier(entry)}
         if ahead := [name for name, entry in own.items() if entry.step > now.count("batch")]:
             _LOG.warning(
-                "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): a life that was "
-                "killed had got further; they are replaced when training gets there again",
+                "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): an earlier life had "
+                "got further; they are replaced when training gets there again",
                 storage.uri, len(ahead), now.count("batch"), ", ".join(ahead[:5]),
             )  # fmt: skip
         return [name for name in later if name not in own]
@@ -425,7 +430,7 @@ class CheckpointSaver(Callback):
             keep = Keep(last=self.num_to_keep)
         return PostCommit(
             self.names, folder, self.uploaders, claim=self.claim, keep=keep, keeps_none=self.num_to_keep == 0,
-            announce=context.announce,
+            announce=context.announce, guard=context.guard if self._is_source else None,
         )  # fmt: skip
 
     # -- saving
@@ -442,13 +447,18 @@ class CheckpointSaver(Callback):
         saves = self._saves
         assert saves is not None
         saves.glance()
-        if self.is_due(event) if isinstance(self.every, Every) else self.every(state, event):
+        is_due = self.is_due(event) if isinstance(self.every, Every) else self.every(state, event)
+        if is_due or (self._is_source and self._is_before_a_bad_one(event)):
             self.save_now()
         elif self._ready and self.keeps is not None and self._is_crossed(self.keeps, event):
             self._keep()
         elif not self._ready:  # the state of optimizers exists from the first batch on
             saves.prepare(self._live())
         self._ready = True
+
+    def _is_before_a_bad_one(self, event: Event) -> bool:
+        guard, now = self._context.guard, self._context.state.timestamp
+        return guard is not None and event is Event.BATCH_CHECKPOINT and now.count("batch") in guard.saves_at
 
     def rescue(self, why: str) -> None:
         """Commit the newest snapshot, if it is newer than what is saved: training has raised."""
@@ -480,6 +490,8 @@ class CheckpointSaver(Callback):
         batch = state.timestamp.count("batch")
         if batch == self._last_batch:
             return
+        if context.guard is not None:
+            context.guard.check(waits=True)
         about, extra = self._described()
         saved = FolderEntry(
             name=self.names.at(state.timestamp), container=self.container, attempt=self.place.attempt, step=batch,
@@ -497,14 +509,19 @@ class CheckpointSaver(Callback):
             context.begun |= is_source
             post_commit.add(saved, destinations, manifest)
 
+        if context.guard is not None and is_source:
+            context.guard.saving(saved.name)
         self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return step, epoch and metrics of this moment, and what its manifest says beside them."""
         context, state = self._context, self._context.state
-        now = state.timestamp
-        about = {"step": now.count("batch"), "epoch": now.count("epoch"), "metrics": metrics_of(state)}
+        now, watched = state.timestamp, {}
+        if context.guard is not None:
+            watched = context.guard.value_at(now.count("batch"))
+        metrics = {**metrics_of(state), **watched}
+        about = {"step": now.count("batch"), "epoch": now.count("epoch"), "metrics": metrics}
         content = "weights" if self.weights_only else "full"
         return about, {"content": content, "training": context.training_of(is_source=self._is_source)}
 
@@ -514,11 +531,19 @@ class CheckpointSaver(Callback):
         about, extra = self._described()
         if about["step"] in (self._last_batch, self._last_kept):
             return
+        if self._context.guard is not None:
+            self._context.guard.keeping()
         self._last_kept = about["step"]
         self._context.flush_logs()
         name = self.names.at(self._context.state.timestamp)
         if not self._saves.keep(name, self._live(), about=about, extra=extra):
             self.keeps = None
+
+    @property
+    def pending(self) -> PendingSaves:
+        """The saves on their way, while it is open."""
+        assert self._saves is not None
+        return self._saves.pending
 
     def retry_lost(self) -> None:
         """Try the save of this moment once more, if it was begun and lost. All ranks call it."""
@@ -687,7 +712,29 @@ def rescue_with(saver: CheckpointSaver | None, interval: Any) -> None:
         )
     if saver.makes_files is not None:
         raise ConfigError(f"rescue={interval!r} with model_files: files of fixed names cannot be kept; leave one out")
-    if current_ranks().world_size > 1:
-        _LOG.warning("rescue=%r is left out: it works for one process; Checkpointer(rescue=) for several", interval)
-        return
     saver.keeps = every
+
+
+def check_guard(guard: Any, saver: CheckpointSaver | None, *, autoresumes: bool) -> None:
+    """Refuse a guard that could not take a training back.
+
+    Args:
+        guard: as given.
+        saver: the first that saves everything.
+        autoresumes: the next start goes on from what it has saved.
+
+    Raises:
+        ConfigError: it is none, or has nothing to go back to.
+    """
+    if not isinstance(guard, Guard):
+        raise ConfigError(f"guard={guard!r}: give a holdfast.Guard, as in Guard(metric='loss'), or None")
+    if saver is None or saver.container != "directory":
+        raise ConfigError(
+            "guard= needs a save_folder with whole checkpoints that are directories, which remember what was bad: give "
+            "one, with a save_filename without suffix and save_weights_only=False"
+        )
+    if guard.action == "rollback" and not autoresumes:
+        raise ConfigError(
+            "guard=Guard(action='rollback') ends this process for a bad batch, and the next start goes on from before "
+            "it: pass autoresume=True, or use action='stop' or 'warn'"
+        )

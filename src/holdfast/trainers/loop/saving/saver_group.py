@@ -26,6 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.names import RUN_NAMES
+from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
@@ -36,6 +37,7 @@ from ..state import State
 from ..training.ranks import TIMEOUT_S
 from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
+from .guard import TrainerGuard
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .naming import NameTemplate
 from .saver import CheckpointSaver, SaverContext
@@ -56,16 +58,24 @@ class SaverGroup:
         state: of the trainer.
         savers: in their order; the first that saves everything is what autoresume goes by.
         destinations: loggers of the trainer.
+        guard: watches a metric; None without one.
 
     Attributes:
         context: what all savers know.
         history: takes what is logged, for the history of the run.
     """
 
-    def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
-        self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
-        self.history = HistoryLogger(state)
-        self.context = SaverContext(state, [*destinations, self.history])
+    def __init__(
+        self,
+        state: State,
+        savers: Sequence[CheckpointSaver],
+        destinations: Sequence[Any],
+        *,
+        guard: TrainerGuard | None = None,
+    ) -> None:
+        self.state, self.savers, self.ranks, self.guard = state, tuple(savers), state.ranks, guard
+        self.history = HistoryLogger(state, guard)
+        self.context = SaverContext(state, [*destinations, self.history], guard)
         self._writer = SharedWriter()
         for uploader in self.context.uploaders:
             uploader.writer = self._writer
@@ -168,7 +178,23 @@ class SaverGroup:
             self.ranks.lead("source", note)
         saver = self.source
         sessions = [folder.session for folder in self._folders.values() if folder.is_run]
-        self.history.begin(None if saver is None or saver.container != "directory" else saver.place.session, sessions)
+        if saver is None or saver.container != "directory":
+            self.history.begin(None, sessions)
+            return
+        self.history.begin(saver.place.session, sessions)
+        self._begin_guard(saver, saver.place.session)
+
+    def _begin_guard(self, saver: CheckpointSaver, session: RunSession) -> None:
+        """Watch the metric from here on, and record in the run whether its checkpoints are refused by one."""
+        guard, before = self.guard, self.context.before
+        watched = None if guard is None else guard.watched
+        if session.opened.notes.get(WATCHED) != watched:
+            self.ranks.lead("watched", lambda: session.ask("note", key=WATCHED, value=watched))
+        if guard is not None:
+            uri, root = self.context.source[0] if self.context.source else "", f"{session.root.uri.rstrip('/')}/"
+            name = uri.removeprefix(root) if uri.startswith(root) else None
+            guard.begin(session, saver.pending, name=name, before=before)
+            self.context.before = None  # a later fit() goes on from what this one has saved
 
     @property
     def source(self) -> CheckpointSaver | None:
@@ -267,11 +293,13 @@ class SaverGroup:
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""
         waits: list[Callable[[], object]] = []
+        found = "" if self.guard is None else self.guard.left_for
+        why = f"the guard: {found}" if found else f"{type(error).__name__}: {error}"
         if patient and self._open:
-            rescue = [partial(saver.rescue, f"{type(error).__name__}: {error}") for saver in self.savers]
+            rescue = [] if found else [partial(saver.rescue, why) for saver in self.savers]
             waits = [*(saver.settle for saver in self.savers), *rescue, *self._waits]
         try:
-            self._close(f"{type(error).__name__}: {error}", waits, patient=patient)
+            self._close(why, waits, patient=patient)
         except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training
             _LOG.error("while training was ending with an error, a save failed too: %s", late)
 
@@ -407,9 +435,12 @@ class StartingPoint:
         # The lease first: the writer of an earlier life may be about to finish a newer checkpoint.
         saver.take_place()
         storages = [folder.storage, *(uploader.storage for uploader in saver.uploaders)]
-        local, ranks = folder.storage, self._context.ranks
-        candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
-        folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
+        local, ranks, context = folder.storage, self._context.ranks, self._context
+        rollbacks = read_rollbacks(folder.session.opened.notes) if folder.is_run else []
+        context.state.dataset_state.leave_out(left_out_by(rollbacks, num_ranks=ranks.world_size))
+        there = ranks.lead("candidates", lambda: self._candidates(saver, storages, rollbacks))
+        candidates, context.goes_back = there["rows"], there["goes_back"]
+        folder.rise_above(there["attempt"])
         loaded: list[LoadReport] = []
 
         def check(candidate: tuple[Storage, FolderEntry]) -> str | None:
@@ -439,19 +470,33 @@ class StartingPoint:
             loaded[0].notes += [
                 f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
             ]
+            loaded[0].notes += notes_of(rollbacks, {}, step=entry.step, num_ranks=ranks.world_size)
+            context.before = _before(entry, [FolderEntry(**row) for number, row in candidates if number == 0])
+            if context.guard is not None and context.before is not None:
+                context.guard.protected = frozenset({context.before[1]})  # from now on: uploads may push it out
             # A file of Composer does not say which training it is of: the next save gives it its identity.
             self._resumed, self._context.begun, self._context.training = True, bool(entry.training), entry.training
             self._own = folder if storage is local else None
             return loaded[0]
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
-        headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
+        what = f"all {there['num']} checkpoint(s) under {folder.storage.uri} may hold a bad batch"
+        if not context.goes_back:
+            what = f"no checkpoint under {folder.storage.uri}"
+        headline = f"autoresume: {what}{then or ', a fresh start'}"
         notes = ranks.lead("not usable", lambda: self._not_usable(saver))
         if ranks.leads:
             ResumeBlock(headline=headline, notes=notes).show()
         return None
 
-    def _candidates(self, saver: CheckpointSaver, storages: Sequence[Storage]) -> list[tuple[int, dict[str, Any]]]:
-        """Return what there is to go on from, newest first: (number of the storage, what was found)."""
+    def _candidates(
+        self, saver: CheckpointSaver, storages: Sequence[Storage], rollbacks: Sequence[Rollback]
+    ) -> dict[str, Any]:
+        """Return what there is to go on from.
+
+        Returns:
+            "rows": (number of the storage, what was found), in the order to try them; "num": how many there are;
+            "attempt": the greatest; "goes_back": newer ones may hold a bad batch.
+        """
         places: list[tuple[int, FolderEntry]] = []
         for number, storage in enumerate(storages):
             try:
@@ -467,7 +512,26 @@ class StartingPoint:
         places.sort(
             key=lambda place: (place[1].problem is not None, place[1].attempt, place[1].step, -place[0]), reverse=True
         )
-        return [(number, asdict(entry)) for number, entry in places]
+        guard = self._context.guard
+        sound = [
+            (str(index), entry.attempt, entry.step, entry.metrics)
+            for index, (_, entry) in enumerate(places)
+            if not entry.problem
+        ]
+        order, bad = order_to_try(
+            sound, rollbacks, metric=None if guard is None else guard.watched,
+            are_all_known=len(sound) == len(places) and not saver.place.quarantined,
+        )  # fmt: skip
+        tried = [place for place in places if place[1].problem]
+        for index in order:
+            number, entry = places[int(index)]
+            tried.append((number, replace(entry, problem=bad.get(index))))
+        return {
+            "rows": [(number, asdict(entry)) for number, entry in tried],
+            "num": len(places),
+            "attempt": max((entry.attempt for _, entry in places), default=0),
+            "goes_back": bool(bad) or order != [row[0] for row in sound],
+        }
 
     def _named(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
         """Return names to ask a storage for although a listing may not show them yet."""
@@ -520,6 +584,12 @@ class StartingPoint:
         return saver.remote_names(next(uploader for uploader in self._context.uploaders if uploader.storage is storage))
 
 
+def _before(resumed: FolderEntry, entries: Sequence[FolderEntry]) -> tuple[int, str] | None:
+    """Return the checkpoint of a run that would have been resumed if ``resumed`` were not there."""
+    later = entries[entries.index(resumed) + 1 :] if resumed in entries else ()
+    return next(((entry.step, entry.name) for entry in later if entry.problem is None), None)
+
+
 class HistoryLogger(LoggerDestination):
     """Passes the numbers that are logged to the history of the run that a later life goes on from.
 
@@ -527,10 +597,11 @@ class HistoryLogger(LoggerDestination):
 
     Args:
         state: of the trainer.
+        guard: takes them too.
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, guard: TrainerGuard | None = None) -> None:
+        self._state, self._take = state, None if guard is None else guard.take
         self._log: MetricLog | None = None
         self._sessions: tuple[RunSession, ...] = ()
 
@@ -541,7 +612,7 @@ class HistoryLogger(LoggerDestination):
             session: of the run.
             others: of all runs that training saves to: each knows how far it has come.
         """
-        self._log = None if session is None or not session.leads else MetricLog(session)
+        self._log = None if session is None or not session.leads else MetricLog(session, self._take)
         self._sessions = tuple(others)
         self.stepped()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
-from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, RunSave, failed, state_of
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, PendingSaves, RunSave, failed, state_of
 from holdfast.checkpointer.run_session import NamedSave
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
@@ -26,6 +26,7 @@ from ..training.ranks import TIMEOUT_S
 from .files import FileImage, gathered
 from .finder import FolderEntry, look, look_at
 from .folder import SaveFolder, link_latest
+from .guard import TrainerGuard
 from .naming import TIME_VARIABLES, Destinations, NameTemplate, SaverNames
 from .schema import as_torch_file, expand
 from .uploads import RemoteUploaderDownloader
@@ -76,6 +77,11 @@ class AsyncSaver:
     def parent(self) -> str | None:
         """Id of the checkpoint that the next save goes on from."""
         return self._saves.parent
+
+    @property
+    def pending(self) -> PendingSaves:
+        """The saves on their way."""
+        return self._saves
 
     @property
     def lost(self) -> LostSaves:
@@ -130,9 +136,10 @@ class AsyncSaver:
             return self._folder.session.keep_state(lambda: live, self._snapshotter, **about, named=named)
 
     def rescue(self, why: str) -> None:
-        """Commit the newest state that was kept, if it is newer than what is saved."""
+        """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
         session = self._folder.session
         name = session.answer(session.client.rescue(why))
+        self._folder.rescues_later = session.team is not None
         if name is not None:
             _LOG.warning("training raised; the state of the last snapshot is saved as %s", name)
 
@@ -247,6 +254,7 @@ class PostCommit:
         keep: rules of retention; None keeps everything.
         keeps_none: a checkpoint is deleted here after its upload.
         announce: gets each committed checkpoint, once its links, its uploads and the retention are under way.
+        guard: knows which of them may be gone back to, and stay whatever ``keep`` says.
     """
 
     def __init__(
@@ -259,7 +267,9 @@ class PostCommit:
         keep: Keep | None,
         keeps_none: bool,
         announce: Callable[[Checkpoint], None],
+        guard: TrainerGuard | None = None,
     ) -> None:
+        self._guard = guard
         self._names, self._folder, self._uploaders = names, folder, tuple(uploaders)
         self._claim, self._keep, self._keeps_none = claim, keep, keeps_none
         self._announce = announce
@@ -412,6 +422,7 @@ class PostCommit:
             if self._keep is None:
                 doomed = {entry.name for entry in self._found} - protect
             else:
+                protect |= frozenset() if self._guard is None else self._guard.protected
                 verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
             for entry in [entry for entry in self._found if entry.name in doomed]:

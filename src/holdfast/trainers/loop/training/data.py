@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.checkpointer.guard import Judge
 from holdfast.errors import ConfigError
+from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast.state.data.seeding import generators_kept
 
 if TYPE_CHECKING:
     from .evaluator import DataSpec
 
 __all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
+
+
+_NAME = "train"  # of the loader, as `holdfast log` names its batches
 
 
 class DataPosition:
@@ -25,10 +31,13 @@ class DataPosition:
     Attributes:
         stage: what was going on when the state was saved: "" (between batches), or the evaluation that has to be done
             again ("batch_eval", "epoch_eval").
+        judge: judges the metric that a guard watches; its window is part of the state.
     """
 
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self.stage = ""
+        self.judge: Judge | None = None
+        self._left_out: set[BatchSpan] = set()  # batches that no life trains
         self._rank, self._world_size = rank, world_size
         self._stored: Mapping[str, Any] | None = None
         self._live: ResumableBatches | None = None
@@ -54,18 +63,63 @@ class DataPosition:
             self._counted = (loader, num_batches(epoch))
         return self._counted[1]
 
+    # -- batches that are left out
+
+    @property
+    def place(self) -> tuple[BatchSpan, ...]:
+        """The batch drawn last, by its place in the order of its epoch."""
+        if self._live is None or not self._live.batches:
+            return ()
+        return (BatchSpan(_NAME, self._live.epoch, self._live.batches - 1, self._live.batches),)
+
+    def draw(self, source: Iterator[Any], end: Any) -> tuple[Any, int]:
+        """Return the next batch that is to be trained, or ``end``; and the samples of the epoch before it.
+
+        Batches that are left out are drawn too, for their place counts, and move no generator.
+        """
+        live = self._live
+        assert live is not None
+        while self._left_out and any(
+            span[:2] == (_NAME, live.epoch) and span.first <= live.batches < span.end for span in self._left_out
+        ):
+            with generators_kept():
+                if next(source, end) is end:
+                    return end, live.samples
+        before = live.samples
+        return next(source, end), before
+
+    @property
+    def num_left_out(self) -> int:
+        """How many batches of this epoch are left out, on this rank."""
+        epoch = None if self._live is None else self._live.epoch
+        places = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
+        return len(set().union(*places))
+
+    def leave_out(self, spans: Iterable[BatchSpan]) -> None:
+        """Train these batches no more."""
+        self._left_out.update(spans)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last trained batch."""
         train = self._live.state_dict() if self._live is not None else self._stored
         if train is not None and self._world_size > 1:
             train = with_ranks_apart(train)
-        return {"train": train, "eval": {}, "stage": self.stage}
+        return {
+            "train": train, "eval": {}, "stage": self.stage,
+            "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
+            "guard": None if self.judge is None else self.judge.state_dict(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where an earlier life was."""
         train = state["train"]
         self._stored, self._live = None if train is None else of_this_rank(train), None
         self.stage = state.get("stage", "")
+        num_ranks, left_out = state.get("left_out", (0, ()))
+        if num_ranks == self._world_size:  # each rank counts its own batches
+            self.leave_out(map(BatchSpan.from_json, left_out))
+        if self.judge is not None:
+            self.judge.load_state_dict(state.get("guard"))
 
     def notes(self) -> list[str]:
         """Say what becomes of the rest of an epoch that another number of ranks has begun."""

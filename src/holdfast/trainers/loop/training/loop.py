@@ -60,6 +60,7 @@ class TrainingLoop:
         self._logs_metrics = logs_metrics
         self._evaluated_at: dict[str, int] = {}
         self._counted = True  # all ranks know beforehand how many batches an epoch has
+        self._before = 0  # samples of the epoch before the batch drawn last
 
     def run(self) -> bool:
         """Train; False if it was left early because it was asked to stop."""
@@ -91,13 +92,12 @@ class TrainingLoop:
                 metric.reset()
             engine.run(Event.EPOCH_START)
         batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
-        before = batches.samples
         self._check_even(batches, epoch)
         source = iter(batches)
         self._pace.begin()
         while True:
             engine.run(Event.BEFORE_DATALOADER)
-            batch = self._next(source, batches)
+            batch = self._next(source)
             if batch is _END:
                 break
             state.batch = on_device(batch, state.train_spec, state.device)
@@ -106,23 +106,23 @@ class TrainingLoop:
             self._step.run()
             if self._schedule_by_batch:
                 self._step_schedulers()
-            samples, tokens = self._counts(batches, batches.samples - before)
-            before = batches.samples
+            samples, tokens = self._counts(batches, batches.samples - self._before)
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
             self._logger.log_metrics({f"loss/train/{name}": loss for name, loss in self._step.losses.items()})
             if self._logs_metrics and state.train_metrics:
                 now = computed(state.train_metrics, state.ranks)
                 self._logger.log_metrics({f"metrics/train/{name}": value for name, value in now.items()})
+            self._pace.logged()
             engine.run(Event.BATCH_END)
             if (due := self._due(Event.BATCH_CHECKPOINT)) and not self._evaluated("batch_eval", due):
                 return False
             if not self._after_batch():
                 return False
             if state.is_finished:
-                if state.num_batches != state.timestamp.count("batch_in_epoch"):
+                if self._length != state.timestamp.count("batch_in_epoch"):
                     return True
-                self._next(source, batches)  # this was its last batch; a loader with a state of its own learns of it
+                self._next(source)  # this was its last batch; a loader with a state of its own learns of it
                 break
         if state.timestamp.count("batch_in_epoch") == 0:
             raise ConfigError(
@@ -131,14 +131,21 @@ class TrainingLoop:
             )
         return self._end_epoch()
 
-    def _next(self, source: Iterator[Any], batches: ResumableBatches) -> Any:
-        """Draw a batch; all ranks have one, or none."""
-        batch, ranks = next(source, _END), self._state.ranks
+    def _next(self, source: Iterator[Any]) -> Any:
+        """Draw a batch that is to be trained; all ranks have one, or none."""
+        ranks, position = self._state.ranks, self._state.dataset_state
+        batch, self._before = position.draw(source, _END)
         if ranks.world_size > 1 and not self._counted:
             (count,) = ranks.sum([float(batch is not _END)])
             if 0 < count < ranks.world_size:
                 ranks.agree("ended", lambda: batch is _END, _refuse_ended)
         return batch
+
+    @property
+    def _length(self) -> int | None:
+        """Batches of this epoch that are trained, on this rank; None if the loader does not know."""
+        num_batches = self._state.num_batches
+        return None if num_batches is None else num_batches - self._state.dataset_state.num_left_out
 
     def _check_even(self, batches: ResumableBatches, epoch: int) -> None:
         """Refuse an epoch of which ranks have unequal numbers of batches: gradients are exchanged with each of them."""
@@ -210,7 +217,7 @@ class TrainingLoop:
     def _eval_follows(self, every: Every) -> bool:
         """Tell whether this epoch has ended and is evaluated next: what is saved now should have those metrics."""
         state, now = self._state, self._state.timestamp
-        if state.num_batches != now.count("batch_in_epoch"):
+        if self._length != now.count("batch_in_epoch"):
             return False
         after = now.to_next_epoch()
         return every.due(Event.EPOCH_CHECKPOINT, now, after, state.span)

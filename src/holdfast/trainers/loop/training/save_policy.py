@@ -10,28 +10,33 @@ from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.save_policy import agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
+from holdfast.run.life import GUARD_STATUS
 
 from ..times.time import TimeUnit
 from ..times.timestamp import Every, When
 from .ranks import Ranks
 
 if TYPE_CHECKING:
+    from ..saving.guard import TrainerGuard
     from ..saving.saver_group import SaverGroup
     from ..state import State
 
-__all__ = ["DistributedStopPolicy", "StopPolicy", "make_pace"]
+__all__ = ["EXIT_CODE_FOR_REQUEUE", "DistributedStopPolicy", "StopPolicy", "make_pace"]
 
+EXIT_CODE_FOR_REQUEUE = 85
 _PAUSE_S = 2.0
 
 
 def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequence[When]) -> StopPolicy:
     """Return what decides in a training; with several ranks they all call this, and what they save to is open."""
     if state.ranks.world_size == 1:
-        return StopPolicy(signals)
+        return StopPolicy(signals, group.guard)
     every = [pace for pace in (*evals, *(saver.every for saver in group.savers)) if isinstance(pace, Every)]
     times = [*(pace.interval for pace in every), state.max_duration]
     seconds = [time.value for time in times if time is not None and time.unit is TimeUnit.SECOND]
-    return DistributedStopPolicy(signals, state.ranks, group.team(), intervals_s=seconds, settle=group.settle_ended)
+    return DistributedStopPolicy(
+        signals, state.ranks, group.team(), intervals_s=seconds, settle=group.settle_ended, guard=group.guard
+    )
 
 
 class StopPolicy:
@@ -39,11 +44,30 @@ class StopPolicy:
 
     Args:
         signals: those that ask training to stop.
+        guard: looks for bad batches; None without one.
     """
 
-    def __init__(self, signals: StopSignals) -> None:
-        self._signals = signals
+    def __init__(self, signals: StopSignals, guard: TrainerGuard | None = None) -> None:
+        self._signals, self._guard = signals, guard
         self._last = time.perf_counter()
+        if guard is not None:
+            guard.bad = self._go_back
+
+    def logged(self) -> None:
+        """The metrics of a batch are logged: training is left if the guard has found a bad one.
+
+        Raises:
+            SystemExit: it has.
+            TrainingError: it has, and the run must not go on.
+        """
+        if self._guard is not None:
+            self._guard.stepped()
+
+    def _go_back(self) -> None:
+        """Leave training for a bad batch, at once."""
+        assert self._guard is not None
+        # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
+        self._guard.leave(GUARD_STATUS if self._signals.received is None else EXIT_CODE_FOR_REQUEUE)
 
     @property
     def stopping(self) -> bool:
@@ -81,13 +105,14 @@ class DistributedStopPolicy(StopPolicy):
         team: their writers.
         intervals_s: everything that is due by the clock, in seconds.
         settle: takes in what has ended in the background; raises what failed.
+        guard: looks for bad batches, on rank 0; None without one.
     """
 
     def __init__(
         self, signals: StopSignals, ranks: Ranks, team: RankGroup, *, intervals_s: Sequence[float],
-        settle: Callable[[], None],
+        settle: Callable[[], None], guard: TrainerGuard | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(signals)
+        super().__init__(signals, guard)
         self._ranks, self._team, self._settle = ranks, team, settle
         self._pause_s = min(_PAUSE_S, *(interval_s / 10 for interval_s in intervals_s), _PAUSE_S)
         self._moment = 0
@@ -122,6 +147,8 @@ class DistributedStopPolicy(StopPolicy):
         elif self._ranks.leads and time.monotonic() - self._met > self._pause_s:
             self._want("settle")
         kind = agreed(self._team, self._moment)
+        if kind == "rollback" and self._guard is not None:
+            self._guard.leave()  # whoever has left before
         if (trouble := self._team.trouble()) is not None:
             raise trouble
         if kind is None:
@@ -129,6 +156,10 @@ class DistributedStopPolicy(StopPolicy):
         self._told.clear()
         self._stopping = self._stopping or kind == "stop"
         return self._meet()
+
+    def _go_back(self) -> None:
+        """Ask for a moment at which all ranks leave."""
+        self._want("rollback")
 
     def _want(self, kind: str) -> None:
         if kind not in self._told:
