@@ -249,11 +249,11 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
         "import itertools, os\n"
         "from holdfast.copying import sending as _sending\n"
         "from holdfast.cli.main import main\n"
-        "settled, numbers = _sending.Sender.settled, itertools.count(1)\n"
+        "settled, numbers = _sending.Sender._settled, itertools.count(1)\n"
         "def slow(self, nbytes):\n"
         "    settled(self, nbytes); os.write(2, b'window\\n')\n"
         "    if next(numbers) >= 5: self._halt.wait(60)\n"
-        "_sending.Sender.settled = slow\n"
+        "_sending.Sender._settled = slow\n"
         "main()\n"
     )
     arguments = ["cp", str(tmp_path / "source" / "c"), str(tmp_path / "copy"), "--json"]

@@ -42,12 +42,12 @@ def test_a_bucket_that_does_not_take_the_marker(
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_save_that_fails_leaves_no_marker(tmp_path: Path, remote: bool) -> None:
     """A name under which nothing was saved is free; one that has an older checkpoint stays taken."""
-    saves = saves_to("memory://failing/run" if remote else None)
-    for path in (tmp_path / "new.ckpt", "memory://failing/new.ckpt"):
+    saves = saves_to("memory://failing-names/run" if remote else None)
+    for path in (tmp_path / "new.ckpt", "memory://failing-names/new.ckpt"):
         with pytest.raises(UnsupportedStateError):
             saves.save(path, {"live": object()}, step=1, metrics={})
     assert os.listdir(tmp_path) == []
-    assert list(MemoryStorage("failing").list("")) == []
+    assert list(MemoryStorage("failing-names").list("")) == []
 
 
 def test_a_save_that_fails_later(tmp_path: Path) -> None:

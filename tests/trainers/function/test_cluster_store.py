@@ -457,7 +457,7 @@ def test_a_worker_is_killed_with_a_share_on_the_disk(
         request.getfixturevalue("nodes")
 
     def train() -> None:
-        from holdfast.trainers.function.worker import staging
+        from holdfast.trainers.function import unfinished
 
         context = hf.get_context()
         rank, first = context.get_world_rank(), int(context.get_trial_id().rsplit("-", 1)[1]) == 1
@@ -473,7 +473,7 @@ def test_a_worker_is_killed_with_a_share_on_the_disk(
         for step in range(start, 3):
             hf.get_all_reported_checkpoints("committed")  # all of the step before is brought
             if first and step == 1 and rank == 1:
-                staging.bring_share = hang
+                unfinished.bring_share = hang
             hf.report({"step": step, "start": start}, state={"weights": [float(step)] * 100, "step": step})
             if first and step == 1:
                 time.sleep(600)
