@@ -78,3 +78,14 @@ def test_a_forked_interpreter_is_waited_for_and_signalled(ranks: RankServer) -> 
         code = "import sys; print('torch' in sys.modules, sys.flags.isolated)"
         isolated = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert isolated.stdout == "False 1\n"
+
+
+@pytest.mark.slow
+def test_a_server_that_died_is_replaced() -> None:
+    """The next one who needs it gets another, with a script under `forked` too."""
+    with RankServer() as own, forked_interpreters(own):
+        own._process.kill()
+        own._process.wait()
+        assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+        assert own.run("os:getpid").checked() != os.getpid()
+        assert own.is_alive

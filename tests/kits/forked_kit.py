@@ -60,7 +60,8 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
         errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
-        program = None if shell or preexec_fn is not None or isinstance(args, str | bytes) else _program(args)
+        is_plain = not (shell or executable or preexec_fn is not None or isinstance(args, str | bytes))
+        program = _program(args) if is_plain and self.server.is_alive else None  # else it is started anew by a real one
         if program is None:
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -170,7 +171,7 @@ def _run(program: list[str]) -> int:
     try:
         if is_code:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(program[1], "<string>", "exec"), main.__dict__)
+            exec(compile(program[1], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             runpy.run_path(program[0], run_name="__main__")
     except SystemExit as left:

@@ -34,7 +34,21 @@ class RankServer(ForkServer):
             "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "holdfast.core",
             "holdfast.trainers.function.worker.main", "holdfast.trainers.function.worker.session",
         )  # fmt: skip
-        super().__init__(preload=(*first, _HERE, *preload), path=path)
+        self._given = {"preload": (*first, _HERE, *preload), "path": path}
+        super().__init__(**self._given)
+
+    def run(self, function: str, *args: Any, **options: Any) -> Outcome:
+        """See `ForkServer.run`; a server that has died, or was given up, is replaced first."""
+        if not self.is_alive:
+            self.close()
+            super().__init__(**self._given)
+        return super().run(function, *args, **options)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes orders."""
+        stdin = self._process.stdin
+        return self._process.poll() is None and stdin is not None and not stdin.closed
 
     def ranks(
         self,

@@ -53,8 +53,8 @@ _ENDS = {"finished": _FINISHED, "stopped": _STOPPED, "rolled back": _ROLLED_BACK
 class RolledBack(SystemExit):
     """A guard has found a bad step, and this process ends for it: the next start goes on from before that."""
 
-    def __init__(self) -> None:
-        super().__init__(GUARD_STATUS)
+    def __init__(self, status: int = GUARD_STATUS) -> None:
+        super().__init__(status)
 
 
 class LifeReport:

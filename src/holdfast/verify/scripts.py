@@ -309,10 +309,10 @@ class _Lives:
             matches = self._match(life, records, fresh if noise is not None else self._reference, died, had, to_end)
             began, made, early = matches[0].began, matches[0].steps, matches[0].early or early
             refused = not life.killed and life.status != 0
-            if doubted is not None and not early and not refused:  # it has begun at step 0 indeed
+            if doubted is not None and not early and not refused and not began:  # it has begun at step 0 indeed
                 life, matches, findings = doubted[0], {0: doubted[1]}, doubted[2]
                 self._note(life, kill, 0, doubted[1].steps, finding=findings[0][2])
-                return self._confirmed(findings, proven)
+                return [*findings, (0, 0, noise)] if noise is not None else self._confirmed(findings, proven)
             findings = [(number, rank, found) for rank, match in matches.items() for found in match.findings]
             if self._saves and not had and findings and all(one[2].kind == "starts over" for one in findings):
                 unsaved, findings = findings, []  # it saves by the clock, and was killed before its first save
@@ -333,6 +333,8 @@ class _Lives:
                 return self._confirmed(findings, proven)
             self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
             if not life.killed:
+                if any(plan):
+                    self._notes.append("it came to its end before all planned kills: it makes steps before it loads")
                 break
             died = (began or 0) + made - 1
         return [] if any(life.began for life in self._lives) else unsaved

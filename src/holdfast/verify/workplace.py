@@ -139,6 +139,10 @@ class OutputWatch:
         if trace is not None:
             trace.mkdir(exist_ok=True)
             self._trace = _LIBC.inotify_add_watch(self._fd, os.fsencode(trace), _MODIFY | _ATTRIB)
+            if self._trace < 0:
+                code = ctypes.get_errno()
+                os.close(self._fd)
+                raise OSError(code, os.strerror(code), os.fspath(trace))
         self._add(root, found=False)
 
     def __enter__(self) -> Self:

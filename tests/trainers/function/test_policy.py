@@ -29,7 +29,7 @@ F, P, R = Cause.FAILURE, Cause.PREEMPTION, Cause.ROLLBACK
         (0, 1, [P, P], GiveUp(why="preemption 2 with max_preemptions=1")),
         (-1, 0, [F] * 99, Restart()),
         (-1, 0, [F, P], GiveUp(why="preemption 1 with max_preemptions=0")),
-        (0, 0, [R] * 9, Restart()),
+        (0, 0, [R] * 9, Restart()),  # which the guard itself bounds
     ],
 )
 def test_limits(failures: int, preemptions: int, history: list[Cause], outcome: Restart | GiveUp) -> None:
@@ -42,7 +42,8 @@ def test_limits(failures: int, preemptions: int, history: list[Cause], outcome: 
 def test_delays(idle: int, delay: float) -> None:
     """Starts that come to nothing are tried at once three times, then ever more slowly."""
     assert FailurePolicy(max_failures=-1).decide([F], idle_starts=idle) == Restart(delay_s=delay)
-    assert FailurePolicy().decide([R], idle_starts=idle) == Restart(), "a guard that takes a run back has reported it"
+    assert FailurePolicy().decide([R], idle_starts=idle) == Restart(delay_s=delay)
+    assert isinstance(FailurePolicy(max_rollbacks=0).decide([R], idle_starts=idle), GiveUp), "torchrun starts it again"
 
 
 def test_preemptions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import random
 import signal
 import sys
@@ -23,9 +24,11 @@ from loop_kit import NUM_SAMPLES, Points, everything, names, plain, rich
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
-from holdfast.errors import ConfigError, TrainingError
+from holdfast.errors import ConfigError, SessionError, TrainingError
+from holdfast.run.life import RolledBack
 from holdfast.run.rollbacks import BatchSpan, read_rollbacks
 from holdfast.testing import ForkServer, assert_state_equal
+from holdfast.utils import load_checkpoint
 
 CASES, BOUND_S = 10, 45.0  # of the sweep, for each test
 
@@ -165,6 +168,49 @@ def test_stop_ends_with_an_error_and_nothing_of_the_bad_batch(tmp_path: Path) ->
     with pytest.raises(TrainingError, match=r"step 4: loss/train/total is nan\. The guard has action='stop'"):
         trainer.fit()
     assert names(tmp_path)[-1] == "ep0-ba3"
+
+
+def test_the_same_trainer_trains_no_more(tmp_path: Path) -> None:
+    """In a notebook `fit` is called again, with the weights of the bad batch: refused, and so is saving them."""
+    guard = hf.Guard()
+    trainer = plain(tmp_path, train_dataloader=data(bad=[20]), save_interval="1ba", guard=guard, autoresume=True)
+    with pytest.raises(RolledBack) as end:
+        trainer.fit()
+    assert pickle.loads(pickle.dumps(end.value)).code == 86, "it travels to the parent of a worker"
+    for again in (trainer.fit, trainer.save_checkpoint_to_save_folder):
+        with pytest.raises(SessionError, match="make another Trainer with autoresume=True"):
+            again()
+    assert names(tmp_path)[-1] == "ep0-ba3"
+
+
+def test_an_epoch_that_is_left_out_whole_is_passed_over(tmp_path: Path) -> None:
+    """Training goes on with the next one."""
+    trainer = plain(tmp_path, save_interval="1ba", guard=hf.Guard(), autoresume=True)
+    trainer.state.dataset_state.leave_out([BatchSpan("train", 0, 0, 6)])
+    trainer.fit()
+    assert [trainer.state.timestamp.count(unit) for unit in ("batch", "epoch")] == [6, 2]
+
+
+def test_a_full_load_in_the_middle_of_an_epoch_goes_on_with_the_epoch(tmp_path: Path) -> None:
+    """A callback that loads everything leaves the loop its batches, without a guard and with one."""
+
+    class Load(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 4 and not self.loaded:
+                self.loaded = True
+                load_checkpoint(tmp_path / "first" / "ep0-ba2", state)
+
+        loaded = False
+
+    plain(tmp_path / "first", max_duration="2ba", save_interval="1ba").fit()
+    for guard in (None, hf.Guard()):
+        callback = Load()
+        trainer = plain(
+            tmp_path / f"{guard is None}", callbacks=callback, max_duration="8ba", guard=guard, autoresume=True
+        )
+        trainer.fit()
+        assert callback.loaded
+        assert trainer.state.timestamp.count("batch") == 8
 
 
 def test_warn_says_it_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -275,7 +275,7 @@ class TorchTrainer:
             # Processes that torchrun has started are started again by it, not by us.
             policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions)
             if launched == 1
-            else FailurePolicy(max_failures=0, max_preemptions=0),
+            else FailurePolicy(max_failures=0, max_preemptions=0, max_rollbacks=0),
             limits=self._limits(failure),
             score=score,
             strategy=strategy,

@@ -309,6 +309,7 @@ class Trainer:
         state = self.state
         if self._closed:
             raise SessionError("this trainer is closed: make another one")
+        self._check_not_left()
         if state.train_dataloader is None:
             raise ConfigError("fit() needs train_dataloader")
         if (more := parse_duration(duration, "duration")) is not None:
@@ -391,6 +392,13 @@ class Trainer:
                 raise reason from error
             raise
 
+    def _check_not_left(self) -> None:
+        if self._guard is not None and self._guard.left_for:
+            raise SessionError(
+                f"the guard has ended this training ({self._guard.left_for}): make another Trainer with "
+                "autoresume=True, which goes on from before that"
+            )
+
     def _go_on(self) -> None:
         """Be where the checkpoint was saved, with the random numbers of that moment; save what was left out there."""
         if self._generators is not None:
@@ -468,6 +476,7 @@ class Trainer:
         """
         if not self._savers:
             raise ConfigError("save_checkpoint_to_save_folder() needs save_folder, or a CheckpointSaver in callbacks")
+        self._check_not_left()
         self._group.open()
         self._group.save_first()
 

@@ -56,6 +56,8 @@ class FailurePolicy:
 
     max_failures: int = 0
     max_preemptions: int = -1
+    max_rollbacks: int = -1
+    """-1: the guard that takes a run back has its own limit; 0: whoever has started the processes starts them again."""
 
     def decide(self, history: Sequence[Cause], *, idle_starts: int = 0) -> Restart | GiveUp:
         """Decide what follows the newest entry of ``history``.
@@ -71,11 +73,11 @@ class FailurePolicy:
             Cause.FAILURE: ("max_failures", self.max_failures),
             Cause.PREEMPTION: ("max_preemptions", self.max_preemptions),
             Cause.RESIZE: ("", -1),
-            Cause.ROLLBACK: ("", -1),
+            Cause.ROLLBACK: ("max_rollbacks", self.max_rollbacks),
         }[newest]
         if limit >= 0 and count > limit:
             return GiveUp(why=f"{newest.value} {count} with {name}={limit}")
-        excess = 0 if newest is Cause.ROLLBACK else idle_starts - _FREE_STARTS
+        excess = idle_starts - _FREE_STARTS
         return Restart(delay_s=0.0 if excess <= 0 else min(_MAX_DELAY_S, 2.0 ** (excess - 1)))
 
 

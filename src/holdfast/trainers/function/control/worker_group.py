@@ -119,7 +119,10 @@ class WorkerGroup:
     @property
     def rolled_back(self) -> bool:
         """Whether its guard takes the training back: rank 0 decides, and may find that it must not go on."""
-        return 0 in self.rolling_back
+        if 0 in self.rolling_back:
+            return True
+        # It may be ended by us before it says so: it waits for uploads, which the others do not.
+        return bool(self.rolling_back) and 0 not in self.failures and 0 not in self.finished
 
     @property
     def cause(self) -> Cause:

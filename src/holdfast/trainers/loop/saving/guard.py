@@ -108,11 +108,14 @@ class TrainerGuard:
         if self._watch is not None and self._watch.look(waits=waits) is not None:
             self.bad()
 
-    def keeping(self) -> None:
-        """A state is about to be copied, and is written only if this process dies."""
+    def keeping(self) -> bool:
+        """A state is about to be copied, and is written only if this process dies; False: it must not be kept."""
         self.check(waits=True)
+        if self._watch is not None and self._watch.alarm is not None:
+            return False  # all ranks leave at a moment that is about to come
         if self._watch is not None:
             self._protect(self._watch)
+        return True
 
     def saving(self, name: str) -> None:
         """Have retention keep what may be needed yet, before a checkpoint of this name can push it out."""

@@ -531,8 +531,8 @@ class CheckpointSaver(Callback):
         about, extra = self._described()
         if about["step"] in (self._last_batch, self._last_kept):
             return
-        if self._context.guard is not None:
-            self._context.guard.keeping()
+        if self._context.guard is not None and not self._context.guard.keeping():
+            return
         self._last_kept = about["step"]
         self._context.flush_logs()
         name = self.names.at(self._context.state.timestamp)

@@ -72,13 +72,16 @@ class DataPosition:
             return ()
         return (BatchSpan(_NAME, self._live.epoch, self._live.batches - 1, self._live.batches),)
 
-    def draw(self, source: Iterator[Any], end: Any) -> tuple[Any, int]:
+    def draw(self, live: ResumableBatches, source: Iterator[Any], end: Any) -> tuple[Any, int]:
         """Return the next batch that is to be trained, or ``end``; and the samples of the epoch before it.
 
         Batches that are left out are drawn too, for their place counts, and move no generator.
+
+        Args:
+            live: the epoch as `open` gave it.
+            source: goes through it.
+            end: what to return when it is over.
         """
-        live = self._live
-        assert live is not None
         while self._left_out and any(
             span[:2] == (_NAME, live.epoch) and span.first <= live.batches < span.end for span in self._left_out
         ):

@@ -97,7 +97,7 @@ class TrainingLoop:
         self._pace.begin()
         while True:
             engine.run(Event.BEFORE_DATALOADER)
-            batch = self._next(source)
+            batch = self._next(source, batches)
             if batch is _END:
                 break
             state.batch = on_device(batch, state.train_spec, state.device)
@@ -122,19 +122,19 @@ class TrainingLoop:
             if state.is_finished:
                 if self._length != state.timestamp.count("batch_in_epoch"):
                     return True
-                self._next(source)  # this was its last batch; a loader with a state of its own learns of it
+                self._next(source, batches)  # this was its last batch; a loader with a state of its own learns of it
                 break
-        if state.timestamp.count("batch_in_epoch") == 0:
+        if state.timestamp.count("batch_in_epoch") == 0 and not state.dataset_state.num_left_out:
             raise ConfigError(
                 f"the training data gave no batch in epoch {epoch}: training would never end (a generator can be gone "
                 "through once: give a DataLoader, or an object with __iter__)"
             )
         return self._end_epoch()
 
-    def _next(self, source: Iterator[Any]) -> Any:
+    def _next(self, source: Iterator[Any], batches: ResumableBatches) -> Any:
         """Draw a batch that is to be trained; all ranks have one, or none."""
         ranks, position = self._state.ranks, self._state.dataset_state
-        batch, self._before = position.draw(source, _END)
+        batch, self._before = position.draw(batches, source, _END)
         if ranks.world_size > 1 and not self._counted:
             (count,) = ranks.sum([float(batch is not _END)])
             if 0 < count < ranks.world_size:
