@@ -361,7 +361,7 @@ def main() -> int:
     """Run the demo; the exit status says whether the promise held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", default="demo-runs", help="where the runs go; emptied first")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--generate", type=int, default=300, help="bytes of text to write at the end")
     parser.add_argument("--seed", type=int, help="repeat the kill moments of an earlier demo")
     began = time.monotonic()

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 
-CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 256, 8, 2, 12
+CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 256, 8, 2, 6
 
 
 class Windows(Dataset):
