@@ -35,3 +35,9 @@ def nodes(head: Nodes) -> Iterator[Nodes]:
     """The cluster; it has the nodes that a test adds to it, and no others once it has added one."""
     yield head
     head.release()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: a run that is left over calls Ray after its end, and Ray ends this process for that."""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
