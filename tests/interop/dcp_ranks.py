@@ -6,6 +6,7 @@ in order; what it finds wrong ends it with a traceback.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -81,3 +82,7 @@ def main(rank: int, world_size: int, folder: Path, actions: list[str]) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    # Threads of gloo may still hold tensors when the interpreter is taken apart, and abort it (pytorch/pytorch 179291).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
