@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
@@ -28,7 +29,7 @@ from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
 from .verification import Watcher
 
-__all__ = ["StepBoundary"]
+__all__ = ["StepBoundary", "leave_for_alarm"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
@@ -385,17 +386,10 @@ class StepBoundary:
             SystemExit: with the status of a rollback, or of a stop that was asked for.
             TrainingError: the run must not go on.
         """
-        session, guard = self._session, self.guard
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
         status = self._options.exit_code if self.pace.stop_asked else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
-        if guard is not None and guard.alarm is not None:
-            step, self.left_for = guard.alarm.step, guard.alarm.why
-            self.left_for = found = guard.decide().in_words()
-            show_rollback(step, found, session.root, status)
-        if session.life is not None and status == GUARD_STATUS:
-            session.life.end("rolled back")
-        raise RolledBack if status == GUARD_STATUS else SystemExit(status)
+        leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"))
 
     def _save_when_space(self) -> None:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""
@@ -487,3 +481,29 @@ class StepBoundary:
             if trash := Trash(self._session.root).in_words():
                 room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room
+
+
+def leave_for_alarm(
+    session: RunSession, guard: GuardWatch | None, status: int, *, note: Callable[[str], None]
+) -> NoReturn:
+    """Leave a training for a bad step, so that the next start goes on from before that; nothing is saved.
+
+    Args:
+        session: the run.
+        guard: has found it; None on ranks above 0.
+        status: that this process ends with.
+        note: told why, first what was found and then what follows: deciding that may raise.
+
+    Raises:
+        SystemExit: with this status.
+        TrainingError: the run must not go on.
+    """
+    if guard is not None and guard.alarm is not None:
+        step = guard.alarm.step
+        note(guard.alarm.why)
+        found = guard.decide().in_words()
+        note(found)
+        show_rollback(step, found, session.root, status)
+    if session.life is not None and status == GUARD_STATUS:
+        session.life.end("rolled back")
+    raise RolledBack if status == GUARD_STATUS else SystemExit(status)

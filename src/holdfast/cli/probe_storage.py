@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,13 +312,18 @@ def skew_of(skew: float, whose: str) -> Finding:
                "set the clocks by NTP (chrony) on all machines", skew_s=skew)  # fmt: skip
 
 
-def _commits(storage: Storage) -> Finding:
+def _put_times(storage: Storage, paths: Iterable[str], nbytes: int) -> tuple[float, float]:
+    """Put small objects one after the other; return the median time of one and the longest, in seconds."""
     times = []
-    for number in range(_COMMITS):
+    for path in paths:
         start = time.perf_counter()
-        storage.put(f"commit/{number % 2}", b"x" * 4096)
+        storage.put(path, b"x" * nbytes)
         times.append(time.perf_counter() - start)
-    middle, worst = statistics.median(times), max(times)
+    return statistics.median(times), max(times)
+
+
+def _commits(storage: Storage) -> Finding:
+    middle, worst = _put_times(storage, [f"commit/{number % 2}" for number in range(_COMMITS)], 4096)
     text = f"{format_duration(middle)}, at worst {format_duration(worst)}"
     values = {"median_s": middle, "worst_s": worst}
     if middle > _SLOW_COMMIT_S:
@@ -471,14 +476,9 @@ def _clean(own: Storage) -> str:
 
 
 def _requests(own: Storage) -> Finding:
-    times = []
-    for number in range(_REQUESTS):
-        start = time.perf_counter()
-        own.put(f"small/{number}", b"x" * 1024)
-        times.append(time.perf_counter() - start)
-    middle = statistics.median(times)
-    text = f"{format_duration(middle)} for a small object, at worst {format_duration(max(times))}"
-    values = {"median_s": middle, "worst_s": max(times)}
+    middle, worst = _put_times(own, [f"small/{number}" for number in range(_REQUESTS)], 1024)
+    text = f"{format_duration(middle)} for a small object, at worst {format_duration(worst)}"
+    values = {"median_s": middle, "worst_s": worst}
     if middle > 1.0:
         return warn("requests", text, "a save takes some of these, outside of training",
                     "train in the region of the bucket", **values)  # fmt: skip

@@ -310,8 +310,8 @@ class _Lives:
             began, made, early = matches[0].began, matches[0].steps, matches[0].early or early
             refused = not life.killed and life.status != 0
             if doubted is not None and not early and not refused and not began:  # it has begun at step 0 indeed
-                life, matches, findings = doubted[0], {0: doubted[1]}, doubted[2]
-                self._note(life, kill, 0, doubted[1].steps, finding=findings[0][2])
+                life, match, findings = doubted
+                self._note(life, kill, 0, match.steps, finding=findings[0][2])
                 return [*findings, (0, 0, noise)] if noise is not None else self._confirmed(findings, proven)
             findings = [(number, rank, found) for rank, match in matches.items() for found in match.findings]
             if self._saves and not had and findings and all(one[2].kind == "starts over" for one in findings):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
-from holdfast.checkpointer.console import show_rollback
+from holdfast.checkpointer.boundaries import leave_for_alarm
 from holdfast.checkpointer.guard import GuardWatch, Judge
 from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Guard
-from holdfast.run.life import GUARD_STATUS, RolledBack
+from holdfast.run.life import GUARD_STATUS
 from holdfast.run.record import metric_value
 from holdfast.run.rollbacks import read_rollbacks
 
@@ -110,10 +111,10 @@ class TrainerGuard:
 
     def keeping(self) -> bool:
         """A state is about to be copied, and is written only if this process dies; False: it must not be kept."""
-        self.check(waits=True)
-        if self._watch is not None and self._watch.alarm is not None:
-            return False  # all ranks leave at a moment that is about to come
         if self._watch is not None:
+            self.check(waits=True)
+            if self._watch.alarm is not None:
+                return False  # all ranks leave at a moment that is about to come
             self._protect(self._watch)
         return True
 
@@ -144,16 +145,9 @@ class TrainerGuard:
             SystemExit: with this status.
             TrainingError: the run must not go on.
         """
-        session, watch = self._session, self._watch
-        assert session is not None
+        assert self._session is not None
         self.left_for = "a bad batch, found by the guard of rank 0"
-        if watch is not None and watch.alarm is not None:
-            step, self.left_for = watch.alarm.step, watch.alarm.why
-            self.left_for = found = watch.decide().in_words()
-            show_rollback(step, found, session.root, status)
-        if session.life is not None and status == GUARD_STATUS:
-            session.life.end("rolled back")
-        raise RolledBack if status == GUARD_STATUS else SystemExit(status)
+        leave_for_alarm(self._session, self._watch, status, note=partial(setattr, self, "left_for"))
 
     def stop(self, status: int) -> None:
         """Training is left because it was asked to stop. Raises like `leave`, where no other rank is about to save."""
