@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from holdfast.errors import ConfigError
 from holdfast.verify.lives import Command, run_life
 from holdfast.verify.page import survival_page
 from holdfast.verify.plan import LifePlan
@@ -197,7 +201,33 @@ def test_a_file_found_in_a_new_directory_is_closed_once_it_is(tmp_path):
             watch.read()
             assert [change.what for change in watch.seen if change.finished] == ["closed new/whole"]
         watch.read()
+        assert watch.num_found == 1
     assert [change.what for change in watch.seen if change.finished] == ["closed new/whole", "closed new/half"]
+
+
+def test_a_file_system_that_gives_no_leases_has_no_half_written_files(tmp_path, monkeypatch):
+    """NFS and SMB answer as if somebody wrote every file: each one would be waited for to the end."""
+    monkeypatch.setattr(
+        "holdfast.verify.workplace.fcntl.fcntl", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, ""))
+    )
+    (tmp_path / "root").mkdir()
+    with ChangeWatch(tmp_path / "root") as watch:
+        (tmp_path / "root" / "new").mkdir()
+        (tmp_path / "root" / "new" / "whole").write_bytes(b"x")
+        watch.read()
+    assert [change.what for change in watch.seen if change.finished] == ["closed new/whole"]
+    assert os.listdir(tmp_path) == ["root"]
+
+
+def test_changes_that_the_kernel_lost_are_said(tmp_path):
+    """As it tells it: an event of no watch (inotify(7), IN_Q_OVERFLOW)."""
+    lost = struct.pack("iIII", -1, 0x4000, 0, 0)
+    with (
+        ChangeWatch(tmp_path) as watch,
+        mock.patch("os.read", return_value=lost),
+        pytest.raises(ConfigError, match="max_queued_events"),
+    ):
+        watch.read()
 
 
 def test_a_kill_reaches_everything_that_was_started(tmp_path):

@@ -43,6 +43,7 @@ _WARNING = re.compile(
 """What a script prints that does not take its newest checkpoint, and says so."""
 _SHOWN = 150  # characters of the line that a life ended with
 _SAVES_AT_MOST = 4  # without the planned change a life is killed after so many saves
+_REFERENCES, _REFERENCE_S = 3, 60.0  # uninterrupted lives at most, where one takes less than this
 
 
 def attack_script(
@@ -153,11 +154,15 @@ class _Attack:
         self.notes: list[str] = []
 
     def watch_uninterrupted(self) -> None:
-        """Run the script without a break."""
-        chain = self._chain()
-        with self._watch(chain) as watch:
-            life = self._life(chain, watch, whole=True)
-            watch.read()
+        """Run the script without a break, again where files were found that the watch came too late for."""
+        for _ in range(_REFERENCES):
+            chain = self._chain()
+            with self._watch(chain) as watch:
+                life = self._life(chain, watch, whole=True)
+                watch.read()
+            self._end(chain)
+            if not watch.num_found or life.seconds > _REFERENCE_S:
+                break
         self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
         steps = len(self.reference[0].steps)
         self.changes = [change for change in watch.seen if change.begun]
@@ -172,7 +177,6 @@ class _Attack:
             f"uninterrupted: {steps} steps in {life.seconds:.1f} s, {len(self.changes)} changes of "
             f"{len(self._kinds)} kinds in {self._num_saves} save{'s' * (self._num_saves != 1)}"
         )
-        self._end(chain)
 
     def check_resume(self) -> None:
         """Kill the script before its last step, at rest: what is wrong then is not the saving.

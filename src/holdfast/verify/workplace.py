@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import struct
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ _NO_STATE = (".pyc", ".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".err", 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # Of Linux' inotify.h.
 _MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x4, 0x8, 0x40, 0x80, 0x100, 0x200
-_IS_DIRECTORY = 0x40000000
+_IS_DIRECTORY, _OVERFLOW = 0x40000000, 0x4000
 _F_SETSIG = 10  # of Linux' fcntl.h; `fcntl` does not name it
 _KINDS = {
     _CREATE: "made", _MODIFY: "written", _CLOSE_WRITE: "closed", _MOVED_TO: "renamed", _MOVED_FROM: "moved away",
@@ -119,6 +120,8 @@ class OutputWatch:
     Attributes:
         due: see `lives.Watch`.
         changes: for each change, how many steps rank 0 had begun.
+        num_found: how many files were finished in a new directory before it was watched. They count as finished when
+            it was made, so one that a save in the background wrote later may be placed some steps early.
 
     Args:
         root: the directory.
@@ -133,6 +136,8 @@ class OutputWatch:
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
         self._folders: dict[int, Path] = {}
+        self.num_found = 0
+        self._leases = _gives_leases(root.parent)
         self.changes: list[int] = []
         self._rows: Counter[str] = Counter()
         self._trace = -1
@@ -159,7 +164,11 @@ class OutputWatch:
         """Do nothing: no kill is due here."""
 
     def read(self) -> None:
-        """Note the changes that are there to be read."""
+        """Note the changes that are there to be read.
+
+        Raises:
+            ConfigError: there were more than the kernel keeps, so some were not seen.
+        """
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self._fd, 1 << 16)
@@ -174,6 +183,11 @@ class OutputWatch:
             folder, mask, _, size = _EVENT.unpack_from(data, at)
             name = data[at + _EVENT.size : at + _EVENT.size + size].rstrip(b"\0")
             at += _EVENT.size + size
+            if mask & _OVERFLOW:
+                raise ConfigError(
+                    "the script changes files faster than the kernel notes it; let it note more: "
+                    "sysctl fs.inotify.max_queued_events=1000000"
+                )
             if folder == self._trace and mask & _ATTRIB and b".rank-0." in name:
                 self._rows[os.fsdecode(name)] += 1
             if folder in self._folders:
@@ -190,7 +204,9 @@ class OutputWatch:
                 if entry.is_dir(follow_symlinks=False):
                     self._add(Path(entry.path), found=found)
                 elif found:
-                    self._changed(Path(entry.path), _CREATE if _is_being_written(entry.path) else _CLOSE_WRITE)
+                    is_open = self._leases and _has_writer(entry.path)
+                    self.num_found += not is_open
+                    self._changed(Path(entry.path), _CREATE if is_open else _CLOSE_WRITE)
 
     def _changed(self, path: Path, mask: int) -> None:
         if mask & _IS_DIRECTORY or not mask & (_CLOSE_WRITE | _MOVED_TO):
@@ -205,20 +221,40 @@ class OutputWatch:
         return max(self._rows.values(), default=0)  # of several processes of a rank the one that made most
 
 
-def _is_being_written(path: str) -> bool:
+def _has_writer(path: str) -> bool:
     """Tell whether a process has a file open to write it: the kernel gives no lease to read it then (fcntl(2))."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False  # it is gone again
     try:
-        fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # who opens it now breaks the lease: SIGIO would end this process
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:  # or there are no leases here
-        return error.errno == errno.EAGAIN
+        return _lease_error(file) == errno.EAGAIN
     finally:
         os.close(file)
-    return False
+
+
+def _lease_error(file: int) -> int:
+    """Ask for a lease to read a file, which ends with the descriptor; return the number of the error, 0 for none."""
+    try:
+        fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # who opens it now breaks the lease: SIGIO would end this process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def _gives_leases(folder: Path) -> bool:
+    """Tell whether a file that nobody writes gets a lease; NFS and SMB refuse it as if somebody wrote the file."""
+    writer, path = tempfile.mkstemp(dir=folder)
+    os.close(writer)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    finally:
+        os.unlink(path)
+    try:
+        return _lease_error(file) == 0
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
