@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,22 @@ def test_what_cannot_be_made_exact_is_said(tmp_path: Path, name: str, caplog: py
         else:
             said = "".join(caplog.messages)
     assert "step 9, epoch 1: " in said
+
+
+def test_a_loader_of_a_run_is_freed_with_the_run(tmp_path: Path) -> None:
+    """No cycle keeps it, and its workers, for the garbage collector, beneath which torch waits 5 s for each of them."""
+
+    def left(path: Path) -> weakref.ref[Any]:
+        loader = DataLoader(Points(), batch_size=4, num_workers=1, persistent_workers=True)
+        with hf.Checkpointer(path, {}) as ck:
+            for _ in ck.batches(loader):
+                ck.step()
+                break
+        return weakref.ref(loader)
+
+    left(tmp_path / "first")  # modules of torch keep tracebacks of their import, and with them who began it
+    gc.disable()
+    try:
+        assert left(tmp_path / "second")() is None
+    finally:
+        gc.enable()

@@ -285,17 +285,21 @@ def test_a_loader_subclass_with_its_own_iterator_is_not_taken_apart():
     assert flat(drawn) == list(range(0, 2 * N, 2))
 
 
-def test_workers_end_with_their_loader():
-    """The clone that keeps persistent workers is dropped with the loader it belongs to."""
+@pytest.mark.parametrize("stop", [None, 3])
+def test_workers_end_with_their_loader(stop):
+    """The clone that keeps persistent workers is dropped with the loader it belongs to, also within an epoch."""
     from holdfast.state.data.loaders import _clones
 
     loader = DataLoader(Ids(), batch_size=4, num_workers=1, persistent_workers=True)
-    run(loader)
-    assert loader in _clones
-    ((clone, _),) = _clones[loader].values()
-    worker = clone._iterator._workers[0]
-    assert worker.is_alive()
-    del loader, clone
-    gc.collect()
-    worker.join(timeout=20)
-    assert not worker.is_alive()
+    gc.disable()  # a cycle would be collected some time, and torch then waits 5 s for each worker
+    try:
+        run(loader, stop=stop)
+        assert loader in _clones
+        ((clone, _),) = _clones[loader].values()
+        worker = clone._iterator._workers[0]
+        assert worker.is_alive()
+        del loader, clone
+        worker.join(timeout=20)
+        assert not worker.is_alive()
+    finally:
+        gc.enable()

@@ -268,7 +268,7 @@ class Checkpointer:
         finally:
             self._signals.remove()
             course.close()
-            self._progress.ledger.close()
+            self._progress.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")

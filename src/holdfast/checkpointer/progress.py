@@ -7,6 +7,7 @@ the step before: whatever the body did after ``ck.step()`` is done by then, and 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -255,6 +256,7 @@ class Progress:
         Raises:
             ConfigError: ``ahead`` with a loader whose position is its own state, which cannot go back.
         """
+        this = weakref.proxy(self)  # a cycle would leave the loader, and its workers, to the garbage collector
         before = self._live.get(name)
         position = before.state_dict() if before is not None else self._positions.get(name)
         if self._seed is None:
@@ -269,7 +271,7 @@ class Progress:
             rank=self._rank,
             world_size=self._world_size,
             split=split,
-            mismatch=lambda text: self.ledger.say(name, f"step {self.step + 1}, {text}"),
+            mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
         )
         if ahead and batches.kind == "stateful":
             raise ConfigError(
@@ -374,6 +376,12 @@ class Progress:
         """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn."""
         if not self.used_epochs and self._live and all(batches.done for batches in self._live.values()):
             self._next_epoch()
+
+    def close(self) -> None:
+        """Let go of the loaders, whose workers end with them, and of the ledger's file; idempotent."""
+        self._samples_before, self._positions = self.samples, {}
+        self._forget_passes()
+        self.ledger.close()
 
     def left(self, name: str) -> int | None:
         """Number of batches that the loader ``name`` has left in this epoch, None if it cannot know."""

@@ -14,9 +14,10 @@ still may, as it would without Holdfast).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -241,33 +242,38 @@ class ResumableBatches:
         # Of each batch that workers have and that is not yielded yet, oldest first: samples, digest of the indices, and
         # of all indices up to it.
         sizes: deque[tuple[int, int, int]] = deque()
-        feed.source = self._keys(order, sizes)
+        feed.source = keys = self._keys(order, sizes)
         assert loader.generator is not None
         loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
         # Without workers this process loads the samples, between two draws of the training loop.
         is_here = self._seed_samples and loader.num_workers == 0
         own = generators_within(self._loader.dataset) if is_here else []
         guard = partial(generators_kept, own) if is_here else contextlib.nullcontext
-        with generators_kept():
-            iterator = iter(loader)
-        while True:
-            with guard():
-                batch = next(iterator, _END)
-            if batch is _END:
-                break
-            size, self._indices, prefix = sizes.popleft()
-            self._samples += size * order.replicas
-            if prefix:
-                self._prefixes[self._samples] = prefix
-                if len(self._prefixes) > _NUM_PREFIXES:
-                    del self._prefixes[next(iter(self._prefixes))]
-            self._batches += 1
-            yield batch
+        try:
+            with generators_kept():
+                iterator = iter(loader)
+            while True:
+                with guard():
+                    batch = next(iterator, _END)
+                if batch is _END:
+                    break
+                size, self._indices, prefix = sizes.popleft()
+                self._samples += size * order.replicas
+                if prefix:
+                    self._prefixes[self._samples] = prefix
+                    if len(self._prefixes) > _NUM_PREFIXES:
+                        del self._prefixes[next(iter(self._prefixes))]
+                self._batches += 1
+                yield batch
+        finally:
+            keys.close()  # persistent workers hold on to it, and it to the loader
         self._done = True
 
-    def _keys(self, order: MapOrder, sizes: deque[tuple[int, int, int]]) -> Iterator[Any]:
-        drawn = order.batches(self._samples, seeded=self._seed_samples, check=self._check_prefix)
-        for indices, seeds in drawn:
+    def _keys(self, order: MapOrder, sizes: deque[tuple[int, int, int]]) -> Generator[Any]:
+        drawn = order.batches(self._samples, seeded=self._seed_samples)
+        first = next(drawn, None)  # the samples before it are left out now
+        self._check_prefix(order)
+        for indices, seeds in itertools.chain([first] if first else [], drawn):
             sizes.append((len(indices), indices_digest(indices), order.prefix))
             if not self._seed_samples:
                 yield indices if order.auto_batch else indices[0]
@@ -399,10 +405,9 @@ class ResumableBatches:
         own = {"memory": order.memory.state_dict(is_over=is_over), "prefix": self._prefixes.get(samples, 0)}
         return {"own": own} if any(own.values()) else {}
 
-    def _check_prefix(self) -> None:
+    def _check_prefix(self, order: MapOrder) -> None:
         """Compare the indices that were left out at the beginning with those that were trained."""
-        order = self._order
-        if order is not None and self._begun_prefix not in (0, order.skipped):
+        if self._begun_prefix not in (0, order.skipped):
             (self._mismatch or self._warn)(
                 f"epoch {self._epoch}: {order.sampler_name} does not give the order again in which it was begun: "
                 f"{self._samples} samples of it were trained, and they are others than it draws first now, so the rest "

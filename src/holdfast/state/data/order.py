@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -106,7 +106,6 @@ class MapOrder:
             self.memory = SamplerMemory(owners, given=memory, is_mid_epoch=is_mid_epoch)
         self.prefix = self.skipped = 0
         self._is_compared = True
-        self._check: Callable[[], None] = _nothing
 
     def _set_epoch(self) -> None:
         for owner in (self._sampler, self._batch_sampler):
@@ -134,18 +133,14 @@ class MapOrder:
         size = self._batch_size or 1
         return left // size if self._drop_last else -(-left // size)
 
-    def batches(
-        self, start: int, *, seeded: bool = True, check: Callable[[], None] | None = None
-    ) -> Iterator[tuple[list[Any], list[int]]]:
+    def batches(self, start: int, *, seeded: bool = True) -> Iterator[tuple[list[Any], list[int]]]:
         """Yield (indices, seeds) of each batch of this rank; of each sample if the loader makes no batches.
 
         Args:
             start: samples of this epoch that all ranks together have had.
             seeded: yield the seeds; if False they may be left out, which saves a microsecond for each sample.
-            check: called when the samples before ``start`` were left out, and `skipped` is known.
         """
         key, split = self._epoch_key, self._split
-        self._check = check or _nothing
         if self._batch_sampler is not None:
             yield from self._custom_batches(start // self.replicas)
         elif self._known is not None and not self._draws_twice:
@@ -184,18 +179,13 @@ class MapOrder:
         while left > 0 and (group := list(itertools.islice(drawn, min(left, self._batch_size or 1)))):
             self._extend([index for index, _ in group])
             left -= len(group)
-        self._have_skipped(skip)
+        self.skipped = self.prefix
         yield from drawn
 
     def _extend(self, indices: list[Any]) -> None:
         if self._split is not None or not self._is_compared:
             return  # the part of a rank: positions are the same on all of them
         self.prefix = mix(self.prefix, indices_digest(indices))
-
-    def _have_skipped(self, skip: int) -> None:
-        if skip:
-            self.skipped = self.prefix
-            self._check()
 
     def _random_draws(self, *, skip: int = 0, seen: Counter[int] | None = None) -> Iterator[int]:
         """Draw as torch's `RandomSampler` does, a stretch at a time: an epoch may be as long as 10**10 samples.
@@ -289,17 +279,15 @@ class MapOrder:
             yield group
 
     def _custom_batches(self, skip: int) -> Iterator[tuple[list[Any], list[int]]]:
-        passed, is_checked = 0, False
+        passed = 0
         seen: Counter[int] = Counter()
         for drawn in self._drawn(self._batch_sampler, _BATCHES_AHEAD):
             group = list(drawn)
             pairs = list(_numbered(group, seen))
-            if passed >= skip and not is_checked:
-                is_checked = True
-                self._have_skipped(skip)
             self._extend(group)
             if passed < skip:
                 passed += len(group)
+                self.skipped = self.prefix
                 continue
             yield group, [mix(self._epoch_key, index_id(index), nth) for index, nth in pairs]
 
@@ -324,10 +312,6 @@ class MapOrder:
             yield from stretch
             if len(stretch) < ahead:
                 return
-
-
-def _nothing() -> None:
-    pass
 
 
 def _numbered(indices: Iterable[Any], seen: Counter[int] | None = None) -> Iterator[tuple[Any, int]]:
