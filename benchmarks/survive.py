@@ -24,7 +24,7 @@ from holdfast.verify.lives import LifeFailedError
 from holdfast.verify.survival import OUTCOMES
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "2026-11-27-survival.json"
+RESULTS = HERE / "results" / "2026-11-28-survival.json"
 ROWS = {
     # script: (what the table calls it, the package whose version counts)
     "torch_save_over": ("`torch.save`, written over", "torch"),

@@ -285,7 +285,8 @@ class GuardWatch:
     def _say_silence(self, what: str) -> None:
         metric = self.guard.metric
         _LOG.warning(
-            "guard=Guard(metric=%r): no step has reported that metric %s watched: pass it, as in ck.step(%s=...)",
+            "guard=Guard(metric=%r): no step has reported that metric %s watched: pass it, as in ck.step(%s=...), or "
+            "name one that the Trainer logs at each batch",
             metric, what, metric,
         )  # fmt: skip
 
@@ -404,7 +405,7 @@ def _on_its_way(value: torch.Tensor, name: str) -> tuple[Callable[[], bool], Cal
     return event.query, read
 
 
-_NO_NUMBER = "the guard watches metric {!r}, which is {}: give one number, as in ck.step(loss=loss.detach().mean())"
+_NO_NUMBER = "the guard watches metric {!r}, which is {}: give one number, such as loss.detach().mean()"
 
 
 def _number(value: Any, name: str) -> float:
