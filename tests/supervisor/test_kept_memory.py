@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from object_kit import BUCKET, moto, s3_environment
 
+import holdfast as hf
+from holdfast.format.digest import Digests
+from holdfast.format.names import save_id_of
 from holdfast.run.life import VARIABLE, LifeReport
+from holdfast.state.load import restore
 from holdfast.supervisor.supervisor import KeptArenas
 from holdfast.testing import FaultProxy
 from holdfast.writer.arena import Arena
@@ -141,3 +146,27 @@ def test_a_run_at_a_store_gets_no_tensors_from_it_after_a_crash(tmp_path: Path, 
     asked = [one for one in proxy.exchanges if one.path.endswith(".safetensors")]
     assert any(one.method == "PUT" for one in asked)
     assert [one.range for one in asked if one.method == "GET"] == []
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_memory_that_was_compared_is_not_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: bool
+) -> None:
+    """Each byte is hashed once, where it comes from memory; a block that differs there is read, and hashed again."""
+    state = {"x": torch.arange(1 << 21)}
+    hf.save(tmp_path / "run", state)
+    (path,) = (tmp_path / "run").glob("*.safetensors")
+    (arena := tmp_path / "arena").write_bytes(path.read_bytes())
+    if spoilt:
+        with arena.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+    stem, suffix = path.name.split(f"-{save_id_of(path.name)}")
+    monkeypatch.setattr(restore, "kept_arenas", lambda: [{"path": str(arena), "files": [(stem, suffix, 0)]}])
+    hashed: list[tuple[int, int]] = []
+    fit = Digests.fit
+    monkeypatch.setattr(Digests, "fit", lambda *args: (hashed.append((args[2], len(args[3]))), fit(*args))[1])
+    found = hf.load(tmp_path / "run")
+    assert torch.equal(found["x"], state["x"])
+    assert sum(size for _, size in set(hashed)) == path.stat().st_size
+    assert len(hashed) - len(set(hashed)) == spoilt

@@ -333,8 +333,7 @@ class _FileJob:
             view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         else:
             view = buffer[:size]
-        self.reader.read_into(offset, view)
-        if self.digests is not None:
+        if not self.reader.read_into(offset, view) and self.digests is not None:
             self.digests.check(self.file, offset // CHUNK, view, self._name_between)
         if owner < 0:
             self._scatter(offset, offset + size, base)

@@ -422,7 +422,7 @@ class _KeptFile(FileReader):
         self.size = kept._sizes.get(path, 0)
         self._reader: FileReader | None = None
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, view: memoryview) -> bool | None:
         """See `FileReader.read_into`."""
         for place, misses in self._places.items():
             if misses >= _MISSES:
@@ -432,9 +432,9 @@ class _KeptFile(FileReader):
             if read == len(view) and self._digests.fit(self._path, offset // CHUNK, view):
                 self._places[place] = 0
                 self._kept.nbytes += read
-                return
+                return True
             self._places[place] = misses + 1
-        self._opened().read_into(offset, view)
+        return self._opened().read_into(offset, view)
 
     def _opened(self) -> FileReader:
         if self._reader is None:
