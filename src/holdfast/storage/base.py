@@ -222,11 +222,8 @@ class FileReader(ABC):
     ahead_bytes: int = 32 << 20
 
     @abstractmethod
-    def read_into(self, offset: int, view: memoryview) -> bool | None:
+    def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset`` on.
-
-        Returns:
-            True if it has compared them with their digests already; a storage knows none, and returns nothing.
 
         Raises:
             StorageError: the object ends before ``view`` is full, or it could not be read.

@@ -8,6 +8,7 @@ copies rows out of each block that is read, so the whole array never needs a buf
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.storage.base import FileReader
+
 from ..tree.arrays import move, move_small
 
-__all__ = ["BATCH", "Pick", "ReadRequest", "can_pick", "extent", "is_direct"]
+__all__ = ["BATCH", "CheckingReader", "Pick", "ReadRequest", "can_pick", "extent", "is_direct", "read_block"]
 
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
@@ -206,3 +209,19 @@ def _pour(data: np.ndarray, offset: int, shape: tuple[int, ...], wanted: tuple[_
         if first <= number < last and 0 < stop - start < row:
             part = data[start - offset : stop - offset]
             _pour(part, start - number * row, shape[1:], wanted[1:], target[number - first])
+
+
+class CheckingReader(FileReader):
+    """A reader that compares blocks with their digests itself, where it has to know whether they are the right ones."""
+
+    @abstractmethod
+    def read_checked(self, offset: int, view: memoryview) -> bool:
+        """Fill ``view`` as `read_into` does; tell whether its bytes were compared."""
+
+
+def read_block(reader: FileReader, offset: int, view: memoryview) -> bool:
+    """Fill ``view``; tell whether its bytes were compared with their digests: nothing is hashed twice."""
+    if isinstance(reader, CheckingReader):
+        return reader.read_checked(offset, view)
+    reader.read_into(offset, view)
+    return False

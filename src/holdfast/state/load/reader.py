@@ -28,7 +28,7 @@ from holdfast.storage.together import together
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..tree.arrays import move
-from .read_request import BATCH, Pick, ReadRequest, can_pick, extent, is_direct
+from .read_request import BATCH, Pick, ReadRequest, can_pick, extent, is_direct, read_block
 from .shared_reads import Block, FileBlocks, SharedReads
 
 __all__ = ["BlockFeed", "read_tensors", "split"]
@@ -333,7 +333,7 @@ class _FileJob:
             view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         else:
             view = buffer[:size]
-        if not self.reader.read_into(offset, view) and self.digests is not None:
+        if not read_block(self.reader, offset, view) and self.digests is not None:
             self.digests.check(self.file, offset // CHUNK, view, self._name_between)
         if owner < 0:
             self._scatter(offset, offset + size, base)

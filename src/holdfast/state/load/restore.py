@@ -25,7 +25,7 @@ from holdfast.storage.base import FileReader, Storage, WrappedStorage
 from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
 from .match import Matcher
 from .match_plan import Problems
-from .read_request import ReadRequest
+from .read_request import CheckingReader, ReadRequest
 from .reader import read_tensors
 from .selection import Selection
 from .shared_reads import Swap, no_part, reading_together
@@ -410,7 +410,7 @@ class KeptMemory(WrappedStorage):
         self._fds = []
 
 
-class _KeptFile(FileReader):
+class _KeptFile(CheckingReader):
     """One file: each block from the first arena that has it, else from the storage, which is opened then."""
 
     ahead_bytes = 0  # the storage is to fetch nothing before it is asked for
@@ -422,8 +422,12 @@ class _KeptFile(FileReader):
         self.size = kept._sizes.get(path, 0)
         self._reader: FileReader | None = None
 
-    def read_into(self, offset: int, view: memoryview) -> bool | None:
+    def read_into(self, offset: int, view: memoryview) -> None:
         """See `FileReader.read_into`."""
+        self.read_checked(offset, view)
+
+    def read_checked(self, offset: int, view: memoryview) -> bool:
+        """See `CheckingReader.read_checked`."""
         for place, misses in self._places.items():
             if misses >= _MISSES:
                 continue
@@ -434,7 +438,8 @@ class _KeptFile(FileReader):
                 self._kept.nbytes += read
                 return True
             self._places[place] = misses + 1
-        return self._opened().read_into(offset, view)
+        self._opened().read_into(offset, view)
+        return False
 
     def _opened(self) -> FileReader:
         if self._reader is None:

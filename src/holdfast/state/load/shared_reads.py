@@ -27,7 +27,7 @@ from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.local.local_io import address_of
 from holdfast.writer.serial_executor import SerialExecutor
 
-from .read_request import ReadRequest
+from .read_request import ReadRequest, read_block
 from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, pauses
 
 __all__ = ["BLOCK", "Block", "ChunkNumbers", "FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
@@ -272,7 +272,7 @@ class SharedReads:
         slot = block.turn % _SLOTS * BLOCK - block.offset
         for low, high in self._runs(block):
             view = self._buffer.slots[slot + low : slot + high]
-            is_known, digests = reader.read_into(low, view), self._digests
+            is_known, digests = read_block(reader, low, view), self._digests
             self.bytes_read += high - low
             if not is_known and digests is not None and not digests.fit(block.file, low // CHUNK, view):
                 raise CorruptCheckpointError(f"{block.file}: bytes {low}..{high} are not what was written")
