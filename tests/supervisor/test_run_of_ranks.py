@@ -35,7 +35,7 @@ else:
                              rescue="1ba", kill_at=kill)
 (home / f"end-{{rank}}.json").write_text(json.dumps(end))
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def supervised(home: Path, kind: str, *, torchrun: bool = False, bad: int = -1, without: int = -1, kill_at: int = -1):
