@@ -28,8 +28,8 @@ _RUN = [sys.executable, "-m", "holdfast", "run", "--", sys.executable]
 
 def run(context: Context) -> Outcome:
     """Measure each tool with kills 30 s apart; `--scale 4` makes that 2 minutes, `--scale 10` 5 minutes."""
-    outcome = Outcome()
-    width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * context.scale, 30.0 * context.scale)
+    outcome, longer = Outcome(), max(1.0, context.scale)
+    width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * longer, 30.0 * longer)
     intervals = ("20",) if context.quick else ("20", "60", "180")
     folder = context.folder("goodput")
     step_s = _undisturbed(folder, width, seconds=2.0 if context.quick else 12.0)

@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(BENCHMARKS)}; all by default")
     parser.add_argument("--quick", action="store_true", help="tiny states, few repeats: proves that everything works")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the width of the state")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the width of the state, or on the time")
     parser.add_argument("--repeat", type=int, help="samples per method after the first (default 5, 2 with --quick)")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder for the JSON files")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/hf-bench"), help="folder on the disk to measure")

@@ -291,3 +291,35 @@ def test_a_loader_of_a_run_is_freed_with_the_run(tmp_path: Path) -> None:
         assert left(tmp_path / "second")() is None
     finally:
         gc.enable()
+
+
+class Twenty2(Points):
+    def __len__(self) -> int:
+        return 22
+
+
+@pytest.mark.parametrize("until", range(4, 8))
+def test_a_last_batch_that_is_smaller_is_where_a_run_may_stop(tmp_path: Path, until: int) -> None:
+    """22 samples by 4, weighted: a save after each of the last batches of an epoch, and after the first of the next."""
+
+    def loader() -> Any:
+        weights = torch.arange(1.0, 23.0)
+        return DataLoader(Twenty2(), batch_size=4, sampler=Own22(WeightedRandomSampler(weights, 22)))
+
+    whole = life(tmp_path / "whole", loader(), until=14)
+    begun = life(tmp_path / "run", loader(), until=until, save_at=until)
+    rest = life(tmp_path / "run", loader(), until=14)
+    assert [batch.tolist() for batch in begun + rest] == [batch.tolist() for batch in whole]
+
+
+class Own22(Sampler[int]):
+    """A sampler of somebody's own around another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self.inner))

@@ -128,7 +128,7 @@ class Progress:
     @property
     def samples(self) -> int:
         """Samples of trained steps, over all ranks and epochs."""
-        current = sum(self._trained[name][0] for name in self._live)
+        current = sum(self._trained.get(name, (0, 0))[0] for name in self._live)
         stored = sum(
             int(position["samples"])
             for name, position in self._positions.items()

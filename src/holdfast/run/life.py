@@ -13,7 +13,6 @@ import os
 import struct
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +108,11 @@ class LifeReport:
         self._step, self._moment = step, time.monotonic_ns()
         self._write()
         self.durable(step)
+        # All ranks have loaded, and the memory is needed. Beside the first step it would take as long (0.15 s for a
+        # GiB), and after it new arenas are faulted in before it is free.
+        for arena in kept_arenas(self._uri):
+            with contextlib.suppress(OSError):
+                os.truncate(arena["path"], 0)
 
     def stepped(self, step: int) -> None:
         """Report the boundary of a step."""
@@ -116,9 +120,6 @@ class LifeReport:
         if self._state == _TRAINS and step > self._resumed + 1:  # the first step compiles and warms up
             self._longest = max(self._longest, now - self._moment)
         elif self._step == self._resumed:
-            # All ranks have loaded. The kernel takes 0.15 s for a GiB, which the first step does not wait for.
-            if paths := [arena["path"] for arena in kept_arenas(self._uri)]:
-                threading.Thread(target=_free, args=(paths,), name="holdfast-free", daemon=True).start()
             with contextlib.suppress(OSError, ValueError, KeyError):
                 told, environment = Path(self._folder, MODULES), _environment_changes()
                 if json.loads(told.read_bytes())["environment"] == environment:  # else imports since may have read it
@@ -171,12 +172,6 @@ class LifeReport:
         fields = (self._state, self._step, self._moment, self._longest, self._resumed)
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, _FIELDS.pack(*fields, *self._limits), 0)
-
-
-def _free(paths: Sequence[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            os.truncate(path, 0)
 
 
 def _tell_imports(folder: Path, environment: Mapping[str, str | None]) -> None:
@@ -283,7 +278,7 @@ def kept_arenas(uri: str | None = None) -> list[dict[str, Any]]:
 
 
 def kept_bytes(uri: str) -> int:
-    """Return how much memory the life before has left for one run, which is given back after the first step."""
+    """Return how much memory the life before has left for one run, which is given back when steps begin."""
     return sum(int(arena["size"]) for arena in kept_arenas(uri))
 
 

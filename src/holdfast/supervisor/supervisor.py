@@ -360,7 +360,7 @@ class KeptArenas:
 
     They are memory that the death of a life does not free, for the next one to load from. A process names its arenas in
     the folder of its life (`holdfast.run.life`); we open them through ``/proc`` while it lives, and name them to the
-    next life in the same way. That life cuts them to nothing after its first step.
+    next life in the same way. That life cuts them to nothing once it has loaded its state.
     """
 
     def __init__(self) -> None:

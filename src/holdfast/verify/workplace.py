@@ -120,8 +120,9 @@ class OutputWatch:
     Attributes:
         due: see `lives.Watch`.
         changes: for each change, how many steps rank 0 had begun.
-        num_found: how many files were finished in a new directory before it was watched. They count as finished when
-            it was made, so one that a save in the background wrote later may be placed some steps early.
+        missed: there were more changes than the kernel keeps (fs.inotify.max_queued_events): some were not seen.
+        num_found: how many files were finished, since the first step, in a new directory before it was watched. They
+            count as finished when it was made: what a save in the background wrote later is placed some steps early.
 
     Args:
         root: the directory.
@@ -132,12 +133,12 @@ class OutputWatch:
 
     def __init__(self, root: Path, *, trace: Path | None = None) -> None:
         self.due: float | None = None
+        self._leases = _gives_leases(root.parent)
         self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
         self._folders: dict[int, Path] = {}
-        self.num_found = 0
-        self._leases = _gives_leases(root.parent)
+        self.num_found, self.missed = 0, False
         self.changes: list[int] = []
         self._rows: Counter[str] = Counter()
         self._trace = -1
@@ -164,11 +165,7 @@ class OutputWatch:
         """Do nothing: no kill is due here."""
 
     def read(self) -> None:
-        """Note the changes that are there to be read.
-
-        Raises:
-            ConfigError: there were more than the kernel keeps, so some were not seen.
-        """
+        """Note the changes that are there to be read."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self._fd, 1 << 16)
@@ -183,11 +180,7 @@ class OutputWatch:
             folder, mask, _, size = _EVENT.unpack_from(data, at)
             name = data[at + _EVENT.size : at + _EVENT.size + size].rstrip(b"\0")
             at += _EVENT.size + size
-            if mask & _OVERFLOW:
-                raise ConfigError(
-                    "the script changes files faster than the kernel notes it; let it note more: "
-                    "sysctl fs.inotify.max_queued_events=1000000"
-                )
+            self.missed = self.missed or bool(mask & _OVERFLOW)
             if folder == self._trace and mask & _ATTRIB and b".rank-0." in name:
                 self._rows[os.fsdecode(name)] += 1
             if folder in self._folders:
@@ -198,6 +191,7 @@ class OutputWatch:
         number = _LIBC.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number < 0:
             return  # it is gone again
+        is_known = number in self._folders  # it has another name now
         self._folders[number] = folder
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder):
@@ -205,7 +199,7 @@ class OutputWatch:
                     self._add(Path(entry.path), found=found)
                 elif found:
                     is_open = self._leases and _has_writer(entry.path)
-                    self.num_found += not is_open
+                    self.num_found += not (is_open or is_known) and self._begun() > 0
                     self._changed(Path(entry.path), _CREATE if is_open else _CLOSE_WRITE)
 
     def _changed(self, path: Path, mask: int) -> None:

@@ -407,7 +407,7 @@ class ResumableBatches:
 
     def _check_prefix(self, order: MapOrder) -> None:
         """Compare the indices that were left out at the beginning with those that were trained."""
-        if self._begun_prefix not in (0, order.skipped):
+        if order.skipped and self._begun_prefix not in (0, order.skipped):
             (self._mismatch or self._warn)(
                 f"epoch {self._epoch}: {order.sampler_name} does not give the order again in which it was begun: "
                 f"{self._samples} samples of it were trained, and they are others than it draws first now, so the rest "

@@ -48,7 +48,7 @@ class MapOrder:
     Attributes:
         memory: of samplers of the user's own; None where the order is torch's.
         prefix: digest of all indices up to the batch yielded last, for samplers with a memory; 0 for others.
-        skipped: the same of those that were left out at the beginning.
+        skipped: the same of those that were left out at the beginning; 0 where they cannot be compared.
         replicas: over how many ranks the samples are split; 1 if every rank sees the same samples.
         part: number of this rank among those that get different samples.
         recipe: what the order of the whole data set is computed from; None where only the sampler can draw it.
