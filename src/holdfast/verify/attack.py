@@ -172,8 +172,8 @@ class _Attack:
             )
         if watch.num_found:
             self.notes.append(
-                f"{_in_words(watch.num_found)} came before the new directory of it was watched: where the script saves "
-                "in the background, a save may count as complete some steps early"
+                f"uninterrupted: {_in_words(watch.num_found)} complete in a new directory before that was watched: "
+                "if the script saves in the background, a save may count as complete some steps early"
             )
         self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
         steps = len(self.reference[0].steps)
