@@ -128,7 +128,7 @@ class Progress:
     @property
     def samples(self) -> int:
         """Samples of trained steps, over all ranks and epochs."""
-        current = sum(self._trained.get(name, (0, 0))[0] for name in self._live)
+        current = sum(self._trained[name][0] for name in self._live)
         stored = sum(
             int(position["samples"])
             for name, position in self._positions.items()
@@ -281,7 +281,6 @@ class Progress:
         if self.num_passes == 0 and self.epoch and not self._by_epochs:
             self._remind_of_epochs()
         self.ledger.opened(loader, name, batches, position)
-        self._live[name] = batches
         self.num_passes += 1
         if before is None:
             self._drawn[name] = int(batches.state_dict()["batches"])
@@ -291,6 +290,7 @@ class Progress:
             self._marks[name].append((batches.samples, self._drawn[name]))
         self._draws[name] = [self._drawn[name]]
         self._index = self._drawn[name]
+        self._live[name] = batches  # last: after an interrupt in between nothing is half known
         return batches
 
     def drew(self, name: str, loader: Any, batch: Any) -> None:

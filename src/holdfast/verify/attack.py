@@ -156,14 +156,15 @@ class _Attack:
     def watch_uninterrupted(self) -> None:
         """Run the script without a break, again where the watch came too late for files."""
         lives: list[tuple[Life, ChangeWatch]] = []
-        while not lives or (
-            lives[-1][1].num_found and len(lives) < _REFERENCES and lives[-1][0].seconds < _REFERENCE_S
-        ):
+        for _ in range(_REFERENCES):
             chain = self._chain()
             with self._watch(chain) as watch:
-                lives.append((self._life(chain, watch, whole=True), watch))
+                life = self._life(chain, watch, whole=True)
                 watch.read()
             self._end(chain)
+            lives.append((life, watch))
+            if not watch.num_found or life.seconds > _REFERENCE_S:
+                break
         life, watch = min(lives, key=lambda one: (one[1].missed, one[1].num_found))
         if watch.missed:
             raise LifeFailedError(
