@@ -1,13 +1,14 @@
-"""Print the figures of the house: `python -m benchmarks.house [--tree CHECKOUT] [--json]`."""
+"""Print the figures of the house, or the functions of one path: `python -m benchmarks.house [--tree CHECKOUT]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
-from .passed import measure
+from .passed import PATHS, measure, passed
 from .rooms import Rooms
 from .tests import share_of_insiders
 
@@ -31,8 +32,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.house", description=__doc__)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="another checkout to measure")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--passed", choices=PATHS, help="list the functions of one path, each with its callers")
     options = parser.parse_args()
     tree = options.tree.resolve()
+    if options.passed:
+        _list(passed(tree, options.passed))
+        return
     rooms = Rooms(tree / "src" / "holdfast")
     insiders = {"tests beside private imports of others, %": share_of_insiders(tree)}
     figures = {**rooms.figures(), **insiders, **measure(tree)}
@@ -46,6 +51,17 @@ def main() -> None:
     print()
     for package, (lines, modules) in rooms.packages().items():
         print(f"{package:<24} {lines:>8,} lines {modules:>5} modules")
+
+
+def _list(found: dict[tuple[str, str, int], set[tuple[str, str, int]]]) -> None:
+    """Print the functions by module, in the order of the source, each with how many call it and one of them."""
+    modules = Counter(file for file, _, _ in found)
+    for file, count in modules.items():
+        print(f"{file.rpartition('/holdfast/')[2]}: {count} functions")
+        for function in sorted((one for one in found if one[0] == file), key=lambda one: one[2]):
+            callers = sorted(found[function])
+            one = f"{callers[0][0].rpartition('/holdfast/')[2]} {callers[0][1]}"
+            print(f"  {function[2]:>4} {function[1]:<32} {len(callers):>3} callers: {one}")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["measure", "record"]
+__all__ = ["PATHS", "measure", "passed", "record"]
 
+PATHS = ("step to commit", "save", "load")
+
+_Function = tuple[str, str, int]  # file, name, first line
 _TIMEOUT_S = 300
 _README = "## Your own loop"
 
@@ -23,19 +26,33 @@ _README = "## Your own loop"
 def measure(tree: Path) -> dict[str, int]:
     """Run the three in processes of their own with the sources of a checkout, and return the figures by name."""
     figures: dict[str, int] = {}
+    for name in PATHS:
+        found = passed(tree, name)
+        files = {file for file, _, _ in found}
+        figures[f"{name}: functions"] = len(found)
+        figures[f"{name}: modules"] = len(files)
+        figures[f"{name}: lines of these modules"] = sum(_lines(file) for file in files)
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("step to commit", "save", "load"):
-            _run(tree, Path(folder) / name.replace(" ", "-"), "-m", __name__, name)
-            passed = _passed(Path(folder) / name.replace(" ", "-"))
-            files = {file for file, _, _ in passed}
-            figures[f"{name}: functions"] = len(passed)
-            figures[f"{name}: modules"] = len(files)
-            figures[f"{name}: lines of these modules"] = sum(_lines(file) for file in files)
         home = Path(folder) / "readme"
         _run(tree, home, "-c", _example(tree))
         loaded = json.loads((home / "loaded.json").read_text(encoding="utf-8"))
         figures["lines loaded by the README's own loop"] = sum(map(_lines, loaded))
     return figures
+
+
+def passed(tree: Path, name: str) -> dict[_Function, set[_Function]]:
+    """Run one of `PATHS`; return the functions that were called in any of its processes, each with its callers.
+
+    Callers outside Holdfast count too: the main program, a thread, a library that calls back.
+    """
+    found: dict[_Function, set[_Function]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "run"
+        _run(tree, home, "-m", __name__, name)
+        for one in home.glob("passed-*.json"):
+            for function, callers in json.loads(one.read_text(encoding="utf-8")):
+                found.setdefault(tuple(function), set()).update(map(tuple, callers))
+    return found
 
 
 def _run(tree: Path, home: Path, *command: str) -> None:
@@ -63,11 +80,6 @@ def _lines(file: str) -> int:
     return len(Path(file).read_text(encoding="utf-8").splitlines())
 
 
-def _passed(home: Path) -> set[tuple[str, str, int]]:
-    """Return file, name and line of each function that was called in any process while the switch was on."""
-    return {tuple(call) for one in home.glob("passed-*.json") for call in json.loads(one.read_text(encoding="utf-8"))}
-
-
 def record(home: str) -> Callable[[], None]:
     """Note which functions of Holdfast are called in all threads of this process while the byte in a file is 1.
 
@@ -76,11 +88,11 @@ def record(home: str) -> Callable[[], None]:
     """
     with open(Path(home) / "switch", "r+b") as file:
         switch = mmap.mmap(file.fileno(), 1)
-    passed: set[Any] = set()
+    calls: set[tuple[Any, Any]] = set()  # (code, code of the caller): short, as this runs at every call
 
     def called(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and switch[0]:
-            passed.add(frame.f_code)
+            calls.add((frame.f_code, frame.f_back and frame.f_back.f_code))
 
     threading.setprofile(called)
     sys.setprofile(called)
@@ -88,11 +100,18 @@ def record(home: str) -> Callable[[], None]:
     def write() -> None:
         inside = f"{os.sep}holdfast{os.sep}"
         # Comprehensions count too, as they did when the goals were set (Python 3.11; from 3.12 on fewer have a frame).
-        found = [code for code in passed if inside in code.co_filename]
-        calls = sorted((code.co_filename, code.co_name, code.co_firstlineno) for code in found)
-        (Path(home) / f"passed-{os.getpid()}.json").write_text(json.dumps(calls), encoding="utf-8")
+        found: dict[_Function, list[_Function]] = {}
+        for code, caller in calls:
+            if inside in code.co_filename:
+                found.setdefault(_function(code), []).append(_function(caller) if caller else ("", "a thread", 0))
+        text = json.dumps(sorted(found.items()))
+        (Path(home) / f"passed-{os.getpid()}.json").write_text(text, encoding="utf-8")
 
     return write
+
+
+def _function(code: CodeType) -> _Function:
+    return code.co_filename, code.co_name, code.co_firstlineno
 
 
 def _record_writer(home: str) -> None:
