@@ -54,7 +54,7 @@ def test_not_lazy_waits_and_copies_nothing_late(tmp_path):
     with training(tmp_path, 2) as one:
         one.snapshotter.copies.stepped()
         wanted, job = on_cpu(one.state), one.job()
-        future = one.snapshotter.submit(one.state, one.client, LocalStorage(one.folder), job).future
+        future = one.snapshotter.submit(one.state, one.client, LocalStorage(one.folder), job)
         for param in one.model.parameters():
             param.data.zero_()
         assert one.snapshotter.copies.late_bytes == 0

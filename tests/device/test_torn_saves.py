@@ -154,9 +154,7 @@ def test_the_boundary_waits_for_no_device(tmp_path):
         training.snapshotter.copies.stepped()
         waits, operations = torch.late.num_waits(), torch.late.num_operations()
         job = training.job()
-        future = training.snapshotter.submit(
-            training.state, client, LocalStorage(training.folder), job, lazy=True
-        ).future
+        future = training.snapshotter.submit(training.state, client, LocalStorage(training.folder), job, lazy=True)
         assert torch.late.num_waits() == waits
         assert training.snapshotter.copies.late_bytes
         assert torch.late.num_operations() - operations <= 6 * 2 + 6

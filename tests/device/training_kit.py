@@ -107,7 +107,7 @@ class Training:
         job = self.job()
         return (
             wanted,
-            self.snapshotter.submit(self.state, self.client, LocalStorage(self.folder), job, lazy=True).future,
+            self.snapshotter.submit(self.state, self.client, LocalStorage(self.folder), job, lazy=True),
             self.folder / job.directory,
         )
 

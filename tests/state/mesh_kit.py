@@ -81,7 +81,7 @@ def save_ranks(world, make, *, storage=None, directory="one", keep=None, **optio
                 snapshotter = Snapshotter(rank=rank, world_size=world, **options)
                 try:
                     arguments = {"directory": directory, "save_id": save_id, "manifest": fields, "part": world > 1}
-                    snapshotter.submit(make(rank), client, storage, SaveJob(**arguments)).future.result(60)
+                    snapshotter.submit(make(rank), client, storage, SaveJob(**arguments)).result(60)
                 finally:
                     if keep is not None:
                         keep.append(snapshotter.layout)

@@ -155,7 +155,7 @@ def save(storage, name, state, rank, world, number):
     snapshotter = Snapshotter(rank=rank, world_size=world)
     with WriterClient.start(thread=True) as client:
         arguments = {"directory": name, "save_id": save_id, "manifest": fields, "part": world > 1}
-        snapshotter.submit(state, client, storage, SaveJob(**arguments)).future.result(60)
+        snapshotter.submit(state, client, storage, SaveJob(**arguments)).result(60)
         if rank == 0 and world > 1:
             job = PartsJob(
                 directory=name, save_id=save_id, writers=tuple(range(world)), manifest=fields, run=False, wait_s=60

@@ -30,7 +30,7 @@ def save_parts(storage, directory, states, *, snapshotters=None, writers=None, *
                     storage,
                     SaveJob(directory=directory, save_id=save_id, manifest=fields, part=True),
                     **arguments,
-                ).future
+                )
                 for state, snapshotter in zip(states, own, strict=True)
             ]
             assert all(future.result(60).manifest == b"" for future in futures)

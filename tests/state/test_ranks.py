@@ -119,9 +119,9 @@ def test_generators_come_back_on_their_rank(storage):
     class Seeded(Snapshotter):
         def submit(self, *args, **more):
             torch.manual_seed(self.rank)
-            submitted = super().submit(*args, **more)
+            future = super().submit(*args, **more)
             expected.append(torch.rand(3))
-            return submitted
+            return future
 
     for one in snapshotters:
         one.__class__ = Seeded

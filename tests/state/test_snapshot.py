@@ -40,8 +40,7 @@ def save(snapshotter, client, storage, state, name="one", save_id=None, **argume
     """Save with a snapshotter of the test's own; returns the directory."""
     save_id = save_id or f"abcdabcd-{next(_numbers):x}"
     job = SaveJob(directory=name, save_id=save_id, manifest=fields())
-    submitted = snapshotter.submit(state, client, storage, job, **arguments)
-    submitted.future.result(60)
+    snapshotter.submit(state, client, storage, job, **arguments).result(60)
     return storage.local_root / name
 
 
@@ -270,8 +269,7 @@ def test_observe_gives_unchanged_tensors_their_own_file(tmp_path, client):
     for number in range(3):
         state["model"]["moving"] += 1
         job = SaveJob(directory=f"s{number}", save_id=f"abcdabcd-{number}", manifest=fields(), reuse=True)
-        submitted = snapshotter.submit(state, client, storage, job)
-        snapshotter.observe(submitted.future.result(60).unchanged)
+        snapshotter.observe(snapshotter.submit(state, client, storage, job).result(60).unchanged)
     assert snapshotter.stable == {"model/still"}
     assert set(load_file(tmp_path / "s2" / "model.frozen-00000-abcdabcd-2.safetensors")) == {"still"}
     assert_same(hf.load(tmp_path / "s2"), state)

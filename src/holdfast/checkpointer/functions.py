@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
@@ -16,7 +18,7 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteChec
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.load.selection import covers
-from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
 
 from .progress import RESERVED
@@ -36,7 +38,7 @@ _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 _lock = threading.RLock()  # one `save_async` at a time: they share an arena
 _async: dict[str, Snapshotter] = {}
 _idle: dict[str, Snapshotter] = {}  # of `save`, between two calls: its windows are warm, its layout is known
-_pending: dict[str, Submitted] = {}
+_pending: dict[str, Future[Any]] = {}
 _copying = False  # `save_async` is between its first and its last use of the arena
 
 
@@ -48,10 +50,9 @@ class SaveHandle:
         dropped: paths that ``unsupported="drop"`` left out; they are NOT saved.
     """
 
-    def __init__(self, submitted: Submitted, checkpoint: Checkpoint) -> None:
-        self._submitted, self._checkpoint = submitted, checkpoint
-        self.held_s = submitted.held_s
-        self.dropped = tuple(submitted.dropped)
+    def __init__(self, future: Future[Any], checkpoint: Checkpoint, *, held_s: float, dropped: tuple[str, ...]) -> None:
+        self._future, self._checkpoint = future, checkpoint
+        self.held_s, self.dropped = held_s, dropped
 
     def result(self, timeout_s: float | None = None) -> Checkpoint:
         """Wait until the checkpoint is durable and return it.
@@ -60,16 +61,16 @@ class SaveHandle:
             TimeoutError: not durable after ``timeout_s`` seconds; the save goes on.
             HoldfastError: the save failed; nothing half-written is visible.
         """
-        self._submitted.future.result(timeout_s)
+        self._future.result(timeout_s)
         return self._checkpoint
 
     def done(self) -> bool:
         """Tell whether the save has ended, well or not."""
-        return bool(self._submitted.future.done())
+        return self._future.done()
 
     def exception(self) -> BaseException | None:
         """Wait for the end and return what went wrong, or None."""
-        return self._submitted.future.exception()
+        return self._future.exception()
 
 
 @suggests()
@@ -126,8 +127,8 @@ def save(
         snapshotter = _idle.pop(place.layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
         snapshotter.alike, snapshotter.model_files = group, beside
         with place.broadcast_errors():
-            submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
-        place.wait(submitted)
+            future = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
+        place.wait(future)
         snapshotter.rest()
         if _idle.setdefault(place.layout, snapshotter) is not snapshotter:
             snapshotter.close()
@@ -180,17 +181,19 @@ def save_async(
             before = _pending.get(arena)
             if before is not None:
                 place.wait_for_arena(before)
+            begun = time.perf_counter()
             try:
-                _pending[arena] = submitted = place.submit(
+                _pending[arena] = future = place.submit(
                     snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True
                 )
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
                 snapshotter.close()
                 raise
+            held_s, dropped = time.perf_counter() - begun, snapshotter.dropped
         finally:
             _copying = False
-    return SaveHandle(submitted, place.target)
+    return SaveHandle(future, place.target, held_s=held_s, dropped=dropped)
 
 
 @suggests(also={"device": "map_location", "map": "map_location", "weights_only": "only", "keys": "only"})

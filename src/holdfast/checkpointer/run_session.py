@@ -380,12 +380,9 @@ class RunSession:
                         far, name, step=step, metrics=fields["metrics"]
                     )
                 late = self._sender.behind(metrics) if callable(metrics) else None
-                submitted = snapshotter.submit(
-                    state(), self.client, self.storage, job, metrics=late, lazy=follow is None
-                )
+                future = snapshotter.submit(state(), self.client, self.storage, job, metrics=late, lazy=follow is None)
                 self._tell_memory(snapshotter)
-                future = submitted.future
-                self._sender.save_begun(name, submitted.handed_over)
+                self._sender.save_begun(name, snapshotter.handed_over)
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             future = failed(error)
 

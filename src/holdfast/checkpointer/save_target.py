@@ -8,7 +8,7 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -96,7 +96,7 @@ class SaveTarget:
         overwrite: bool,
         unsupported: str,
         aside: bool = False,
-    ) -> Submitted:
+    ) -> Future[Any]:
         """Copy the state and hand it to the writer; inside `broadcast_errors`. For ``aside`` see `Snapshotter.submit`.
 
         Raises:
@@ -121,19 +121,19 @@ class SaveTarget:
         )
         return snapshotter.submit(state, self.client, self.target.storage, job, unsupported=unsupported, aside=aside)
 
-    def wait(self, submitted: Submitted) -> None:
+    def wait(self, future: Future[Any]) -> None:
         """Wait until the checkpoint is durable."""
-        self._await(submitted, self.target.uri)
-        submitted.future.result()
+        self._await(future, self.target.uri)
+        future.result()
 
-    def wait_for_arena(self, before: Submitted) -> None:
+    def wait_for_arena(self, before: Future[Any]) -> None:
         """Wait until an earlier save has let go of the arena; its own handle reports how it ended."""
         self._await(before, "the save before this one, whose memory is needed,")
 
-    def _await(self, submitted: Submitted, what: str) -> None:
+    def _await(self, future: Future[Any], what: str) -> None:
         limit_s = None if self.team is None else self.team.timeout_s + ANSWER_MARGIN_S
-        wait([submitted.future], timeout=limit_s)
-        if not submitted.future.done():
+        wait([future], timeout=limit_s)
+        if not future.done():
             whose = "" if self.team is None else f"rank {self.team.rank}: "
             raise HoldfastError(f"{whose}{what} is not durable after {limit_s:.0f} s")
 

@@ -7,11 +7,10 @@ structure is new, and copies it; with `max_staging_bytes` the state streams thro
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, fingerprints, stage
 
-__all__ = ["Snapshotter", "Submitted"]
+__all__ = ["Snapshotter"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
@@ -56,23 +55,6 @@ _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
-@dataclass(slots=True)
-class Submitted:
-    """A save under way.
-
-    Attributes:
-        future: resolves when the checkpoint is committed.
-        held_s: how long the caller was held by flattening and copying.
-        dropped: paths left out by ``unsupported="drop"``.
-        handed_over: done when the writer has the job, which may be later if tensors lie on a device; None: it has it.
-    """
-
-    future: Future[Any]
-    held_s: float
-    dropped: list[str] = field(default_factory=list)
-    handed_over: Future[None] | None = None
-
-
 class Snapshotter:
     """Copies states into one reused arena. Not thread-safe: one owner, one save at a time.
 
@@ -86,6 +68,9 @@ class Snapshotter:
         rescues: two arenas take turns, for `keep`, unless memory is short.
         unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
         alike: the ranks that hold the same as this rank, where others hold other tensors; None: the state says which.
+
+    Attributes:
+        dropped: paths that the last save left out (``unsupported="drop"``); they are logged when they change.
     """
 
     def __init__(
@@ -115,7 +100,7 @@ class Snapshotter:
         self.copies: device_copies.DeviceCopies | None = None
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = self._has_said_whole = False
-        self._reported: tuple[str, ...] = ()  # the paths last logged as left out
+        self.dropped: tuple[str, ...] = ()
         self.rescues = rescues
         self._spares: list[Arena] = []  # take turns with `arena`
         self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
@@ -145,6 +130,11 @@ class Snapshotter:
     def streams(self) -> bool:
         """Whether the state, as it was last looked at, goes through an arena that is smaller."""
         return self.layout is not None and self._windowed(self.layout)
+
+    @property
+    def handed_over(self) -> Future[None] | None:
+        """Done when the writer has the last save, which may be later if tensors lie on a device; None: it has it."""
+        return None if self.copies is None else self.copies.sealing
 
     @property
     def arenas(self) -> list[tuple[int, int]]:
@@ -309,7 +299,7 @@ class Snapshotter:
         unsupported: str | None = None,
         lazy: bool = False,
         aside: bool = False,
-    ) -> Submitted:
+    ) -> Future[Any]:
         """Snapshot ``state`` and hand it to the writer. The caller may change the state when this returns.
 
         With several ranks each rank calls this, with ``part``, the same ``save_id`` and a state of the same structure;
@@ -328,15 +318,20 @@ class Snapshotter:
                 fraction of shared pages, and send it in the background. The writer then has all of it a moment after
                 this returns.
 
+        Returns:
+            The future of the save, which resolves with its `SaveResult` when it is committed.
+
         Raises:
             ConfigError: several ranks save together, and ``job.part`` is not set.
         """
         if self.world_size > 1 and not job.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
-        started = time.perf_counter()
         self._end_streaming()
         flat = self._flatten(state, unsupported)
-        self._report_dropped(flat.dropped)
+        if tuple(flat.dropped) != self.dropped:
+            self.dropped = tuple(flat.dropped)
+            if self.dropped:
+                _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(self.dropped))
         before, layout = self.layout, self._layout(flat)
         self._fit_memory(state, layout)
         self._put_together(flat, layout)
@@ -386,11 +381,10 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
-            self._sealing = None if self.copies is None else self.copies.sealing
+            self._sealing = self.handed_over
             if self._sealing is None:
                 self._forget_kept()
-        sealing = None if self.copies is None else self.copies.sealing
-        return Submitted(future, time.perf_counter() - started, flat.dropped, handed_over=sealing)
+        return future
 
     def _blobs(
         self, flat: Flat, layout: Layout, save_id: str
@@ -538,7 +532,7 @@ class Snapshotter:
 
     def rest(self) -> None:
         """End a series of saves that share their log lines. Layout and arena stay, unless the arena is pinned."""
-        self._reported = ()
+        self.dropped = ()
         if self.copies is not None:
             self.close()
 
@@ -550,13 +544,6 @@ class Snapshotter:
             self.copies = None
         self._drop_layout()
         self._forget_kept()
-
-    def _report_dropped(self, dropped: list[str]) -> None:
-        """Log which paths are not saved: once, and again when they change."""
-        if tuple(dropped) != self._reported:
-            self._reported = tuple(dropped)
-            if dropped:
-                _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(dropped))
 
     def _division(self, flat: Flat, layout: Layout, *, wait: bool) -> dict[str, Any] | None:
         """Describe how the state is divided, with fingerprints of replicated tensors, which the commit compares.

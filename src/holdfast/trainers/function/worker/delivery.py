@@ -405,7 +405,7 @@ class Shares:
             if self._client is None or self._client.closed:
                 self._client = WriterClient.start(self._target)
             self._snapshotter.model_files = model_files
-            submitted = self._snapshotter.submit(
+            saved = self._snapshotter.submit(
                 state,
                 self._client,
                 self._target,
@@ -425,14 +425,14 @@ class Shares:
             raise
         finally:
             self._busy = False
-        self._pending = submitted.future
+        self._pending = saved
         if self._staging is None:
             sealed()
-            submitted.future.add_done_callback(lambda done: ended(done.exception()))
+            saved.add_done_callback(lambda done: ended(done.exception()))
         else:
             staging = self._staging
             staged(staging.left(go))
-            submitted.future.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
+            saved.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
 
     def wait_for_staged(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` until the shares stored on this node are uploaded."""
