@@ -52,7 +52,7 @@ def test_states_and_directories_are_one_line_of_checkpoints(tmp_path: Path) -> N
     save(session, snapshotter, 1)
     session.settle()
     add(session, tmp_path / "a", 2)
-    assert (session.last_step, session.last_name, len(session.saves)) == (2, "step_00000002", 1)
+    assert (session.saves.last_step, session.saves.last_name, len(session.saves)) == (2, "step_00000002", 1)
     save(session, snapshotter, 3)  # waits for the directory
     session.settle()
     end(session)
@@ -90,10 +90,10 @@ def test_a_lost_save_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     session.settle()
     lost = add(session, tmp_path / "b", 2, nbytes=100_000)
     session.note("metrics", about=lost.name, name=lost.name, metrics={"val": 1.0})
-    assert session.last_step == 2
+    assert session.saves.last_step == 2
     session.settle()
     session.wait_for_notes()
-    assert (session.last_step, session.saves.lost.in_a_row, session.stats.skipped) == (1, 1, 1)
+    assert (session.saves.last_step, session.saves.lost.in_a_row, session.stats.skipped) == (1, 1, 1)
     assert "training goes on (save 1 in a row)" in caplog.text
     assert "metrics were not bound, the save of their step was lost" in caplog.text
     add(session, tmp_path / "c", 2)

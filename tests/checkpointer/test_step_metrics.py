@@ -156,7 +156,7 @@ def test_a_report_that_ranks_saves_its_step_and_the_best_stay(tmp_path: Path) ->
         for number, value in enumerate(values, start=1):
             ck.step()
             ck.report(other=1.0)
-            assert ck._session.last_step != number
+            assert ck._session.saves.last_step != number
             ck.report(val=value)
         ck.wait()
         best = ck.best()

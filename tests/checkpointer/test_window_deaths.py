@@ -120,7 +120,7 @@ def test_the_step_after_a_dropped_save_is_saved_although_none_is_due(
         assert "died" in str(ck._session.saves._pending[0].future.exception())
         ck.step()  # takes it in
         ck.step()
-        assert ck._session.last_step == 7
+        assert ck._session.saves.last_step == 7
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000007"]
 
 

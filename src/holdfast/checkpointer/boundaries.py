@@ -156,7 +156,7 @@ class StepBoundary:
         ):
             return
         snapshots.saved(step=progress.step, samples=progress.samples, now=now)
-        if self._session.last_step == progress.step:
+        if self._session.saves.last_step == progress.step:
             return
         if (guard := self.guard) is not None:
             if guard.look(waits=True) is not None:  # the metrics of the snapshot are waited for anyway
@@ -255,7 +255,7 @@ class StepBoundary:
         step, life = self._progress.step, self._session.life
         if life is not None:
             life.waits(True)
-        is_saved = self._session.last_step == step or self._start_save(force=force)
+        is_saved = self._session.saves.last_step == step or self._start_save(force=force)
         # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
         self.pace.saved()
         if is_saved:
@@ -281,7 +281,9 @@ class StepBoundary:
             session.stats.skipped += 1
             session.journal("skipped", step=step)
             _LOG.info(
-                "step %d: the save of step %d is still being written; this one is skipped", step, session.last_step
+                "step %d: the save of step %d is still being written; this one is skipped",
+                step,
+                session.saves.last_step,
             )
             return False
         session.save_state(
@@ -296,7 +298,7 @@ class StepBoundary:
         session, step = self._session, self._progress.step
         if metrics:
             self.log.add(step, self._progress.epoch, metrics)
-        if session.last_step != step:
+        if session.saves.last_step != step:
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
@@ -306,9 +308,9 @@ class StepBoundary:
         session, progress, keep = self._session, self._progress, self._options.keep
         self.log.add(progress.step, progress.epoch, metrics)
         ranked = keep is not None and keep.best is not None and keep.metric in metrics
-        if session.last_step != progress.step and ranked:
+        if session.saves.last_step != progress.step and ranked:
             self._want_save(metrics)
-        elif session.last_step == progress.step:
+        elif session.saves.last_step == progress.step:
             self.log.bind(metrics)
         if not self._wanted:
             self.log.flush(progress.step)
@@ -332,13 +334,13 @@ class StepBoundary:
 
     def _wait_for_remote(self) -> None:
         if (far := self._session.remote_watch) is not None:
-            far.finish(self._options.timeout_s, self._session.last_step)
+            far.finish(self._options.timeout_s, self._session.saves.last_step)
 
     def epoch_done(self, epochs: int) -> None:
         """Act at the end of an epoch: save if it is due, stop if a signal came after the last step."""
         due = self.pace.epoch_due(epochs)
         self.boundary()
-        if due and self._session.last_step != self._progress.step:
+        if due and self._session.saves.last_step != self._progress.step:
             self.save()
         self.watch()
         if self._progress.num_steps and self.pace.poll(step_s=self._step_s, save_s=self.save_s):
@@ -418,7 +420,7 @@ class StepBoundary:
         """Leave the body in order: the final step is saved, everything is durable, errors raise."""
         session, step = self._session, self._progress.step
         session.settle()
-        if step > 0 and session.last_step != step:
+        if step > 0 and session.saves.last_step != step:
             self.save(force=True)
             session.settle()
             if session.saves.wants_retry:
@@ -429,7 +431,7 @@ class StepBoundary:
         if self.guard is not None:
             self.guard.ended()
         self._say_lost()
-        if step > 0 and session.last_step != step:
+        if step > 0 and session.saves.last_step != step:
             error = session.saves.lost.error
             lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
             raise passing_error(error, lost)

@@ -87,7 +87,7 @@ class MetricLog:
     def bind(self, metrics: Mapping[str, Any]) -> None:
         """Attach metrics to the checkpoint of this step, which is saved or being saved."""
         session = self._session
-        name, step = session.last_name, session.last_step
+        name, step = session.saves.last_name, session.saves.last_step
         metrics = take_metrics(metrics, step=step)
         read = _reader([(step, metrics)])
         if read is None:
@@ -102,8 +102,8 @@ class MetricLog:
             step: the current step.
             name: of the checkpoint that is being made of this step.
         """
-        if name is None and self._session.last_step == step:
-            name = self._session.last_name
+        if name is None and self._session.saves.last_step == step:
+            name = self._session.saves.last_name
         self._send(name, step)
 
     def complain(self, error: Exception) -> None:

@@ -542,16 +542,6 @@ class RunSession:
             save.future = follow(save.future)
         saves.add(save)
 
-    @property
-    def last_step(self) -> int:
-        """Newest step with a save that is durable or on its way; -1 before the first."""
-        return self.saves.last_step
-
-    @property
-    def last_name(self) -> str | None:
-        """Name of the checkpoint of `last_step`."""
-        return self.saves.last_name
-
     # -- what became of them
 
     @property
@@ -585,7 +575,14 @@ class RunSession:
         self.wait_for_notes()
 
     def _committed(self, committed: Callable[[RunSave, SaveResult], object], save: RunSave, result: SaveResult) -> None:
-        self._count(save, result)
+        stats = self.stats
+        stats.saves += 1
+        stats.bytes_written += result.bytes_written
+        stats.bytes_reused += result.bytes_reused
+        # `durable` is set on another thread, right after those who wait are woken.
+        stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
+        stats.last_durable_step = max(stats.last_durable_step, save.step)
+        stats.seconds_lost += self.clock.take_lost()
         committed(save, result)
 
     def _lost(
@@ -617,16 +614,6 @@ class RunSession:
     def _held(self, seconds: float) -> None:
         self.stats.seconds_blocked += seconds
         self.stats.seconds_lost += seconds
-
-    def _count(self, save: RunSave, result: SaveResult) -> None:
-        stats = self.stats
-        stats.saves += 1
-        stats.bytes_written += result.bytes_written
-        stats.bytes_reused += result.bytes_reused
-        # `durable` is set on another thread, right after those who wait are woken.
-        stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
-        stats.last_durable_step = max(stats.last_durable_step, save.step)
-        stats.seconds_lost += self.clock.take_lost()
 
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost

@@ -156,11 +156,7 @@ class RunIndex:
         self.rows.update({row[0]: row for row in rows})
         self._touched.clear()
         self._base = body.get("changes", "")
-        self._take_events(body)
-
-    def _take_events(self, body: dict[str, Any]) -> None:
-        events = body.get("events")
-        self.journal.take([event for event in events if isinstance(event, dict)] if isinstance(events, list) else [])
+        self.journal.take(body.get("events"))
 
     def _take_changes(self) -> bool:
         """Read the changes since run.json was written; False if no changes belong to it."""
@@ -192,7 +188,7 @@ class RunIndex:
         for name in gone:
             self.rows.pop(name)
         self.journal = Journal()  # the events of run.json are in this file as well, or in a segment by now
-        self._take_events(body)
+        self.journal.take(body.get("events"))
 
     def _head_text(self) -> str:
         return json.dumps(self._head_json(), default=str)

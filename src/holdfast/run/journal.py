@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -162,10 +162,10 @@ class Journal:
         known = {name: value for name, value in values.items() if value is not None}
         self.take([{"time": time.time(), **known, "what": what}])
 
-    def take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Note events as JSON: those that a trainer sends, or those that waited in an earlier process."""
+    def take(self, rows: Any) -> None:
+        """Note a list of events as JSON: those that a trainer sends, or those that waited in an earlier process."""
         with self._lock:
-            for event in events_from([dict(row) for row in rows]):
+            for event in events_from(rows):
                 last = self._events[-1][0] if self._events else None
                 is_ours = self._num_gone + len(self._events) > self._handed
                 if last is not None and is_ours and event.what in ("lost", "skipped") and _is_again(last, event):

@@ -347,7 +347,7 @@ class Run:
 
     def take_events(self, events: Any) -> None:
         """Take what the trainer knows of its saves; may be called by any thread."""
-        self._catalog.index.journal.take([event for event in events if isinstance(event, dict)])
+        self._catalog.index.journal.take(events)
 
     def _flush_journal(self) -> None:
         index = self._catalog.index

@@ -166,8 +166,8 @@ class PartWriter:
         candidates = {number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)}
         # Candidates for reuse are digested first and written last: the writing starts with what changes anyway.
         first = sorted(range(len(job.files)), key=lambda number: number not in candidates)
-        digests = {number: self._side.run(self._digester(view, job.files[number])) for number in first}
-        small = self._side.run(lambda: self._write_blobs(blobs))
+        digests = {number: self._side.run(partial(self._digest_file, view, job.files[number])) for number in first}
+        small = self._side.run(partial(self._write_blobs, blobs))
         try:
             for number in sorted(set(first) - candidates):
                 self._write_file(view, job.files[number])
@@ -203,7 +203,7 @@ class PartWriter:
                 # The last window may reach into the padding of the file, which is not part of its content.
                 nbytes = min(window.nbytes, plan.size - window.file_offset)
                 data = view[window.arena_offset : window.arena_offset + nbytes]
-                digest = self._side.run(lambda data=data: self._timed_digest(data))  # type: ignore[misc]
+                digest = self._side.run(partial(self._digest, data))
                 positions[window.file_no] += nbytes
                 last = positions[window.file_no] == plan.size
                 try:
@@ -271,19 +271,16 @@ class PartWriter:
         known = self._previous.at(number, plan.size)
         return plan.stable or (known is not None and known.repeated)
 
-    def _digester(self, view: memoryview, plan: FilePlan) -> Callable[[], bytes]:
-        def digest() -> bytes:
-            # Not before all is copied: the trainer needs the cores until then, and digests are quick.
-            self._await(len(view))
-            return self._timed_digest(view[plan.arena_offset : plan.arena_offset + plan.size])
-
-        return digest
-
     def _await(self, end: int) -> None:
         if self._gate is not None:
             self._gate.wait(end)
 
-    def _timed_digest(self, data: memoryview) -> bytes:
+    def _digest_file(self, view: memoryview, plan: FilePlan) -> bytes:
+        # Not before all is copied: the trainer needs the cores until then, and digests are quick.
+        self._await(len(view))
+        return self._digest(view[plan.arena_offset : plan.arena_offset + plan.size])
+
+    def _digest(self, data: memoryview) -> bytes:
         start = time.perf_counter()
         table = chunk_digests(data)
         self.seconds["digest"] += time.perf_counter() - start

@@ -350,14 +350,12 @@ class Snapshotter:
             want_unchanged=job.reuse and not windowed and not self._observed,
         )
 
-        def submit(arena: Arena, blobs: Sequence[bytes], filled: int | None) -> SaveFuture:
+        def hand_over(arena: Arena, filled: int | None = None, blobs: Sequence[bytes] | None = None) -> SaveFuture:
+            if blobs is None:  # while a big state is being copied, the helper thread goes on copying during `dumps`
+                blobs = [content() for content in contents]
             if metrics is not None:
                 job.manifest["metrics"] = dict(metrics())
             return client.submit(storage, job, blobs, arena, filled=filled)
-
-        def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
-            # While a big state is being copied, the helper thread goes on copying during `dumps`.
-            return submit(arena, [content() for content in contents], filled)
 
         future: Future[Any]
         if aside:
@@ -372,12 +370,12 @@ class Snapshotter:
                 layout,
                 arena,
                 client,
-                lambda filled: submit(arena, blobs, filled),
+                partial(hand_over, arena, blobs=blobs),
                 lazy=lazy,
             )
         else:
             arena = self._turn_for_save(layout, client)
-            future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
+            future = self._copy(flat, layout, arena, client, partial(hand_over, arena))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
