@@ -11,8 +11,8 @@ import writer_kit as kit
 from holdfast import Checkpoint
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import FileWriter, MemoryStorage, StorageTraits
-from holdfast.writer.arriving import Watermark, WindowSource
 from holdfast.writer.client import WriterClient
+from holdfast.writer.handed import Watermark, WindowSource
 from holdfast.writer.ranks.saves import CommitSave, JointSaves
 
 CONTENTS = [kit.noise(1, 3 * kit.MIB), b"", kit.noise(2, 5), kit.noise(3, kit.MIB)]

@@ -10,7 +10,7 @@ from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError
 from holdfast.format.parts import put_plan
 from holdfast.storage import LocalStorage
-from holdfast.writer.arriving import Watermark
+from holdfast.writer.handed import Watermark
 from holdfast.writer.messages import FilePlan, SaveJob
 from holdfast.writer.save import SaveRunner, Task
 

@@ -25,7 +25,7 @@ from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
 
-from .arriving import Watermark, Window, WindowSource
+from .handed import Watermark, Window, WindowSource
 from .messages import FilePlan, SaveJob
 from .serial_executor import SerialExecutor
 

@@ -33,7 +33,7 @@ from holdfast.format.parts import (
 )
 from holdfast.storage.base import Storage
 
-from .arriving import Watermark, Window, WindowSource
+from .handed import Watermark, Window, WindowSource
 from .messages import BlobPlan, SaveJob, SaveResult
 from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous

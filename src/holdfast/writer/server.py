@@ -20,9 +20,8 @@ from holdfast.errors import HoldfastError
 from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
 
-from .arriving import Arriving, Window, WindowSource, watermark
 from .frames import Channel, Message
-from .handed import Attachments, Handed, ReceivedAttachments
+from .handed import Arriving, Attachments, Handed, ReceivedAttachments, Window, WindowSource, watermark
 from .messages import Directory, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .parts import commit_parts

@@ -24,7 +24,7 @@ from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import Lease
 from holdfast.storage.base import BLOCK, FileWriter, Storage
 
-from .arriving import Watermark
+from .handed import Watermark
 from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
 from .save import Task
 from .serial_executor import SerialExecutor
