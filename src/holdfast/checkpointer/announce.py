@@ -39,13 +39,13 @@ class Announcer:
     """
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = tuple(listeners)
+        self.listeners = tuple(listeners)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
     def tell(self, checkpoint: Checkpoint) -> None:
         """Queue the calls for a checkpoint; returns at once."""
-        if not self._listeners:
+        if not self.listeners:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-announce")
@@ -55,7 +55,7 @@ class Announcer:
     def wait(self, timeout_s: float) -> None:
         """Wait until all calls have ended; logs a warning if that takes longer."""
         if wait(self._pending, timeout=timeout_s).not_done:
-            names = ", ".join(map(_name, self._listeners))
+            names = ", ".join(map(_name, self.listeners))
             _LOG.warning("%s did not take note of all checkpoints within %.0f s", names, timeout_s)
 
     def close(self, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class Announcer:
             self._thread = None
 
     def _call(self, checkpoint: Checkpoint) -> None:
-        for listener in self._listeners:
+        for listener in self.listeners:
             try:
                 listener(checkpoint)
             except CheckpointNotFoundError:

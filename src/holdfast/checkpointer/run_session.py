@@ -389,7 +389,8 @@ class RunSession:
         def committed(save: RunSave, result: SaveResult) -> None:
             self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
-            if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
+            # A staged save is announced when it has arrived at the remote.
+            if self.leads and not self.staged and self.announcer.listeners:
                 told = CommittedCheckpoint.told(
                     self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
                 )
