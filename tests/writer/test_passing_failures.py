@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.state.load import shared_read_buffer
 from holdfast.storage import LocalStorage
 from holdfast.writer import arena as arena_module
-from holdfast.writer import frames, handed, launch
+from holdfast.writer import frames, launch
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
 
@@ -37,7 +37,7 @@ def storage(tmp_path):
 def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures):
     """Tried again by the first job that needs it; if it fails then too, that save is lost and said, and no other."""
     left = [failures]
-    real = handed.Shared.arena
+    real = launch.Shared.arena
 
     def failing(self, message):
         if left[0]:
@@ -45,7 +45,7 @@ def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures)
             refuse(errno.ENOMEM)()
         return real(self, message)
 
-    monkeypatch.setattr(handed.Shared, "arena", failing)
+    monkeypatch.setattr(launch.Shared, "arena", failing)
     data = [noise(1, 10_000)]
     with fill(data) as arena, WriterClient.start(storage, thread=True) as writer:
         first = writer.submit(storage, make_job(data, step=1), [b"{}"], arena)

@@ -18,7 +18,7 @@ from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
-from holdfast.writer.handed import Shared
+from holdfast.writer.launch import Shared
 from holdfast.writer.open_run import Run
 from holdfast.writer.server import WriterLoop
 

@@ -23,8 +23,7 @@ from holdfast.storage.plugins import import_paths
 
 from .arena import Arena
 from .frames import Channel, Message
-from .handed import Shared
-from .launch import launch_process, launch_thread
+from .launch import Shared, launch_process, launch_thread
 from .messages import error_from_json, error_to_json
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ __all__ = [
     "Attachments",
     "Handed",
     "ReceivedAttachments",
-    "Shared",
     "Watermark",
     "Window",
     "WindowSource",
@@ -72,32 +71,6 @@ class ReceivedAttachments:
         arena = self._arenas.pop(number, None)
         if arena is not None:
             arena.close()
-
-
-class Shared:
-    """What a writer thread takes from its trainer directly instead of through the socket."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, Storage] = {}
-        self.views: dict[int, memoryview] = {}
-
-    def share(self, arena: Arena) -> None:
-        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
-        self.views[arena.number] = arena.view[:]
-
-    def storage(self, message: Message) -> Storage:
-        """Find the storage a message tells of."""
-        return self.storages[message.header["key"]]
-
-    def arena(self, message: Message) -> memoryview:
-        """Find the memory a message hands over."""
-        return self.views[message.header["number"]]
-
-    def drop(self, number: int) -> None:
-        """Let go of an arena."""
-        view = self.views.pop(number, None)
-        if view is not None:
-            view.release()
 
 
 class Handed:

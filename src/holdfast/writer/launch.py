@@ -13,12 +13,12 @@ import threading
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
 
-from .arena import can_share_memory
-from .frames import Channel
-from .handed import Shared
+from .arena import Arena, can_share_memory
+from .frames import Channel, Message
 
-__all__ = ["can_run_process", "launch_process", "launch_thread", "own_paths"]
+__all__ = ["Shared", "can_run_process", "launch_process", "launch_thread", "own_paths"]
 
 _BOOT = (
     "import sys,json;a=json.loads(sys.argv[1]);sys.path.extend(a['paths']);"
@@ -96,6 +96,32 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
             if trainer >= 0:
                 os.close(trainer)
     return Channel(ours), process
+
+
+class Shared:
+    """What a writer thread takes from its trainer directly instead of through the socket."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Storage] = {}
+        self.views: dict[int, memoryview] = {}
+
+    def share(self, arena: Arena) -> None:
+        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
+        self.views[arena.number] = arena.view[:]
+
+    def storage(self, message: Message) -> Storage:
+        """Find the storage a message tells of."""
+        return self.storages[message.header["key"]]
+
+    def arena(self, message: Message) -> memoryview:
+        """Find the memory a message hands over."""
+        return self.views[message.header["number"]]
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
+        view = self.views.pop(number, None)
+        if view is not None:
+            view.release()
 
 
 def launch_thread(shared: Shared) -> tuple[Channel, threading.Thread]:
