@@ -26,7 +26,7 @@ from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
 from .progress import Progress
 from .run_session import RunSession
-from .save_policy import SavePolicy, Schedule
+from .save_policy import SavePolicy
 from .verification import Watcher
 
 __all__ = ["StepBoundary", "leave_for_alarm"]
@@ -83,7 +83,7 @@ class StepBoundary:
         self._wanted = False  # a save was asked for; it is made at the boundary
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
-        self.snapshots: Schedule | None = None
+        self.snapshot_paid: Callable[[float], object] = lambda cost_s: None
         self.rescues_later = False
         self._stopped = False  # for a signal or the deadline, with everything saved
         self.guard: GuardWatch | None = None
@@ -142,20 +142,14 @@ class StepBoundary:
         if self._wanted or self._progress.step in self.saves_at:
             self._wanted = False
             self.save(force=True)
-        if self.snapshots is not None:
-            self._keep_snapshot(self.snapshots, now)
+        if self.pace.keeps(now):
+            self._keep_snapshot()
         if is_new:
             self.watch()
 
-    def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
-        """Keep the state of this step in memory, if that is due and the step is not saved."""
-        progress, is_one = self._progress, self._session.team is None
-        # Several ranks keep the same steps: they count neither time nor samples alike.
-        if not snapshots.due(
-            step=progress.step, samples=progress.samples if is_one else 0, now=now if is_one else float("-inf")
-        ):
-            return
-        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+    def _keep_snapshot(self) -> None:
+        """Keep the state of this step in memory, unless the step is saved."""
+        progress = self._progress
         if self._session.saves.last_step == progress.step:
             return
         if (guard := self.guard) is not None:
@@ -163,21 +157,21 @@ class StepBoundary:
                 self._go_back()
                 return
             guard.protect()
-        begun, life = time.perf_counter(), self._session.life
-        if life is not None and self._session.saves.busy:  # which it may have to wait for
-            life.waits(True)
+        begun = time.perf_counter()
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
-        kept = self._session.keep_state(
-            self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
-            metrics=self.log.of_step(progress.step)(),
-        )  # fmt: skip
-        if life is not None:
-            life.waits(False)
+        with self._session.life.waits():
+            self._warm_up()
+            kept = self._session.keep_state(
+                self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
+                metrics=self.log.of_step(progress.step)(),
+            )  # fmt: skip
         if not kept:
-            self.snapshots = None
+            self.pace.snapshots = None
             if self._snapshotter.shortage is None:  # else it has said so
                 _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
-        self.held_s += time.perf_counter() - begun
+        cost_s = time.perf_counter() - begun
+        self.held_s += cost_s
+        self.snapshot_paid(cost_s)
 
     def watch(self) -> None:
         """Call the watcher, if there is one, at the end of a step."""
@@ -203,18 +197,14 @@ class StepBoundary:
     def attend(self, now: float, step_s: float) -> None:
         """Do what the current step calls for: stop, save, retry, or warm up."""
         session = self._session
-        if not self._warm:
-            # Optimizer state exists from the first step on: now the arena's size is known, and its pages are
-            # faulted in the background, long before the first save is due.
-            self._warm = True
-            self._snapshotter.prepare(self._state(), session.client)
-            session.journal("began", step=self._progress.step)
+        if not session.life.gives_back():
+            self._warm_up()
         call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
         if call == "rollback":
             self._leave()
         if call == "stop":
             self.stop()
-        if call == "settle":
+        if call in ("settle", "keep"):
             session.settle()
         elif session.unsettled:
             session.glance()
@@ -222,6 +212,14 @@ class StepBoundary:
             self._save_when_space()
         elif call == "save" or self._wants_another:
             self.save()
+
+    def _warm_up(self) -> None:
+        # Optimizer state exists from the first step on: now the arena's size is known, and its pages are faulted in
+        # the background, long before the first save is due.
+        if not self._warm and self._progress.num_steps:
+            self._warm = True
+            self._snapshotter.prepare(self._state(), self._session.client)
+            self._session.journal("began", step=self._progress.step)
 
     @property
     def wants_attention(self) -> bool:
@@ -252,16 +250,14 @@ class StepBoundary:
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
         begun = time.perf_counter()
-        step, life = self._progress.step, self._session.life
-        if life is not None:
-            life.waits(True)
-        is_saved = self._session.saves.last_step == step or self._start_save(force=force)
-        # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
-        self.pace.saved()
-        if is_saved:
-            self.log.flush(step)  # has rows only if the step was saved before
-        if life is not None:
-            life.waits(False)
+        step = self._progress.step
+        with self._session.life.waits():
+            self._warm_up()
+            is_saved = self._session.saves.last_step == step or self._start_save(force=force)
+            # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
+            self.pace.saved()
+            if is_saved:
+                self.log.flush(step)  # has rows only if the step was saved before
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
 
     def _start_save(self, *, force: bool) -> bool:
@@ -447,7 +443,7 @@ class StepBoundary:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
-            if self.snapshots is not None and not self._stopped and not self.left_for:
+            if self.pace.snapshots is not None and not self._stopped and not self.left_for:
                 name = session.answer(session.client.rescue(reason))
                 self.rescues_later = session.team is not None
                 if name is not None:
@@ -506,6 +502,6 @@ def leave_for_alarm(
         found = guard.decide().in_words()
         note(found)
         show_rollback(step, found, session.root, status)
-    if session.life is not None and status == GUARD_STATUS:
+    if status == GUARD_STATUS:
         session.life.end("rolled back")
     raise RolledBack if status == GUARD_STATUS else SystemExit(status)
