@@ -193,12 +193,15 @@ class SaveFolder:
         if self._session is not None and "/" not in name and self.ranks.leads:
             self._session.quarantine(name, reason)
 
-    def delete(self, entry: FolderEntry, *, claim: str | None = None) -> None:
+    def delete(self, entry: FolderEntry, *, claim: str | None = None) -> bool:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
 
         Args:
             entry: which.
             claim: the name of single files whose lease says that it is ours to delete.
+
+        Returns:
+            False if it stays for now: another process holds it or has just pinned it, or it could not be deleted.
 
         Raises:
             RunBusyError: another process has taken the folder over: nothing is deleted.
@@ -208,12 +211,15 @@ class SaveFolder:
             if claim is not None:
                 self.claims.confirm(claim)
             self.storage.delete(entry.name)
-            return
-        session = self.session
-        if "/" not in entry.name and session.ask("discard", names=[entry.name], why="not kept by its saver"):
-            return
-        self.confirm(entry.name)  # not in the index of the run: said all the same before it goes
-        remove(self.storage, entry.name)
+            return True
+        if "/" not in entry.name:
+            return not self.session.ask("discard", names=[entry.name], why="not kept by its saver")
+        self._remove(entry.name)  # the writer knows what lies directly in the run
+        return True
+
+    def _remove(self, name: str) -> None:
+        self.session.ask("confirm", names=[name])
+        remove(self.storage, name)
 
     def clear(self, name: str, files: Iterable[str]) -> None:
         """Remove a directory, good or damaged, so that files with these names can be written there.
@@ -221,7 +227,8 @@ class SaveFolder:
         Raises:
             RunBusyError: another process has taken the folder over: nothing is removed.
         """
-        self.delete(FolderEntry(name=name, container="directory"))
+        if not self.delete(FolderEntry(name=name, container="directory")):
+            self._remove(name)  # who holds it keeps it from retention, not from being replaced
         for file in files:  # of a damaged checkpoint nothing else tells that they belong to it
             with contextlib.suppress(StorageNotFoundError):
                 self.storage.delete(f"{name}/{file}")

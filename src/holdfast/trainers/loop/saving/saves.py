@@ -426,8 +426,8 @@ class PostCommit:
                 verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
             for entry in [entry for entry in self._found if entry.name in doomed]:
-                self._folder.delete(entry, claim=self._claim)
-                self._found.remove(entry)
+                if self._folder.delete(entry, claim=self._claim):
+                    self._found.remove(entry)
 
 
 def _has_times(template: NameTemplate) -> bool:
