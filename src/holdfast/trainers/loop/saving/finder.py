@@ -86,7 +86,7 @@ class FolderEntry:
         name: path inside the folder.
         container: "directory", "torch" or "safetensors".
         attempt, step: what orders the checkpoints of a folder.
-        batch: batches trained; None if it does not say.
+        run_id, checkpoint_id: of a directory that was saved under this name; "" of any other.
         weights_only: it holds nothing but weights.
         problem: why it cannot be used; None if it seems fine.
         created: seconds since 1970.
@@ -106,6 +106,8 @@ class FolderEntry:
     metrics: dict[str, Any] = field(default_factory=dict)
     training: str = ""
     of_composer: bool = False
+    run_id: str = ""
+    checkpoint_id: str = ""
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -230,10 +232,12 @@ def is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now:
 def _directory(storage: Storage, name: str) -> FolderEntry:
     manifest = read_manifest(storage, name)
     metrics = {**manifest.metrics, **read_sidecar(storage, name).metrics}
+    is_copy = manifest.name not in ("", name)
     return FolderEntry(
         name=name, container="directory", attempt=manifest.attempt, step=manifest.step or 0, metrics=metrics,
         weights_only=manifest.extra.get("content") == "weights", created=timestamp(manifest.created),
         epoch=manifest.epoch, training=str(manifest.extra.get("training", "")),
+        run_id="" if is_copy else manifest.run_id or "", checkpoint_id="" if is_copy else manifest.checkpoint_id,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from holdfast.checkpointer.run_session import RunSession, answer
 from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.fence import newest_fence
 from holdfast.run.remains import PROBE, is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import link_at, put_link, sweep_links
@@ -150,14 +151,31 @@ class SaveFolder:
 
         self._number_life(self.ranks.lead("attempt", look_here))
 
-    def named(self, latest: str | None) -> set[str]:
-        """Return names that are asked for by name, since a listing of a store may be some seconds old.
+    def look(
+        self, *, nested: bool, wanted: Callable[[str], object] | None, latest: str | None
+    ) -> list[FolderEntry]:  # fmt: skip
+        """Return the checkpoints that earlier lives have left, newest first; damaged ones come with their problem.
 
-        Those that run.json names, and the one that the link to the newest (``latest``) means.
+        What an owner has committed after it was taken over does not count (`holdfast.run.fence`): it is set aside. Of a
+        store, whose listing may be some seconds old, what run.json and the link to the newest name is asked for too.
+
+        Args:
+            nested: look into sub-folders too.
+            wanted: tells which names matter.
+            latest: name of the link to the newest.
         """
-        names = set() if self._session is None else {str(row[0]) for row in self._session.opened.records}
+        session = self._session
+        names = set() if session is None else {str(row[0]) for row in session.opened.records}
         newest = None if latest is None else linked_by(self.storage, latest)
-        return names if newest is None else {*names, newest}
+        named = names if newest is None else {*names, newest}
+        found = look(self.storage, nested=nested, wanted=wanted, named=named)
+        if session is not None and (fence := newest_fence(self.storage)) is not None:
+            for entry in found:
+                is_ours = entry.run_id == session.opened.run_id and "/" not in entry.name
+                if is_ours and not fence.admits(entry.name, entry.attempt, entry.checkpoint_id):
+                    self.quarantined.setdefault(entry.name, "its owner had been taken over when it was committed")
+                    found = [other for other in found if other is not entry]
+        return found
 
     def rise_above(self, attempt: int) -> None:
         """Number this life after another one, which only uploads may know of: this folder may be a new one."""

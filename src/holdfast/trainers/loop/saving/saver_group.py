@@ -499,11 +499,13 @@ class StartingPoint:
         """
         places: list[tuple[int, FolderEntry]] = []
         for number, storage in enumerate(storages):
+            wanted = self._wanted(saver, storage)
             try:
-                found = look(
-                    storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage),
-                    named=self._named(saver, storage),
-                )  # fmt: skip
+                if storage is saver.place.storage:
+                    latest = saver.names.fixed_latest
+                    found = saver.place.look(nested=saver.names.nested, wanted=wanted, latest=latest)
+                else:
+                    found = look(storage, nested=True, wanted=wanted, named=self._pointed(saver, storage))
             except StorageNotFoundError:
                 continue
             places += [(number, entry) for entry in found if not entry.weights_only]
@@ -533,10 +535,8 @@ class StartingPoint:
             "goes_back": bool(bad) or order != [row[0] for row in sound],
         }
 
-    def _named(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
-        """Return names to ask a storage for although a listing may not show them yet."""
-        if storage is saver.place.storage:
-            return saver.place.named(saver.names.fixed_latest)
+    def _pointed(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
+        """Return the upload that the pointer to the newest means: a listing may not show it yet."""
         latest = saver.names.fixed_remote_latest
         uploader = next(uploader for uploader in self._context.uploaders if uploader.storage is storage)
         newest = None if latest is None else linked_by(storage, uploader.path_of(latest))

@@ -24,7 +24,7 @@ from holdfast.state.save.snapshot import Snapshotter
 from ..times.timestamp import Timestamp
 from ..training.ranks import TIMEOUT_S
 from .files import FileImage, gathered
-from .finder import FolderEntry, look, look_at
+from .finder import FolderEntry, look_at
 from .folder import SaveFolder, link_latest
 from .guard import TrainerGuard
 from .naming import TIME_VARIABLES, Destinations, NameTemplate, SaverNames
@@ -322,8 +322,7 @@ class PostCommit:
     def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
         folder, names = self._folder, self._names
-        named = folder.named(names.fixed_latest)
-        found = look(folder.storage, nested=names.nested, wanted=names.pattern.fullmatch, named=named)
+        found = folder.look(nested=names.nested, wanted=names.pattern.fullmatch, latest=names.fixed_latest)
         good = [entry for entry in reversed(found) if entry.problem is None and entry.name not in folder.quarantined]
         return [asdict(entry) for entry in good if entry.weights_only is weights_only]
 
