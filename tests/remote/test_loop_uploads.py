@@ -21,8 +21,7 @@ from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import State
 from holdfast.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
 from holdfast.storage import LibcloudObjectStore, MemoryStorage
-from holdfast.trainers.loop.saving.finder import FolderEntry
-from holdfast.trainers.loop.saving.naming import Destinations
+from holdfast.trainers.loop.saving.finder import Destinations, FolderEntry
 from holdfast.trainers.loop.saving.saves import PostCommit
 from holdfast.trainers.loop.training.ranks import Ranks
 

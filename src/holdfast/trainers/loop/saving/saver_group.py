@@ -35,13 +35,12 @@ from ..callbacks import LoggerDestination
 from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
-from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
+from .files import IgnoreKeys, check_ignore_keys
+from .finder import FolderEntry, NameTemplate, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
 from .guard import TrainerGuard
 from .load import LoadOptions, LoadReport, load_from, load_path
-from .naming import NameTemplate
 from .saver import CheckpointSaver, SaverContext
-from .schema import IgnoreKeys, check_ignore_keys
 from .uploads import as_object_store
 
 __all__ = ["SaverGroup", "StartingPoint"]

@@ -23,12 +23,10 @@ from holdfast.state.save.snapshot import Snapshotter
 
 from ..times.timestamp import Timestamp
 from ..training.ranks import TIMEOUT_S
-from .files import FileImage, gathered
-from .finder import FolderEntry, look_at
+from .files import FileImage, as_torch_file, expand, gathered
+from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
 from .folder import SaveFolder, link_latest
 from .guard import TrainerGuard
-from .naming import TIME_VARIABLES, Destinations, NameTemplate, SaverNames
-from .schema import as_torch_file, expand
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["AsyncSaver", "PostCommit"]
