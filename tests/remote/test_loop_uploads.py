@@ -361,7 +361,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         storage=MemoryStorage("kept"),
         ranks=Alone(),
         is_held=lambda claim: True,
-        delete=lambda one, claim: events.append(f"deletes {one.name}"),
+        delete=lambda one, claim: events.append(f"deletes {one.name}") is None,  # it is gone
     )
     uploader: Any = SimpleNamespace(upload=upload)
     names: Any = None  # nothing here asks for them
