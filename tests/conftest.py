@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ranks_kit import RankServer
+    from ranks_kit import LastingServer, RankServer
 
 # Started in the background of a script, pytest would hand its deaf ear for Ctrl-C on to the processes under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,9 +77,59 @@ def ranks() -> Iterator[RankServer]:
         yield one
 
 
-@pytest.fixture(scope="module")
+# A life of a run waits for a disk some sixty times (fsync). What becomes of files on one is shown by the tests of
+# storage, format, writer, damage, single_files and others, and by all sweeps; the quick tests of these folders keep
+# theirs in memory, by the same calls, where the machine has room there.
+_FOLDERS_IN_MEMORY = {
+    "checkpoint", "checkpointer", "cli", "copying", "crash", "loops", "page", "ranks", "remote", "run", "supervisor",
+    "trainers", "verify",
+}  # fmt: skip
+_MEMORY = Path("/dev/shm")
+_ROOM = 2 << 30
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of the test's own; in memory for some folders of tests."""
+    is_light = request.path.relative_to(_HERE).parts[0] in _FOLDERS_IN_MEMORY
+    is_quick = not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
+    if not (is_light and is_quick and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
+        yield request.getfixturevalue("tmp_path")
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-test-", dir=_MEMORY, ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+# Where a test starts writers by the dozen, and is about what they do: their modules take longer than most saves.
+_FOLDERS_OF_WRITERS = {
+    "checkpoint", "checkpointer", "cli", "crash", "loops", "page", "remote", "run", "single_files", "trainers",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def writers() -> Iterator[LastingServer]:
+    """One server of writers for each process of tests."""
+    from ranks_kit import LastingServer
+
+    with LastingServer(preload=["forked_kit", "holdfast.writer.server"], path=_FOLDERS) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Writers that the tests of some folders start have their modules; all others are started as ever."""
+    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS:
+        yield
+        return
+    from forked_kit import WRITERS, forked_interpreters
+
+    with forked_interpreters(request.getfixturevalue("writers"), WRITERS):
+        yield
+
+
+@pytest.fixture
 def forked(ranks: RankServer) -> Iterator[None]:
-    """Interpreters that the tests of a module start have torch: `pytestmark = pytest.mark.usefixtures("forked")`."""
+    """Interpreters that a test, or all of a module, starts have torch: `pytest.mark.usefixtures("forked")`."""
     from forked_kit import forked_interpreters
 
     with forked_interpreters(ranks):
