@@ -81,7 +81,7 @@ def ranks() -> Iterator[RankServer]:
 # storage, format, writer, damage, single_files and others, and by all sweeps; the quick tests of these folders keep
 # theirs in memory, by the same calls, where the machine has room there.
 _FOLDERS_IN_MEMORY = {
-    "checkpoint", "checkpointer", "cli", "copying", "crash", "loops", "page", "ranks", "remote", "run", "supervisor",
+    "checkpoint", "checkpointer", "cli", "copying", "crash", "loops", "page", "ranks", "run", "supervisor",
     "trainers", "verify",
 }  # fmt: skip
 _MEMORY = Path("/dev/shm")

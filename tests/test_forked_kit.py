@@ -20,8 +20,9 @@ LOOK = """
 import atexit, json, os, sys, threading
 print(json.dumps({
     "torch": "torch" in sys.modules, "arguments": sys.argv, "first path": sys.path[:2], "name": __name__,
-    "umask": os.umask(0o77), "folder": os.getcwd(), "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid(),
-    "parent": os.getppid(), "input": sys.stdin.read(), "main": hasattr(sys.modules["__main__"], "LOOKED"),
+    "folder": os.getcwd(), "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid(),
+    "parent": os.getppid(), "umask": os.umask(0o77),
+    "input": sys.stdin.read(), "main": hasattr(sys.modules["__main__"], "LOOKED"),
     "descriptors": [fd for fd in range(200) if os.path.exists(f"/proc/self/fd/{fd}")],
 }), flush=True) if (LOOKED := 1) else None
 atexit.register(print, "exit")
