@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from object_kit import BUCKET, moto, s3_environment
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
+from holdfast.callbacks import Callback
 from holdfast.format.digest import Digests
 from holdfast.format.names import save_id_of
-from holdfast.run.life import VARIABLE, LifeReport
+from holdfast.run.life import VARIABLE, LifeReport, read_reports
 from holdfast.state.load import restore
 from holdfast.supervisor.supervisor import KeptArenas
 from holdfast.testing import FaultProxy
@@ -37,7 +43,6 @@ if (home / "begun").exists():
     exec(between)
 with hf.Checkpointer(run, state, **options) as ck:
     (home / "seen").write_text(json.dumps([ck.global_step, *(float(value.min()) for value in state.values())]))
-    (home / "left").write_text(json.dumps([os.stat(one["path"]).st_size for one in kept]))
     while ck.global_step < 6:
         for number, value in enumerate(state.values(), 1): value += number
         ck.step()
@@ -48,6 +53,7 @@ with hf.Checkpointer(run, state, **options) as ck:
             while not holds_arenas(os.getppid()) and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(os.getpid(), 9)
+    (home / "left").write_text(json.dumps([os.stat(one["path"]).st_size for one in kept]))
 """
 FDS = """
 def holds_arenas(pid):
@@ -92,7 +98,7 @@ def run(home: Path, where: str, options: str, between: str = "pass", env: dict[s
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert (home / "seen").read_text() == "[5, 5.0, 10.0, 15.0]", ended.stderr
-    assert set((home / "left").read_text()) <= set("[0, ]")  # nothing is kept once steps begin
+    assert set((home / "left").read_text()) <= set("[0, ]")  # nothing is kept after the first step
     return ended.stderr
 
 
@@ -170,3 +176,77 @@ def test_memory_that_was_compared_is_not_compared_again(
     assert torch.equal(found["x"], state["x"])
     assert sum(size for _, size in set(hashed)) == path.stat().st_size
     assert len(hashed) - len(set(hashed)) == spoilt
+
+
+def num_arenas() -> int:
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return sum("memfd:holdfast-arena" in link for link in links)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that stands for the memory which the life before has left to a run in "run"."""
+    life, memory = tmp_path / "life", tmp_path / "memory"
+    life.mkdir()
+    memory.write_bytes(bytes(100))
+    named = [{"path": str(memory), "size": 100, "uri": str(tmp_path / "run"), "files": []}]
+    (life / "kept.json").write_text(json.dumps(named))
+    monkeypatch.setenv(VARIABLE, str(life))
+    return memory
+
+
+def test_no_memory_is_taken_before_that_of_the_life_before_is_free(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on meanwhile; what a save copies to is made afterwards."""
+    gate, truncate = threading.Event(), os.truncate
+    monkeypatch.setattr("os.truncate", lambda *args: gate.wait(20) and truncate(*args))
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.zeros(1 << 16)}, every=1000) as ck:
+        before = num_arenas()
+        for _ in range(3):
+            ck.step()
+        assert (num_arenas(), kept.stat().st_size) == (before, 100)
+        gate.set()
+        until = time.monotonic() + 20
+        while num_arenas() == before and time.monotonic() < until:
+            ck.step()
+        assert num_arenas() > before
+        assert kept.stat().st_size == 0
+
+
+def test_a_save_at_the_first_step_waits_until_the_memory_is_free(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is held for it, and the step is saved."""
+    truncate = os.truncate
+    monkeypatch.setattr("os.truncate", lambda *args: (time.sleep(0.3), truncate(*args)))
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.zeros(1 << 16)}, every=1) as ck:
+        ck.step()
+        assert kept.stat().st_size == 0
+        ck.wait()
+        assert [found.step for found in ck.checkpoints()] == [1]
+
+
+def test_the_loop_trainer_tells_its_batches_and_gives_the_memory_back(kept: Path, tmp_path: Path) -> None:
+    """Each batch counts, one of an evaluation is a sign of life, and after the last one none is expected."""
+    seen: list[tuple[bool, int, float]] = []
+
+    class Look(Callback):
+        def look(self, state: Any, logger: Any) -> None:
+            (report,) = read_reports(tmp_path / "life")
+            seen.append((report.trains, report.step, report.moment_s))
+
+        batch_end = eval_batch_end = epoch_start = look
+
+    data = DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 2)), batch_size=2)
+    hf.Trainer(
+        model=torch.nn.Linear(2, 2), loss_fn=torch.nn.functional.mse_loss, train_dataloader=data, eval_dataloader=data,
+        max_duration="1ep", save_folder=str(tmp_path / "run"), callbacks=[Look()], device="cpu",
+    ).fit()  # fmt: skip
+    assert [step for _, step, _ in seen] == [0, 1, 2, 3, 4, 4, 4, 4, 4]
+    assert all(trains for trains, _, _ in seen)
+    moments = [moment for _, _, moment in seen]
+    assert moments[5:] == sorted(set(moments[5:]))
+    assert kept.stat().st_size == 0
+    (report,) = read_reports(tmp_path / "life")
+    assert not report.trains

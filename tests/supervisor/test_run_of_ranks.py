@@ -67,3 +67,45 @@ def test_a_killed_rank_and_a_bad_batch_leave_nothing_behind(tmp_path: Path, kind
     # Rank 0 may have been in the step in flight.
     kept = ("/step_00000006 ", "/step_00000005 ") if kind == "own" else ("/ep0-ba6 ", "/ep0-ba5 ")
     assert any(name in said for name in kept), said
+
+
+HANGS = """
+import os, sys, time
+from pathlib import Path
+import torch, holdfast
+from torch.utils.data import DataLoader, TensorDataset
+home, rank = Path(sys.argv[1]), os.environ["RANK"]
+first = not (home / f"began-{rank}").exists()
+(home / f"began-{rank}").touch()
+torch.distributed.init_process_group("gloo")
+calls = 0
+def loss_fn(output, target):
+    global calls
+    calls += 1
+    if first and rank == "1" and calls == 6: time.sleep(600)
+    if not torch.is_grad_enabled(): time.sleep(1.5)
+    return torch.nn.functional.mse_loss(output, target)
+data = DataLoader(TensorDataset(torch.zeros(64, 2), torch.zeros(64, 2)), batch_size=4)
+trainer = holdfast.Trainer(
+    model=torch.nn.Linear(2, 2), loss_fn=loss_fn, train_dataloader=data, eval_dataloader=data, max_duration="1ep",
+    save_folder=str(home / "run"), save_interval="2ba", autoresume=True, device="cpu",
+)
+trainer.fit()
+(home / f"end-{rank}").write_text(str(trainer.state.timestamp.batch))
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_trainer_that_hangs_is_started_again_and_a_long_evaluation_is_no_hang(tmp_path: Path) -> None:
+    """Rank 1 hangs in its sixth batch. Eight batches of an evaluation, 12 s in all, each count as a sign of life."""
+    (tmp_path / "script.py").write_text(HANGS)
+    command = [sys.executable, "-m", "holdfast", "run", "--no-warm", "--nproc", "2", "--hang", "8s", "--"]
+    command += [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("this is a hang") == 1
+    assert "(step 5; the limit was 8 s)" in done.stderr
+    assert "the newest durable step it knew is 4" in done.stderr
+    assert "done, after 2 lives" in done.stderr
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["8ba", "8ba"]

@@ -163,16 +163,14 @@ class StepBoundary:
                 self._go_back()
                 return
             guard.protect()
-        begun, life = time.perf_counter(), self._session.life
-        if life is not None and self._session.saves.busy:  # which it may have to wait for
-            life.waits(True)
+        begun = time.perf_counter()
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
-        kept = self._session.keep_state(
-            self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
-            metrics=self.log.of_step(progress.step)(),
-        )  # fmt: skip
-        if life is not None:
-            life.waits(False)
+        with self._session.life.waits():
+            self._warm_up()
+            kept = self._session.keep_state(
+                self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
+                metrics=self.log.of_step(progress.step)(),
+            )  # fmt: skip
         if not kept:
             self.snapshots = None
             if self._snapshotter.shortage is None:  # else it has said so
@@ -203,12 +201,8 @@ class StepBoundary:
     def attend(self, now: float, step_s: float) -> None:
         """Do what the current step calls for: stop, save, retry, or warm up."""
         session = self._session
-        if not self._warm:
-            # Optimizer state exists from the first step on: now the arena's size is known, and its pages are
-            # faulted in the background, long before the first save is due.
-            self._warm = True
-            self._snapshotter.prepare(self._state(), session.client)
-            session.journal("began", step=self._progress.step)
+        if not session.life.gives_back():
+            self._warm_up()
         call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
         if call == "rollback":
             self._leave()
@@ -222,6 +216,14 @@ class StepBoundary:
             self._save_when_space()
         elif call == "save" or self._wants_another:
             self.save()
+
+    def _warm_up(self) -> None:
+        # Optimizer state exists from the first step on: now the arena's size is known, and its pages are faulted in
+        # the background, long before the first save is due.
+        if not self._warm and self._progress.num_steps:
+            self._warm = True
+            self._snapshotter.prepare(self._state(), self._session.client)
+            self._session.journal("began", step=self._progress.step)
 
     @property
     def wants_attention(self) -> bool:
@@ -252,16 +254,14 @@ class StepBoundary:
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
         begun = time.perf_counter()
-        step, life = self._progress.step, self._session.life
-        if life is not None:
-            life.waits(True)
-        is_saved = self._session.last_step == step or self._start_save(force=force)
-        # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
-        self.pace.saved()
-        if is_saved:
-            self.log.flush(step)  # has rows only if the step was saved before
-        if life is not None:
-            life.waits(False)
+        step = self._progress.step
+        with self._session.life.waits():
+            self._warm_up()
+            is_saved = self._session.last_step == step or self._start_save(force=force)
+            # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
+            self.pace.saved()
+            if is_saved:
+                self.log.flush(step)  # has rows only if the step was saved before
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
 
     def _start_save(self, *, force: bool) -> bool:
@@ -504,6 +504,6 @@ def leave_for_alarm(
         found = guard.decide().in_words()
         note(found)
         show_rollback(step, found, session.root, status)
-    if session.life is not None and status == GUARD_STATUS:
+    if status == GUARD_STATUS:
         session.life.end("rolled back")
     raise RolledBack if status == GUARD_STATUS else SystemExit(status)

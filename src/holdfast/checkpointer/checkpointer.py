@@ -246,6 +246,7 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
+        session.life.leaves()
         reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
@@ -525,9 +526,8 @@ class Checkpointer:
         if session.team is not None:
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
-        if session.life is not None:
-            requeue = self.options.exit_code if isinstance(self.options.exit_code, int) else -1
-            session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
+        requeue = options.exit_code if isinstance(options.exit_code, int) else -1
+        session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         if snapshotter.rescues:
             snapshots = Schedule(options.rescue, now=time.monotonic())

@@ -383,8 +383,7 @@ class GuardWatch:
     def _ended(self, text: str) -> TrainingError:
         assert self.alarm is not None
         self._session.journal("guard", step=self.alarm.step, why=text.removeprefix(f"step {self.alarm.step}: "))
-        if self._session.life is not None:
-            self._session.life.end("given up")
+        self._session.life.end("given up")
         return TrainingError(text)
 
 

@@ -112,7 +112,7 @@ class RunSession:
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed.
-        life: what this process tells `holdfast run`; None unless that has started it, and before the run is open.
+        life: what this process tells `holdfast run`, if that has started it.
         paid: called with the seconds that a save has cost training, and those until it was durable.
         extra: entries of the manifest's ``extra`` for the next saves.
         memory: what the writer has to know if this process is killed.
@@ -141,7 +141,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
-        self.life: LifeReport | None = None
+        self.life = LifeReport()
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
@@ -235,14 +235,13 @@ class RunSession:
     def note_step(self, step: int) -> None:
         """Let the writer, and `holdfast run`, know how many steps are done; costs no call."""
         self.memory.note_step(step)
-        if self.life is not None:
-            self.life.stepped(step)
+        self.life.stepped(step)
 
     def _take(self, opened: RunOpened) -> None:
         self._opened, self.quarantined = opened, dict(opened.quarantined)
         uri = self.root.uri
         self.life = LifeReport.begin(uri=uri, attempt=opened.attempt, rank=self.meeting.rank)
-        if self.life is not None and self.leads:
+        if self.leads:
             for death in deaths_before(uri):
                 self.journal(**death)
 
@@ -455,8 +454,7 @@ class RunSession:
 
     def _tell_memory(self, snapshotter: Snapshotter) -> None:
         """Let `holdfast run` keep the memory of the newest saves for the next life."""
-        if self.life is not None:
-            self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
+        self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,
@@ -533,7 +531,7 @@ class RunSession:
     ) -> None:
         def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
-            if self.life is not None and not done.cancelled() and done.exception() is None:
+            if not done.cancelled() and done.exception() is None:
                 self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
@@ -718,8 +716,7 @@ class RunSession:
             what = "the end of the run was not recorded"
             self.note("close_run", what=what, reason=reason, details=dict(details or {}))
         self.wait_for_notes()
-        if self.life is not None:
-            self.life.end(reason)
+        self.life.end(reason)
 
     def abandon(self, why: str) -> None:
         """Give up a run that failed before its first step; never raises."""
@@ -740,8 +737,7 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
-        if self.life is not None:
-            self.life.end()
+        self.life.end()
         self.memory.close()
 
 

@@ -13,16 +13,19 @@ import os
 import struct
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 __all__ = [
     "ARENAS",
     "GUARD_STATUS",
     "KEPT",
+    "REQUEUE_STATUS",
     "VARIABLE",
     "LifeReport",
     "RolledBack",
@@ -35,6 +38,8 @@ __all__ = [
 
 VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
+REQUEUE_STATUS = 85
+"""Exit status of a script that asks to be started again, unless it was given another."""
 GUARD_STATUS = 86
 """Exit status after a guard has found a bad step: the next start goes on from before it."""
 DEATHS = "deaths.json"
@@ -61,20 +66,21 @@ class LifeReport:
     """The report of one run of this process. What goes wrong with it is nobody's error.
 
     Args:
-        folder: of this life.
+        folder: of this life; "" if nobody supervises this process: nothing is reported.
         about: "uri", "attempt" and "rank", and what else does not change.
     """
 
-    def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str = "", about: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._owner = os.getpid()
         self._state, self._step, self._longest, self._resumed, self._durable = _ENTERED, -1, 0, -1, -1
         self._moment, self._limits = time.monotonic_ns(), (-1, 0)  # requeue status, milliseconds that a save may hold
         self._fd, self._name = -1, f"{self._owner}-{time.monotonic_ns()}"
         self._arenas: tuple[tuple[int, int], ...] = ()
         self._num_told = 0  # how often arenas were named
+        self._freeing: threading.Thread | None = None
         self._folder, self._uri = folder, str(about.get("uri", ""))
         text = json.dumps({**about, "pid": self._owner}).encode()
-        if len(text) > _BYTES - _TEXT_AT:
+        if not folder or len(text) > _BYTES - _TEXT_AT:
             return
         with contextlib.suppress(OSError):
             name = f"run-{self._name}"
@@ -86,12 +92,10 @@ class LifeReport:
             os.rename(f"{folder}/.{name}", f"{folder}/{name}")
 
     @classmethod
-    def begin(cls, **about: Any) -> LifeReport | None:
-        """Report a run that was entered just now; None if nobody supervises this process."""
-        folder = os.environ.get(VARIABLE)
-        if not folder:
-            return None
-        if not (Path(folder) / MODULES).exists():
+    def begin(cls, **about: Any) -> LifeReport:
+        """Report a run that was entered just now."""
+        folder = os.environ.get(VARIABLE, "")
+        if folder and not (Path(folder) / MODULES).exists():
             with contextlib.suppress(OSError):
                 _tell_imports(Path(folder), _environment_changes())
         return cls(folder, about)
@@ -108,18 +112,16 @@ class LifeReport:
         self._step, self._moment = step, time.monotonic_ns()
         self._write()
         self.durable(step)
-        # All ranks have loaded, and the memory is needed. Beside the first step it would take as long (0.15 s for a
-        # GiB), and after it new arenas are faulted in before it is free.
-        for arena in kept_arenas(self._uri):
-            with contextlib.suppress(OSError):
-                os.truncate(arena["path"], 0)
 
     def stepped(self, step: int) -> None:
-        """Report the boundary of a step."""
+        """Report the boundary of a step; the same step again is a sign of life within the next one."""
+        if not self._folder:
+            return
         now = time.monotonic_ns()
-        if self._state == _TRAINS and step > self._resumed + 1:  # the first step compiles and warms up
+        if self._state == _TRAINS and self._step > self._resumed:  # the first step compiles and warms up
             self._longest = max(self._longest, now - self._moment)
-        elif self._step == self._resumed:
+        elif step > self._step == self._resumed:
+            self._give_back()
             with contextlib.suppress(OSError, ValueError, KeyError):
                 told, environment = Path(self._folder, MODULES), _environment_changes()
                 if json.loads(told.read_bytes())["environment"] == environment:  # else imports since may have read it
@@ -127,11 +129,42 @@ class LifeReport:
         self._step, self._moment = step, now
         self._write()
 
-    def waits(self, on: bool) -> None:
-        """Report that a save begins to hold the loop, which may take ``wait_s``, or has ended."""
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Report that a save holds the loop, which may take ``wait_s``; it begins when the memory for it is free."""
+        was = self._state
+        try:
+            if was == _TRAINS:
+                self._state, self._moment = _WAITS, time.monotonic_ns()
+                self._write()
+            if self._freeing is not None:
+                self._freeing.join()
+            yield
+        finally:
+            if was == _TRAINS and self._state == _WAITS:
+                self._state, self._moment = _TRAINS, time.monotonic_ns()
+                self._write()
+
+    def leaves(self) -> None:
+        """Report that no more steps come: what is left to write and to upload has bounds of its own."""
         if self._state in (_TRAINS, _WAITS):
-            self._state, self._moment = (_WAITS if on else _TRAINS), time.monotonic_ns()
+            self._state = _ENTERED
             self._write()
+
+    def gives_back(self) -> bool:
+        """Tell whether memory that the life before has left is still being given back: no more is taken before."""
+        return self._freeing is not None and self._freeing.is_alive()
+
+    def _give_back(self) -> None:
+        # All ranks have loaded. The kernel takes 0.15 s for a GiB, which the first step does not wait for.
+        if paths := [arena["path"] for arena in kept_arenas(self._uri)]:
+            thread = threading.Thread(target=_free, args=(paths,), name="holdfast-free", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had now
+                _free(paths)
+            else:
+                self._freeing = thread
 
     def durable(self, step: int) -> None:
         """Report that the checkpoint of a step is committed; may be called on another thread."""
@@ -148,7 +181,7 @@ class LifeReport:
             arenas: (descriptor, bytes) of each arena.
             files: returns (name before the id of a save, name after it, first byte in an arena) of each file.
         """
-        if tuple(arenas) == self._arenas or self._owner != os.getpid():
+        if not self._folder or tuple(arenas) == self._arenas or self._owner != os.getpid():
             return
         self._arenas = tuple(arenas)
         about = [{"fd": fd, "size": size, "uri": self._uri, "files": files()} for fd, size in arenas]
@@ -172,6 +205,12 @@ class LifeReport:
         fields = (self._state, self._step, self._moment, self._longest, self._resumed)
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, _FIELDS.pack(*fields, *self._limits), 0)
+
+
+def _free(paths: Sequence[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
 
 
 def _tell_imports(folder: Path, environment: Mapping[str, str | None]) -> None:
@@ -212,7 +251,7 @@ class RunReport:
         attempt: number of this life in the run.
         rank: of the process.
         pid: of the process.
-        trains: steps are counted, and the run was not left.
+        trains: steps are counted, and more are to come.
         stopped: the run was left for a signal or a deadline, with all steps saved.
         rolled_back: the run was left by its guard, which had found a bad step: to be started again.
         given_up: the run was left by its guard, and must not be started again.
@@ -278,7 +317,7 @@ def kept_arenas(uri: str | None = None) -> list[dict[str, Any]]:
 
 
 def kept_bytes(uri: str) -> int:
-    """Return how much memory the life before has left for one run, which is given back when steps begin."""
+    """Return how much memory the life before has left for one run, which is given back after the first step."""
     return sum(int(arena["size"]) for arena in kept_arenas(uri))
 
 

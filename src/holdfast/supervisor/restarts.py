@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["REQUEUE_STATUS", "Again", "Death", "End", "after"]
+__all__ = ["Again", "Death", "End", "after"]
 
-REQUEUE_STATUS = 85
 _PAUSES_S = (0.0, 1.0, 5.0, 30.0)
 _SAME = 3  # lives that end alike
 _IDLE = 10  # lives in a row without a new durable step

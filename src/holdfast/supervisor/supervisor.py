@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast._units import format_duration
 from holdfast.errors import HoldfastError
-from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, RunReport, read_reports
+from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, REQUEUE_STATUS, RunReport, read_reports
 from holdfast.run.python_command import PythonCommand
 
 from .early import STOPS, HeldSignals
@@ -28,7 +28,7 @@ from .processes import (
     first_error,
     shell_status,
 )
-from .restarts import REQUEUE_STATUS, Again, Death, End, after
+from .restarts import Again, Death, End, after
 
 __all__ = ["KeptArenas", "Supervisor"]
 
@@ -360,7 +360,7 @@ class KeptArenas:
 
     They are memory that the death of a life does not free, for the next one to load from. A process names its arenas in
     the folder of its life (`holdfast.run.life`); we open them through ``/proc`` while it lives, and name them to the
-    next life in the same way. That life cuts them to nothing once it has loaded its state.
+    next life in the same way. That life cuts them to nothing after its first step.
     """
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from holdfast.checkpointer.signals import StopSignals
 from holdfast.config import Guard
 from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles
+from holdfast.run.life import REQUEUE_STATUS
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
@@ -48,7 +49,7 @@ from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
 from .training.parallel import Parallel, bare
 from .training.ranks import Ranks
-from .training.save_policy import EXIT_CODE_FOR_REQUEUE, StopPolicy, make_pace
+from .training.save_policy import StopPolicy, make_pace
 from .training.steps import Evaluation, TrainStep, check_precision, make_scaler
 
 __all__ = ["Trainer"]
@@ -276,8 +277,9 @@ class Trainer:
         shown = [*destinations, *([self._bar] if progress_bar else []), self._group.history]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(logger, RemoteUploaderDownloader) for logger in destinations)
+        others = [] if state.ranks.leads else [self._group.history]  # hears of events, not of metrics
         self._engine = EventEngine(state, self.logger)
-        self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
+        self._engine.listen([*callbacks, *self.logger.destinations, *others, *self._savers])
 
     def _load(self, start: StartingPoint) -> Mapping[str, Any] | None:
         """Load what training goes on from; returns the random numbers of that moment, if it had any."""
@@ -345,7 +347,7 @@ class Trainer:
             self._signals.remove()
             self._bar.stop()
         if self._left_for is not None:
-            raise SystemExit(EXIT_CODE_FOR_REQUEUE)
+            raise SystemExit(REQUEUE_STATUS)
 
     def _complete(self) -> None:
         """Save and send what the life that finished this training was cut off from."""
@@ -375,7 +377,7 @@ class Trainer:
             if not complete:
                 self._left_for = self._signals.received or "another rank"
                 if self._guard is not None:
-                    self._guard.stop(EXIT_CODE_FOR_REQUEUE)
+                    self._guard.stop(REQUEUE_STATUS)
                 self._group.save_all()
             else:
                 if self._guard is not None:

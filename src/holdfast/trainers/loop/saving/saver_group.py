@@ -25,13 +25,14 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 from holdfast.run.candidates import GONE, newest_good
+from holdfast.run.life import REQUEUE_STATUS
 from holdfast.run.names import RUN_NAMES
 from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
 
-from ..callbacks import LoggerDestination
+from ..callbacks import Logger, LoggerDestination
 from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
@@ -311,6 +312,7 @@ class SaverGroup:
     def _close(self, reason: str, waits: Sequence[Callable[[], object]], *, patient: bool = True) -> None:
         if self.is_forked:
             return
+        self.history.leave()
         problem: Exception | None = None
         step, epoch = (self.state.timestamp.count(name) for name in ("batch", "epoch"))
 
@@ -614,12 +616,27 @@ class HistoryLogger(LoggerDestination):
         """
         self._log = None if session is None or not session.leads else MetricLog(session, self._take)
         self._sessions = tuple(others)
+        for one in self._sessions:
+            one.life.trains(self._state.timestamp.count("batch"), requeue=REQUEUE_STATUS, wait_s=TIMEOUT_S)
         self.stepped()
 
     def stepped(self) -> None:
         """Tell the runs how many batches are trained."""
         for session in self._sessions:
             session.note_step(self._state.timestamp.count("batch"))
+
+    def leave(self) -> None:
+        """Tell the runs that no more batches come."""
+        for session in self._sessions:
+            session.life.leaves()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Tell the runs of the batch, on a rank that logs nothing."""
+        self.stepped()
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Tell the runs that training is alive: an evaluation may take longer than many batches."""
+        self.stepped()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep a row."""

@@ -10,7 +10,7 @@ from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.save_policy import agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
-from holdfast.run.life import GUARD_STATUS
+from holdfast.run.life import GUARD_STATUS, REQUEUE_STATUS
 
 from ..times.time import TimeUnit
 from ..times.timestamp import Every, When
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from ..saving.saver_group import SaverGroup
     from ..state import State
 
-__all__ = ["EXIT_CODE_FOR_REQUEUE", "DistributedStopPolicy", "StopPolicy", "make_pace"]
+__all__ = ["DistributedStopPolicy", "StopPolicy", "make_pace"]
 
-EXIT_CODE_FOR_REQUEUE = 85
 _PAUSE_S = 2.0
 
 
@@ -67,7 +66,7 @@ class StopPolicy:
         """Leave training for a bad batch, at once."""
         assert self._guard is not None
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
-        self._guard.leave(GUARD_STATUS if self._signals.received is None else EXIT_CODE_FOR_REQUEUE)
+        self._guard.leave(GUARD_STATUS if self._signals.received is None else REQUEUE_STATUS)
 
     @property
     def stopping(self) -> bool:
