@@ -85,6 +85,20 @@ def test_a_forked_interpreter_is_waited_for_and_signalled(ranks: RankServer) -> 
     assert isolated.stdout == "False 1\n"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_test_starts_real_ones(ranks: RankServer) -> None:
+    """It would not be their parent, and would not hear how they end."""
+    with forked_interpreters(ranks):
+        child = os.fork()
+        if child == 0:
+            done = subprocess.run(
+                [sys.executable, "-c", "import sys; sys.exit(4 + ('torch' in sys.modules))"], check=False
+            )
+            os._exit(done.returncode)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+
 def test_a_forked_writer_is_as_a_new_one_but_for_its_modules(
     ranks: RankServer, writers: LastingServer, tmp_path: Path
 ) -> None:

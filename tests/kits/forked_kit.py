@@ -68,7 +68,7 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         is_plain = not (shell or executable or preexec_fn is not None or isinstance(args, str | bytes))
         given, program = _program(args) if is_plain else ((), [])
         server = self.servers.get(given)
-        if not program or server is None or not server.is_alive:  # it is started anew by a real one
+        if not program or server is None or not server.is_alive:  # in a fork of ours it seems dead, too
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
