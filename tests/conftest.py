@@ -82,7 +82,7 @@ def ranks() -> Iterator[RankServer]:
 # theirs in memory, by the same calls, where the machine has room there.
 _FOLDERS_IN_MEMORY = {
     "checkpoint", "checkpointer", "cli", "copying", "crash", "loops", "page", "ranks", "run", "supervisor",
-    "trainers", "verify",
+    "test_docs.py", "trainers", "verify",
 }  # fmt: skip
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
