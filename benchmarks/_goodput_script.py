@@ -52,13 +52,13 @@ def bare() -> None:
 
 
 def holdfast() -> None:
-    """Save by `Checkpointer`; ``every`` may be "auto", with "+rescue" behind it for a snapshot each ten steps."""
+    """Save by `Checkpointer`; ``every`` may be "auto", with "+rescue" behind it for snapshots."""
     import holdfast as hf
 
     model, optimizer, step = make()
     interval, _, rescue = every.partition("+")
     state = {"model": model, "optimizer": optimizer}
-    options: dict[str, Any] = {"rescue": "10ba"} if rescue else {}
+    options: dict[str, Any] = {"rescue": "auto"} if rescue else {}
     with hf.Checkpointer(folder / "run", state, every=interval, **options) as ck:
         while not ck.should_stop:
             step()

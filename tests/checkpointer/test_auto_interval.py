@@ -16,6 +16,7 @@ import torch
 import holdfast as hf
 from holdfast.checkpointer import save_policy
 from holdfast.checkpointer.save_policy import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, Schedule, best_interval_s
+from holdfast.run import costs
 from holdfast.run.journal import JournalEvent
 from holdfast.run.reports import Attempt, RunHistory
 
@@ -88,6 +89,36 @@ def test_lives_that_end_before_their_first_save():
     ]  # fmt: skip
 
 
+def test_a_failure_whose_snapshot_was_saved_counts_for_snapshots_alone():
+    """Saves are as rare as if there had been none; a failure that no snapshot covers counts for both."""
+    events = [
+        JournalEvent(what="saved", time=BEGUN.timestamp() + 90, attempt=1, step=9, why="the trainer died"),
+        JournalEvent(what="saved", time=BEGUN.timestamp() + 150, attempt=2, step=20),
+    ]
+    lives = Lives.of(
+        history((0, 100, "the trainer died"), (100, 200, None), (300, 400, "closed"), events=events), before=4
+    )
+    assert (lives.failures, lives.rescued) == (2, 1)
+    between = {"save": lives.seconds, "snapshot": lives.seconds / 2}
+    for what, between_s in between.items():
+        auto = AutoInterval(lives, now=0.0, what=what)
+        auto.paid(0.1, 0.0)
+        assert auto.seconds(0.0) == best_interval_s(0.1, between_s, durable_s=0.0)
+    covered = AutoInterval(Lives(100.0, 1, 1), now=0.0)
+    covered.paid(0.1, 0.0)
+    assert covered.seconds(0.0) == best_interval_s(0.1, PRIOR_S, durable_s=0.0)
+    assert (covered.news(0.0) or "").endswith("assumed until there is one that no snapshot covers")
+
+
+def test_the_first_snapshot_comes_at_once_and_what_it_costs_decides():
+    """A second after the start: it is one copy of memory, and says what the next ones cost."""
+    auto = AutoInterval(now=0.0, what="snapshot")
+    assert auto.seconds(0.0) == 1.0
+    auto.paid(0.02, 0.0)
+    assert auto.seconds(0.0) == math.sqrt(2 * 0.02 * PRIOR_S)
+    assert (auto.news(0.0) or "").startswith("snapshots every 24 s from now on: a snapshot costs 20 ms")
+
+
 def test_earlier_lives_know_what_a_save_costs():
     """A second life begins with the costs in the journal, not with a guess."""
     events = [
@@ -96,7 +127,7 @@ def test_earlier_lives_know_what_a_save_costs():
         )
         for number in range(20)
     ]  # fmt: skip
-    auto = AutoInterval.of(history((0, 100, "stopped"), events=events), attempt=2, now=0.0)
+    auto = AutoInterval(Lives(), costs.saves(events), now=0.0)
     assert auto.seconds(0.0) == best_interval_s(0.25, PRIOR_S, durable_s=2.0)
 
 

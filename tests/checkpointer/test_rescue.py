@@ -324,7 +324,30 @@ def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([size for size in made if size > 24 << 20]) == 2
 
 
-@pytest.mark.parametrize("rescue", ["auto", "5tok", "1ep", 0, "soon"])
+def test_an_interval_that_the_run_finds(tmp_path: Path) -> None:
+    """A run that is killed within two seconds has kept its state by then, and says how often it will."""
+    script = """
+import os, sys, time, torch, holdfast
+with holdfast.Checkpointer(sys.argv[1], {"w": torch.zeros(9)}, every=None, rescue="auto") as ck:
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        ck.step()
+        time.sleep(0.001)
+    os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "snapshots every" in done.stderr
+    found = settled(tmp_path)
+    assert found is not None
+    assert found.step is not None
+    assert found.step > 50
+    assert found.manifest is not None
+    assert "died" in found.manifest.extra["rescued"]
+
+
+@pytest.mark.parametrize("rescue", ["5tok", "1ep", 0, "soon"])
 def test_a_wrong_interval_is_refused(tmp_path: Path, rescue: Any) -> None:
     """Before training, with what is right."""
     with pytest.raises(ConfigError):

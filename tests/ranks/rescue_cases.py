@@ -12,14 +12,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
+from holdfast.checkpointer import save_policy
 
 
 def train(
     run: str, total: int, *, kill_at: dict[str, int] | None = None, raise_at: int | None = None,
     after_s: dict[str, float] | None = None, every: int | None = None, rescue: Any = 1, width: int = 16,
+    soonest_s: float = 1.0,
 ) -> int:  # fmt: skip
     """Train to the end, or until this rank is killed: at a step, or so many seconds after its training has begun."""
     rank = int(os.environ["RANK"])
+    save_policy._SOONEST_S = soonest_s
     random.seed(0)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(width, width))

@@ -59,8 +59,8 @@ def test_a_rank_whose_body_raises_does_not_wait_for_the_others(ranks: RankServer
 
 
 def test_an_end_in_order_rescues_nothing(ranks: RankServer, tmp_path: Path) -> None:
-    """Two ranks train to the end: one checkpoint, an ordinary one; an interval of time alone is left out."""
-    for rescue in (1, "1s"):
+    """Two ranks train to the end: one checkpoint, an ordinary one."""
+    for rescue in (1, "auto"):
         run = tmp_path / f"run-{rescue}"
         ranks.checked(CASES, str(run), 5, rescue=rescue)
         found = newest(run)
@@ -68,6 +68,27 @@ def test_an_end_in_order_rescues_nothing(ranks: RankServer, tmp_path: Path) -> N
         assert found.manifest is not None
         assert "rescued" not in found.manifest.extra
         assert len(list(run.glob("step_*"))) == 1
+
+
+@pytest.mark.parametrize(("rescue", "soonest_s"), [("auto", 0.05), pytest.param("1s", 1.0, marks=pytest.mark.slow)])
+def test_ranks_keep_by_time_what_rank_0_asks_for(
+    ranks: RankServer, tmp_path: Path, rescue: str, soonest_s: float
+) -> None:
+    """A rank is killed after some seconds: a step that both had kept is there, whole, and both go on from it."""
+    run = tmp_path / "run"
+    ranks.ranks(CASES, str(run), 10**6, rescue=rescue, soonest_s=soonest_s, after_s={"1": 0.5 + 2 * soonest_s})
+    found = newest(run)
+    assert found.step > 0
+    assert found.verify(deep=True).ok
+    assert found.manifest is not None
+    assert "trainer process has died" in found.manifest.extra["rescued"]
+    assert len(list(run.glob("step_*"))) == 1
+    end = found.step + 20
+    ranks.checked(CASES, str(run), end, rescue=rescue)
+    ranks.checked(CASES, str(tmp_path / "twin"), end)
+    parts = ["model", "optimizer", "seen"]
+    twin = hf.Checkpoint(tmp_path / "twin" / f"step_{end:08d}")
+    assert_state_equal(*({name: found.load()[name] for name in parts} for found in (newest(run), twin)))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
 from .progress import Progress
 from .run_session import RunSession
-from .save_policy import SavePolicy, Schedule
+from .save_policy import SavePolicy
 from .verification import Watcher
 
 __all__ = ["StepBoundary", "leave_for_alarm"]
@@ -83,7 +83,7 @@ class StepBoundary:
         self._wanted = False  # a save was asked for; it is made at the boundary
         self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
-        self.snapshots: Schedule | None = None
+        self.snapshot_paid: Callable[[float], object] = lambda cost_s: None
         self.rescues_later = False
         self._stopped = False  # for a signal or the deadline, with everything saved
         self.guard: GuardWatch | None = None
@@ -142,20 +142,14 @@ class StepBoundary:
         if self._wanted or self._progress.step in self.saves_at:
             self._wanted = False
             self.save(force=True)
-        if self.snapshots is not None:
-            self._keep_snapshot(self.snapshots, now)
+        if self.pace.keeps(now):
+            self._keep_snapshot()
         if is_new:
             self.watch()
 
-    def _keep_snapshot(self, snapshots: Schedule, now: float) -> None:
-        """Keep the state of this step in memory, if that is due and the step is not saved."""
-        progress, is_one = self._progress, self._session.team is None
-        # Several ranks keep the same steps: they count neither time nor samples alike.
-        if not snapshots.due(
-            step=progress.step, samples=progress.samples if is_one else 0, now=now if is_one else float("-inf")
-        ):
-            return
-        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+    def _keep_snapshot(self) -> None:
+        """Keep the state of this step in memory, unless the step is saved."""
+        progress = self._progress
         if self._session.last_step == progress.step:
             return
         if (guard := self.guard) is not None:
@@ -172,10 +166,12 @@ class StepBoundary:
                 metrics=self.log.of_step(progress.step)(),
             )  # fmt: skip
         if not kept:
-            self.snapshots = None
+            self.pace.snapshots = None
             if self._snapshotter.shortage is None:  # else it has said so
                 _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
-        self.held_s += time.perf_counter() - begun
+        cost_s = time.perf_counter() - begun
+        self.held_s += cost_s
+        self.snapshot_paid(cost_s)
 
     def watch(self) -> None:
         """Call the watcher, if there is one, at the end of a step."""
@@ -208,7 +204,7 @@ class StepBoundary:
             self._leave()
         if call == "stop":
             self.stop()
-        if call == "settle":
+        if call in ("settle", "keep"):
             session.settle()
         elif session.unsettled:
             session.glance()
@@ -445,7 +441,7 @@ class StepBoundary:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
-            if self.snapshots is not None and not self._stopped and not self.left_for:
+            if self.pace.snapshots is not None and not self._stopped and not self.left_for:
                 name = session.answer(session.client.rescue(reason))
                 self.rescues_later = session.team is not None
                 if name is not None:

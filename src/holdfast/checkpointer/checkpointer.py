@@ -17,7 +17,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, HoldfastError, SessionError, TrainingError
 from holdfast.model_files import Content, ModelFiles, model_files_of
-from holdfast.run import retention
+from holdfast.run import costs, retention
 from holdfast.run.candidates import MirrorView
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
@@ -40,7 +40,7 @@ from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .rendezvous import meet
 from .run_session import RunSession
-from .save_policy import AutoInterval, DistributedSavePolicy, SavePolicy, Schedule
+from .save_policy import AutoInterval, DistributedSavePolicy, Lives, SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
@@ -92,9 +92,9 @@ class Checkpointer:
         model_files: small files that are committed with each checkpoint, so that its directory is what another library
             loads: ``{name: bytes, text or a function}``, `holdfast.transformers.model_files`, or the name that an
             installed package offers. See docs/model-directory.md.
-        rescue: when a snapshot is kept in memory, an interval as ``every``; None: never. It is written only if this
-            process dies (or the body raises): its writer lives on and commits it as an ordinary checkpoint. Costs one
-            memory copy a snapshot, and memory for two copies of the state; see docs/run.md. Several ranks count steps.
+        rescue: when a snapshot is kept in memory, an interval as ``every``, also "auto"; None: never. It is written
+            only if this process dies (or the body raises): its writer lives on and commits it as an ordinary
+            checkpoint. Costs one memory copy a snapshot, and memory for two copies of the state; see docs/run.md.
         guard: watches a metric, and takes the run back to a sound checkpoint when it is not finite or jumps; bad data
             are left out and remembered. A `holdfast.Guard`; see docs/run.md.
         on_data_mismatch: what becomes of a loader that, after a resume, gives other batches than the run's ledger of
@@ -196,7 +196,7 @@ class Checkpointer:
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
-            alike=alike, model_files=options.model_files, rescues=bool(options.rescue),
+            alike=alike, model_files=options.model_files, rescues=options.rescues,
         )  # fmt: skip
         session = self._session = RunSession(
             self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s,
@@ -520,19 +520,19 @@ class Checkpointer:
         log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
-        if options.auto and session.leads:
-            _follow_costs(session, schedule)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+        pace.busy = lambda: session.saves.busy
+        if snapshotter.rescues:
+            pace.snapshots = Schedule(options.rescue, now=time.monotonic())
+            pace.snapshots.start(step=progress.step, samples=progress.samples)
         requeue = options.exit_code if isinstance(options.exit_code, int) else -1
         session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
-        if snapshotter.rescues:
-            snapshots = Schedule(options.rescue, now=time.monotonic())
-            snapshots.start(step=progress.step, samples=progress.samples)
-            self._course.snapshots = snapshots
+        if session.leads:
+            _follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
         self._course.watcher, self._course.guard = self._watcher, guard
         if options.guard is not None and options.guard.skip == "bad":
             again = (rollback.step - 1 for rollback in started.rollbacks if not rollback.left_out)
@@ -576,28 +576,51 @@ class Checkpointer:
         )
 
 
-def _follow_costs(session: RunSession, schedule: Schedule) -> None:
-    """Save as often as loses least, from what earlier lives have paid for saves and what this one does; on rank 0."""
-    begun = time.monotonic()
+def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
+    """Save, and keep snapshots, as often as loses least, by what they cost and how often the run fails; on rank 0.
+
+    Args:
+        session: the run.
+        course: tells what snapshots cost.
+        schedule: of saves, for ``every="auto"``.
+        rescue: whether the interval of snapshots is found as well.
+    """
+    snapshots = course.pace.snapshots if rescue else None
+    if schedule is None and snapshots is None:
+        return
+    begun, attempt = time.monotonic(), session.opened.attempt
     try:
         history = RunIndex.load(session.root).read_history()
     except HoldfastError as error:
-        _LOG.warning("what earlier saves of the run have cost cannot be read, every='auto' begins anew: %s", error)
-        auto = AutoInterval(now=begun)
+        _LOG.warning("what earlier saves of the run have cost cannot be read, 'auto' begins anew: %s", error)
+        lives, known = Lives(), []
     else:
-        auto = AutoInterval.of(history, attempt=session.opened.attempt, now=begun)
+        lives, known = Lives.of(history, before=attempt), costs.saves(history.events)
 
-    def adjust() -> None:
+    def adjust(auto: AutoInterval, schedule: Schedule) -> float:
         now = time.monotonic()
-        schedule.adjust(auto.seconds(now))
-        session.extra["every_s"] = round(auto.seconds(now), 3)
+        seconds = auto.seconds(now)
+        schedule.adjust(seconds)
         if (news := auto.news(now)) is not None:
             show_interval(news)
+        return seconds
 
-    def paid(cost_s: float, durable_s: float) -> None:
-        far = session.remote_watch
-        auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
-        adjust()
+    if schedule is not None:
+        auto = AutoInterval(lives, known, now=begun)
 
-    adjust()
-    session.paid = paid
+        def paid(cost_s: float, durable_s: float) -> None:
+            far = session.remote_watch
+            auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
+            session.extra["every_s"] = round(adjust(auto, schedule), 3)
+
+        session.extra["every_s"] = round(adjust(auto, schedule), 3)
+        session.paid = paid
+    if snapshots is not None:
+        of_snapshots = AutoInterval(lives, now=begun, what="snapshot")
+
+        def snapshot_paid(cost_s: float) -> None:
+            of_snapshots.paid(cost_s, 0.0)
+            adjust(of_snapshots, snapshots)
+
+        adjust(of_snapshots, snapshots)
+        course.snapshot_paid = snapshot_paid

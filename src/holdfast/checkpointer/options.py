@@ -86,6 +86,7 @@ class CheckpointerOptions:
         model_files: what is committed beside the tensors.
         on_data_mismatch: what becomes of a loader that gives other batches than the ledger says.
         rescue: when a snapshot is kept in memory.
+        auto_rescue: whether the run finds that interval itself, too.
         guard: what is watched, and what follows.
     """
 
@@ -109,7 +110,13 @@ class CheckpointerOptions:
     model_files: ModelFiles | None = None
     on_data_mismatch: str = "raise"
     rescue: tuple[Interval, ...] = ()
+    auto_rescue: bool = False
     guard: Guard | None = None
+
+    @property
+    def rescues(self) -> bool:
+        """Whether snapshots are kept at all."""
+        return bool(self.rescue) or self.auto_rescue
 
     @classmethod
     def check(
@@ -167,11 +174,8 @@ class CheckpointerOptions:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         auto, given = _divide(every)
         intervals = _intervals("every", given)
-        if _divide(rescue)[0]:
-            raise ConfigError(
-                "rescue='auto': give an interval, as in rescue=50 or '30s'; a snapshot costs a memory copy"
-            )
-        snapshots = _intervals("rescue", rescue)
+        auto_rescue, given = _divide(rescue)
+        snapshots = _intervals("rescue", given)
         if any(interval.unit == "ep" for interval in snapshots):
             raise ConfigError(f"rescue={rescue!r}: give steps, samples or a time (rescue=50); every='1ep' saves epochs")
         now = time.monotonic()
@@ -216,6 +220,7 @@ class CheckpointerOptions:
             model_files=model_files_of(model_files, {}),
             on_data_mismatch=on_data_mismatch,
             rescue=snapshots,
+            auto_rescue=auto_rescue,
             guard=guard,
         )
 

@@ -2,7 +2,7 @@
 
 `Schedule` and `Deadline` decide from counters and a clock. `SavePolicy` adds signals, for one process that decides
 alone; in `DistributedSavePolicy` what depends on time or signals happens at a step that all ranks agree on.
-`AutoInterval` finds the interval of a run with ``every="auto"``.
+`AutoInterval` finds the intervals of ``every="auto"`` and ``rescue="auto"``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.run.costs import Save, saves
+from holdfast.run.costs import Save
 from holdfast.run.record import timestamp
 from holdfast.run.reports import RunHistory
 
@@ -41,7 +41,7 @@ __all__ = [
     "best_interval_s",
 ]
 
-Call = Literal["save", "stop", "settle", "rollback"] | None
+Call = Literal["save", "stop", "settle", "rollback", "keep"] | None
 _LOOK_S = 0.0005
 PRIOR_S = 4 * 3600.0
 """Assumed time between failures until the first of them."""
@@ -160,11 +160,15 @@ class SavePolicy:
 
     Attributes:
         stopping: the body was, or is to be, left for a signal or the deadline.
+        snapshots: when the state is kept in memory; None: never, or no more.
+        busy: tells whether a save is being written. What time calls for waits for that: a snapshot would wait, too.
     """
 
     def __init__(self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress) -> None:
         self._schedule, self._signals, self._deadline, self._progress = schedule, signals, deadline, progress
         self.stopping = False
+        self.snapshots: Schedule | None = None
+        self.busy: Callable[[], bool] = lambda: False
 
     @property
     def stop_asked(self) -> bool:
@@ -197,6 +201,18 @@ class SavePolicy:
     def must_end(self, tries: int) -> bool:
         """Return, while the step is held, whether to stop; called for the ``tries``-th time in a row."""
         return self.stop_asked
+
+    def keeps(self, now: float) -> bool:
+        """Tell whether the step just done is to be kept in memory; the next one is counted from it."""
+        snapshots, progress = self.snapshots, self._progress
+        if snapshots is None or not self._keep_due(snapshots, now):
+            return False
+        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+        return True
+
+    def _keep_due(self, snapshots: Schedule, now: float) -> bool:
+        moment = float("-inf") if now >= snapshots.next_time and self.busy() else now
+        return snapshots.due(step=self._progress.step, samples=self._progress.samples, now=moment)
 
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
@@ -232,7 +248,8 @@ class DistributedSavePolicy(SavePolicy):
     ) -> None:
         super().__init__(schedule, signals, deadline, progress)
         self._team = team
-        self._wants_save = self._wants_stop = False  # the others know, and it is not done yet
+        self._wants_save = self._wants_stop = self._wants_keep = False  # the others know, and it is not done yet
+        self._keep_agreed = False
 
     @property
     def stop_asked(self) -> bool:
@@ -245,15 +262,16 @@ class DistributedSavePolicy(SavePolicy):
         called = team.board.calls(self._progress.step)
         if self._must_stop(now, step_s, save_s):
             self._want_stop()
-        elif team.rank == 0 and not self._wants_save and self._wished(now):
-            self._wants_save = True
-            team.client.tell_ranks("want", kind="save")
+        elif team.rank == 0:
+            self._wish(now)
         return called or self._due(float("-inf")) or team.board.broken
 
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
         """Return what the step calls for, the same on all ranks; waits while they are about to agree on it."""
         agreed = self._agreed()
-        if agreed is not None and agreed != "settle":
+        if agreed == "keep":
+            self._keep_agreed = True
+        elif agreed is not None and agreed != "settle":
             return agreed
         if self._team.board.broken:
             return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
@@ -279,9 +297,21 @@ class DistributedSavePolicy(SavePolicy):
             self._wants_stop = True
             self._team.client.tell_ranks("want", kind="stop")
 
-    def _wished(self, now: float) -> bool:
-        """Tell whether rank 0 wants a save for what the others count differently."""
-        schedule = self._schedule
+    def _wish(self, now: float) -> None:
+        """Ask for a save, or a snapshot, if it is due by what the others count differently; on rank 0."""
+        if not self._wants_save and self._wished(self._schedule, now):
+            self._wants_save = True
+            self._team.client.tell_ranks("want", kind="save")
+        snapshots = self.snapshots
+        if snapshots is not None and not self._wants_keep and self._wished(snapshots, now) and not self.busy():
+            self._wants_keep = True
+            self._team.client.tell_ranks("want", kind="keep")
+
+    def _keep_due(self, snapshots: Schedule, now: float) -> bool:
+        agreed, self._keep_agreed = self._keep_agreed, False
+        return snapshots.due(step=self._progress.step, samples=0, now=float("-inf")) or agreed
+
+    def _wished(self, schedule: Schedule, now: float) -> bool:
         return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)
 
     def _due(self, now: float) -> bool:
@@ -298,7 +328,7 @@ class DistributedSavePolicy(SavePolicy):
         kind = agreed(self._team, self._progress.step)
         if kind is not None:
             # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
-            self._wants_save = self._wants_stop = False
+            self._wants_save = self._wants_stop = self._wants_keep = False
         return kind
 
 
@@ -335,10 +365,12 @@ class Lives:
     Attributes:
         seconds: that they have lasted, as far as is known.
         failures: how many of them ended without having saved their last step.
+        rescued: of how many of these the newest snapshot was saved: next to nothing was trained again.
     """
 
     seconds: float = 0.0
     failures: int = 0
+    rescued: int = 0
 
     @classmethod
     def of(cls, history: RunHistory, *, before: int) -> Lives:
@@ -348,13 +380,15 @@ class Lives:
         times += [(row["attempt"], row["time"]) for row in history.rows if isinstance(row.get("time"), (int, float))]
         for number, moment in times:
             signs[number] = max(signs.get(number, 0.0), moment)
-        seconds, failures = 0.0, 0
+        with_snapshot = {event.attempt for event in history.events if event.what == "saved" and event.why}
+        seconds, failed = 0.0, set()
         for number, attempt in history.attempts.items():
             begun, ended = timestamp(attempt.started), timestamp(attempt.ended or "") or signs.get(number, 0.0)
             if number < before and begun:
                 seconds += max(0.0, ended - begun)
-                failures += attempt.reason not in _NO_FAILURE
-        return cls(seconds, failures)
+                if attempt.reason not in _NO_FAILURE:
+                    failed.add(number)
+        return cls(seconds, len(failed), len(failed & with_snapshot))
 
 
 def best_interval_s(cost_s: float, between_failures_s: float, *, durable_s: float) -> float:
@@ -378,26 +412,28 @@ def best_interval_s(cost_s: float, between_failures_s: float, *, durable_s: floa
 
 
 class AutoInterval:
-    """How often a run with ``every="auto"`` saves: follows what saves cost and how often it fails; knows no clock.
+    """How often a run with ``every="auto"`` saves, or one with ``rescue="auto"`` keeps its state in memory.
+
+    It follows what that costs, and how often a failure loses work: one whose snapshot was saved counts for snapshots
+    alone. It knows no clock.
 
     Args:
         lives: before this one.
         known: saves of those.
         now: monotonic seconds at the start of this life.
+        what: "save" or "snapshot".
     """
 
-    def __init__(self, lives: Lives = Lives(), known: Sequence[Save] = (), *, now: float) -> None:
-        self._lives, self._begun = lives, now
+    def __init__(
+        self, lives: Lives = Lives(), known: Sequence[Save] = (), *, now: float,
+        what: Literal["save", "snapshot"] = "save",
+    ) -> None:  # fmt: skip
+        self._lives, self._begun, self._what = lives, now, what
         self._costs: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         for save in known:
             if save.lost_s is not None and save.durable_s is not None:
                 self._costs.append((save.lost_s, save.durable_s))
         self._said: float | None = None
-
-    @classmethod
-    def of(cls, history: RunHistory, *, attempt: int, now: float) -> AutoInterval:
-        """Begin with what the run knows of its lives before ``attempt``."""
-        return cls(Lives.of(history, before=attempt), saves(history.events), now=now)
 
     def paid(self, cost_s: float, durable_s: float) -> None:
         """Take in what a save has cost, in seconds: training time lost, and time until it was durable."""
@@ -407,7 +443,8 @@ class AutoInterval:
         """Return the seconds between saves."""
         if not self._costs:
             # Lives that end before their first save would never learn: each failure halves the time until then.
-            return max(_SOONEST_S, FIRST_S * 0.5**self._lives.failures)
+            # A snapshot is one copy of memory: the first one comes at once.
+            return max(_SOONEST_S, FIRST_S * 0.5**self._failures) if self._what == "save" else _SOONEST_S
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
         return best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
 
@@ -421,11 +458,16 @@ class AutoInterval:
         self._said = seconds
         cost = format_duration(statistics.median(cost_s for cost_s, _ in self._costs))
         failures = f"a failure every {format_duration(self._between_failures_s(now))}"
-        assumed = "" if self._lives.failures else ", assumed until there is one"
-        return f"saves every {format_duration(seconds)} from now on: a save costs {cost}, {failures}{assumed}"
+        that = " that no snapshot covers" if self._lives.failures else ""
+        assumed = "" if self._failures else f", assumed until there is one{that}"
+        what = self._what
+        return f"{what}s every {format_duration(seconds)} from now on: a {what} costs {cost}, {failures}{assumed}"
+
+    @property
+    def _failures(self) -> int:
+        return self._lives.failures - (self._lives.rescued if self._what == "save" else 0)
 
     def _between_failures_s(self, now: float) -> float:
         # One failure says more than a guess: what is wrong with it moves the interval by its root, and that is bounded.
         # Until there were three, runs that failed every 30 s were useful for 0.39 of their time.
-        lives = self._lives
-        return (lives.seconds + now - self._begun) / lives.failures if lives.failures else PRIOR_S
+        return (self._lives.seconds + now - self._begun) / self._failures if self._failures else PRIOR_S

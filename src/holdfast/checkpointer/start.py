@@ -198,13 +198,11 @@ def _watched(options: CheckpointerOptions) -> str | None:
 
 def _agree_on_rescue(session: RunSession, snapshotter: Snapshotter, options: CheckpointerOptions) -> str:
     """Let all ranks keep snapshots, or none; return why there are none, "" if there are, or nobody asked for them."""
-    if not options.rescue:
+    if not options.rescues:
         return ""
     why, meeting = "", session.meeting
     if session.staged:
         why = "the ranks share no disk"
-    elif meeting.world_size > 1 and all(interval.unit != "ba" for interval in options.rescue):
-        why = "several ranks keep the same steps, give a number of steps (rescue=50)"
     elif snapshotter.streams and options.max_staging_bytes is not None:
         why = "the state does not fit into max_staging_bytes"
     elif snapshotter.model_files is not None and meeting.world_size > 1:

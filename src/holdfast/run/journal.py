@@ -43,7 +43,8 @@ class JournalEvent:
         step: of the checkpoint.
         kind: of a save: "state" (the fast path), "ranks" (parts of several ranks), "files" (directories of the user) or
             "in place"; of a deletion in a mirrored run "local" or "remote".
-        why: the rule that deleted it, the error that lost it, or how the attempt ended.
+        why: the rule that deleted it, the error that lost it, the end that a snapshot was saved for, or how the attempt
+            ended.
         bytes: size of the checkpoint, of which ``reused`` are shared with the checkpoint before it.
         reused: see ``bytes``.
         durable_s: seconds from the start of the save to its commit.

@@ -338,7 +338,8 @@ class Run:
         """Note that a checkpoint was committed."""
         about = {"attempt": manifest.attempt, "step": manifest.step or 0, "bytes": manifest.total_bytes}
         journal = self._catalog.index.journal
-        journal.add("saved", name=name, kind=kind, reused=manifest.reused_bytes, durable_s=durable_s, **about)
+        why = str(manifest.extra.get("rescued", ""))
+        journal.add("saved", name=name, kind=kind, reused=manifest.reused_bytes, durable_s=durable_s, why=why, **about)
 
     def note_lost(self, name: str, fields: Mapping[str, Any], error: BaseException) -> None:
         """Note that a save with these fields of a manifest failed."""

@@ -29,7 +29,7 @@ _ROWS = _STEPS.size + _LENGTH.size
 _CODES = {float: "d", int: "q"}
 BOARD_BYTES: Final = 4096
 NEVER: Final = (1 << 62) - 1
-KINDS: Final = ("save", "stop", "settle", "rollback")
+KINDS: Final = ("save", "stop", "settle", "rollback", "keep")
 WHO_LEFT: Final = "who left"  # asked of our own writer once the board says that a rank is gone
 
 _DONE, _ACTED, _TARGET, _ARMED, _KIND, _BROKEN = range(6)

@@ -27,6 +27,7 @@ from typing import Any
 from holdfast.errors import ConfigError, HoldfastError
 
 from ..frames import FrameDecoder, encode
+from ..step_memory import KINDS
 
 __all__ = [
     "ANSWER_BYTES",
@@ -74,7 +75,6 @@ _WORDS: dict[str, dict[str, _Kinds]] = {
 }
 _STANDING = {"done": _INT, "acted": _INT, "target": _INT_OR_NONE, "armed": _BOOL, "kind": _STR}
 _JUDGED = {"about": _STR, "go": _BOOL}
-_WISHES = ("settle", "save", "stop", "rollback")
 _OTHER_FILES = 64  # files of a save, shared memory, logs, connections that have not proved yet who they are
 MAX_MESSAGE = 64 << 20
 _CHUNK = 1 << 18
@@ -136,7 +136,7 @@ def check_word(message: dict[str, Any]) -> None:
     if what == "offer" and not all(type(step) is int for step in message["held"].values()):
         raise HoldfastError("an 'offer' on the control channel holds something else than steps")
     wish = message["standing"]["kind"] if what == "hello" else message.get("kind", "save")
-    if wish not in _WISHES:
+    if wish not in KINDS:
         raise HoldfastError(f"a {what!r} on the control channel wants {wish[:40]!a}")
 
 

@@ -14,7 +14,7 @@ __all__ = ["RankStanding", "StepAgreement"]
 
 Sent = tuple[int | None, dict[str, Any]]  # (rank, or None for all; message)
 # Each does what those before it do, but for the last, which leaves a state that is not to be saved.
-_URGENCY = {"settle": 0, "save": 1, "stop": 2, "rollback": 3}
+_URGENCY = {"settle": 0, "keep": 1, "save": 2, "stop": 3, "rollback": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class StepAgreement:
 
     Attributes:
         step: the step proposed or armed, None while there is none.
-        kind: what all ranks do at it: "save", "stop" (save and leave), "settle" (raise what failed),
-            "rollback" (leave).
+        kind: what all ranks do at it: "save", "stop" (save and leave), "settle" (raise what failed), "keep" (a
+            snapshot in memory), "rollback" (leave).
         armed: whether all ranks know.
     """
 
