@@ -78,20 +78,22 @@ def ranks() -> Iterator[RankServer]:
 
 
 # A life of a run waits for a disk some sixty times (fsync). What becomes of files on one is shown by the tests of
-# storage, format, writer, damage, single_files and others, and by all sweeps; the quick tests of these folders keep
-# theirs in memory, by the same calls, where the machine has room there.
-_FOLDERS_IN_MEMORY = {
-    "checkpoint", "checkpointer", "cli", "copying", "crash", "loops", "page", "ranks", "run", "supervisor",
-    "test_docs.py", "trainers", "verify",
-}  # fmt: skip
+# storage, format, writer, damage, single_files, crash, ranks, trainers and others, and by all sweeps; these quick tests
+# keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
+_IN_MEMORY = (
+    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py", "loops/",
+    "page/", "run/", "test_docs.py",
+)  # fmt: skip
+_ON_DISK = ("checkpointer/test_rescue.py",)
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
 
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder of the test's own; in memory for some folders of tests."""
-    is_light = request.path.relative_to(_HERE).parts[0] in _FOLDERS_IN_MEMORY
+    """A folder of the test's own; in memory for some tests."""
+    file = request.path.relative_to(_HERE).as_posix()
+    is_light = file.startswith(_IN_MEMORY) and not file.startswith(_ON_DISK)
     is_quick = not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
     if not (is_light and is_quick and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
         yield request.getfixturevalue("tmp_path")
