@@ -81,12 +81,16 @@ def ranks() -> Iterator[RankServer]:
 # storage, format, writer, damage, single_files, crash, ranks, trainers and others, and by all sweeps; these quick tests
 # keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
 _IN_MEMORY = (
-    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py", "loops/",
-    "page/", "run/", "test_docs.py",
+    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
+    "loops/", "page/", "run/", "test_docs.py",
 )  # fmt: skip
 _ON_DISK = ("checkpointer/test_rescue.py",)
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
+
+
+def _is_quick(request: pytest.FixtureRequest) -> bool:
+    return not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
 
 
 @pytest.fixture
@@ -94,15 +98,14 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder of the test's own; in memory for some tests."""
     file = request.path.relative_to(_HERE).as_posix()
     is_light = file.startswith(_IN_MEMORY) and not file.startswith(_ON_DISK)
-    is_quick = not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
-    if not (is_light and is_quick and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
+    if not (is_light and _is_quick(request) and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
         yield request.getfixturevalue("tmp_path")
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-test-", dir=_MEMORY, ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
-# Where a test starts writers by the dozen, and is about what they do: their modules take longer than most saves.
+# Where quick tests start writers by the dozen, about what these do: their modules take longer than most saves.
 _FOLDERS_OF_WRITERS = {
     "checkpoint", "checkpointer", "cli", "crash", "loops", "page", "remote", "run", "single_files", "trainers",
 }  # fmt: skip
@@ -117,10 +120,10 @@ def writers() -> Iterator[LastingServer]:
         yield one
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Writers that the tests of some folders start have their modules; all others are started as ever."""
-    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS:
+    """Writers that the quick tests of some folders start have their modules; all others are started as ever."""
+    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS or not _is_quick(request):
         yield
         return
     from forked_kit import WRITERS, forked_interpreters
