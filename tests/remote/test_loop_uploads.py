@@ -21,8 +21,7 @@ from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import State
 from holdfast.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
 from holdfast.storage import LibcloudObjectStore, MemoryStorage
-from holdfast.trainers.loop.saving.finder import FolderEntry
-from holdfast.trainers.loop.saving.naming import Destinations
+from holdfast.trainers.loop.saving.finder import Destinations, FolderEntry
 from holdfast.trainers.loop.saving.saves import PostCommit
 from holdfast.trainers.loop.training.ranks import Ranks
 
@@ -362,7 +361,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         storage=MemoryStorage("kept"),
         ranks=Alone(),
         is_held=lambda claim: True,
-        delete=lambda one, claim: events.append(f"deletes {one.name}"),
+        delete=lambda one, claim: events.append(f"deletes {one.name}") is None,  # it is gone
     )
     uploader: Any = SimpleNamespace(upload=upload)
     names: Any = None  # nothing here asks for them

@@ -227,6 +227,23 @@ def test_a_save_at_the_first_step_waits_until_the_memory_is_free(
         assert [found.step for found in ck.checkpoints()] == [1]
 
 
+def test_after_the_last_step_no_more_are_expected(kept: Path, tmp_path: Path) -> None:
+    """What is left to write and to upload may take longer than a hang does."""
+    seen: list[bool] = []
+
+    def look(_: hf.Checkpoint) -> None:
+        seen.extend(report.trains for report in read_reports(tmp_path / "life"))
+
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.zeros(4)}, every=2, on_commit=look) as ck:
+        ck.step()
+        ck.step()
+        ck.wait()
+        while not seen:
+            time.sleep(0.01)
+        ck.step()
+    assert seen == [True, False]
+
+
 def test_the_loop_trainer_tells_its_batches_and_gives_the_memory_back(kept: Path, tmp_path: Path) -> None:
     """Each batch counts, one of an evaluation is a sign of life, and after the last one none is expected."""
     seen: list[tuple[bool, int, float]] = []

@@ -168,7 +168,8 @@ def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set
             emptied.add(storage.uri)
             trash.empty()
         catalog.trash = trash if to_trash else None
-        catalog.discard([name], "holdfast rm")
+        if name in catalog.index.rows:
+            catalog.discard([name], "holdfast rm")
         if name in catalog.index.rows and not force:
             raise CheckpointError(f"{checkpoint.uri} stays: another process has begun to use it")
         if next(storage.list(name), None) is not None:  # quarantined, damaged, held, or more than the checkpoint itself

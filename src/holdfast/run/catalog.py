@@ -163,9 +163,9 @@ class Catalog(RunView):
         return True
 
     def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
-        """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
-        present = [name for name in names if name in self.index.rows]
-        return self._delete([Verdict(name=name, keep=False, why=why) for name in present]) if present else []
+        """Delete these directories of the run whatever the rules say, in the index or not; like `prune` otherwise."""
+        doomed = [Verdict(name=name, keep=False, why=why) for name in names]
+        return self._delete(doomed) if doomed else []
 
     def _delete(
         self, doomed: Sequence[Verdict], files: Mapping[str, Collection[str]] = MappingProxyType({})

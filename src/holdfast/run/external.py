@@ -36,7 +36,7 @@ from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.format.names import join
 from holdfast.storage.base import ObjectInfo, Storage
 
-from .fence import is_fence, newest_fence
+from .fence import newest_fence
 from .lease import announced
 from .process import birth, is_dead, machine
 from .record import METRICS_FILE, Sidecar, change_sidecar
@@ -215,8 +215,7 @@ def _check_stays(storage: Storage, name: str) -> None:
 def _is_doomed(storage: Storage, name: str) -> bool:
     if name in announced(storage):
         return True
-    fences = [info.path for info in storage.list("", recursive=False) if is_fence(info.path)]
-    fence = newest_fence(storage, fences) if fences else None
+    fence = newest_fence(storage)
     return fence is not None and name in fence.dead
 
 

@@ -56,18 +56,19 @@ def is_fence(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
+def newest_fence(storage: Storage, names: Iterable[str] | None = None) -> Fence | None:
     """Read the fence that holds.
 
     A damaged fence is logged and skipped. Then the next lower fence holds; without any, no checkpoint is hidden.
 
     Args:
         storage: the run.
-        names: of all fences that a listing of the run found.
+        names: of all fences that a listing of the run found; None: it is listed now.
 
     Raises:
         StorageError: the storage does not answer.
     """
+    names = _listed(storage) if names is None else names
     for name in _highest_first(names):
         try:
             data = storage.read(name) if storage.stat(name).size <= _MAX_BYTES else b""

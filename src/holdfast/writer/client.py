@@ -471,8 +471,8 @@ class WriterClient:
         workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
         "protect" (names: of checkpoints that retention spares until the next "protect"). "discard" (names, why: deletes
-        checkpoints; the names of those that are gone), "confirm" (names: the caller is about to delete these by itself;
-        fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
+        checkpoints; the names of those that stay for now), "confirm" (names: the caller is about to delete these by
+        itself; fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
         mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
         "journal" (events: JSON of `holdfast.run.journal.JournalEvent`; done at once, written with the next save).
         "hurry": the caller waits for the rows of its reports, which are written at once then.

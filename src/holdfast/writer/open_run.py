@@ -546,7 +546,8 @@ class Run:
             self._mirror.protect(self._protected)
 
     def _discard(self, names: list[str], why: str) -> list[str]:
-        return [verdict.name for verdict in self._catalog.discard(names, why)]
+        gone = {verdict.name for verdict in self._catalog.discard(names, why)}
+        return [name for name in names if name not in gone]
 
     def _ask(self, names: list[str]) -> None:
         """Make sure that the run is still ours, and announce names that the trainer is about to delete itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.errors import HoldfastError, RunBusyError
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import SaveFolder
 
@@ -30,6 +33,24 @@ def test_a_sleeper_deletes_no_directory(tmp_path: Path) -> None:
         folder.delete(one)
     assert saved.verify().ok
     folder.close("test")
+
+
+def test_what_a_sleeper_has_committed_does_not_count(tmp_path: Path) -> None:
+    """An owner was taken over in its sleep and has committed since: the next start goes on from before that."""
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    options = {"save_filename": "ba{batch}", "save_interval": "1ba", "autoresume": True}
+    with plain(run, max_duration="3ba", **options) as first:
+        first.fit()
+    shutil.move(run / "ba3", aside)
+    Catalog(LocalStorage(run)).draw_fence(2, "cccccccc")  # as the start does that takes the run over
+    shutil.move(aside, run / "ba3")
+    with plain(run, max_duration="4ba", **options) as second:
+        assert int(second.state.timestamp.batch) == 2
+        second.fit()
+    assert [row.name for row in Catalog(LocalStorage(run)).records()] == ["ba4", "ba3", "ba2", "ba1"]
+    manifest = hf.Checkpoint(run / "ba3").manifest
+    assert manifest is not None
+    assert manifest.attempt > 2, "written anew under its name"
 
 
 def test_a_closed_folder_deletes_nothing(tmp_path: Path) -> None:

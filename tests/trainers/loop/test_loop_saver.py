@@ -154,6 +154,22 @@ def test_retention_survives_a_restart(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / "latest-rank0").resolve().name == f"ba5{suffix}"
 
 
+def test_what_another_process_holds_stays(tmp_path: Path) -> None:
+    """The retention of a saver asks like that of a run: what is held stays, and goes with the first save after it."""
+    options = {
+        "save_filename": "ba{batch}", "save_interval": "1ba", "save_num_checkpoints_to_keep": 1, "autoresume": True
+    }  # fmt: skip
+    with plain(tmp_path, max_duration="2ba", **options) as first:
+        first.fit()
+    with hf.Checkpoint(tmp_path / "ba2").hold(), plain(tmp_path, max_duration="4ba", **options) as second:
+        second.fit()
+        assert names(tmp_path) == ["ba2", "ba4"]
+        assert [os.path.basename(path) for path in second.saved_checkpoints] == ["ba2", "ba4"]
+    with plain(tmp_path, max_duration="5ba", **options) as third:
+        third.fit()
+    assert names(tmp_path) == ["ba5"]
+
+
 class Losses(Callback):
     """Notes the loss of each evaluation by the name of its checkpoint."""
 

@@ -24,6 +24,7 @@ from holdfast.checkpointer.run_session import RunSession, answer
 from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.fence import newest_fence
 from holdfast.run.remains import PROBE, is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import link_at, put_link, sweep_links
@@ -150,14 +151,31 @@ class SaveFolder:
 
         self._number_life(self.ranks.lead("attempt", look_here))
 
-    def named(self, latest: str | None) -> set[str]:
-        """Return names that are asked for by name, since a listing of a store may be some seconds old.
+    def look(
+        self, *, nested: bool, wanted: Callable[[str], object] | None, latest: str | None
+    ) -> list[FolderEntry]:  # fmt: skip
+        """Return the checkpoints that earlier lives have left, newest first; damaged ones come with their problem.
 
-        Those that run.json names, and the one that the link to the newest (``latest``) means.
+        What an owner has committed after it was taken over does not count (`holdfast.run.fence`): it is set aside. Of a
+        store, whose listing may be some seconds old, what run.json and the link to the newest name is asked for too.
+
+        Args:
+            nested: look into sub-folders too.
+            wanted: tells which names matter.
+            latest: name of the link to the newest.
         """
-        names = set() if self._session is None else {str(row[0]) for row in self._session.opened.records}
+        session = self._session
+        names = set() if session is None else {str(row[0]) for row in session.opened.records}
         newest = None if latest is None else linked_by(self.storage, latest)
-        return names if newest is None else {*names, newest}
+        named = names if newest is None else {*names, newest}
+        found = look(self.storage, nested=nested, wanted=wanted, named=named)
+        if session is not None and (fence := newest_fence(self.storage)) is not None:
+            for entry in found:
+                is_ours = entry.run_id == session.opened.run_id and "/" not in entry.name
+                if is_ours and not fence.admits(entry.name, entry.attempt, entry.checkpoint_id):
+                    self.quarantined.setdefault(entry.name, "its owner had been taken over when it was committed")
+                    found = [other for other in found if other is not entry]
+        return found
 
     def rise_above(self, attempt: int) -> None:
         """Number this life after another one, which only uploads may know of: this folder may be a new one."""
@@ -193,12 +211,15 @@ class SaveFolder:
         if self._session is not None and "/" not in name and self.ranks.leads:
             self._session.quarantine(name, reason)
 
-    def delete(self, entry: FolderEntry, *, claim: str | None = None) -> None:
+    def delete(self, entry: FolderEntry, *, claim: str | None = None) -> bool:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
 
         Args:
             entry: which.
             claim: the name of single files whose lease says that it is ours to delete.
+
+        Returns:
+            False if it stays for now: another process holds it or has just pinned it, or it could not be deleted.
 
         Raises:
             RunBusyError: another process has taken the folder over: nothing is deleted.
@@ -208,12 +229,15 @@ class SaveFolder:
             if claim is not None:
                 self.claims.confirm(claim)
             self.storage.delete(entry.name)
-            return
-        session = self.session
-        if "/" not in entry.name and session.ask("discard", names=[entry.name], why="not kept by its saver"):
-            return
-        self.confirm(entry.name)  # not in the index of the run: said all the same before it goes
-        remove(self.storage, entry.name)
+            return True
+        if "/" not in entry.name:
+            return not self.session.ask("discard", names=[entry.name], why="not kept by its saver")
+        self._remove(entry.name)  # the writer knows what lies directly in the run
+        return True
+
+    def _remove(self, name: str) -> None:
+        self.session.ask("confirm", names=[name])
+        remove(self.storage, name)
 
     def clear(self, name: str, files: Iterable[str]) -> None:
         """Remove a directory, good or damaged, so that files with these names can be written there.
@@ -221,7 +245,8 @@ class SaveFolder:
         Raises:
             RunBusyError: another process has taken the folder over: nothing is removed.
         """
-        self.delete(FolderEntry(name=name, container="directory"))
+        if not self.delete(FolderEntry(name=name, container="directory")):
+            self._remove(name)  # who holds it keeps it from retention, not from being replaced
         for file in files:  # of a damaged checkpoint nothing else tells that they belong to it
             with contextlib.suppress(StorageNotFoundError):
                 self.storage.delete(f"{name}/{file}")

@@ -21,11 +21,9 @@ from ..state import State
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
-from .files import FileImage, gathered
-from .finder import container_of
+from .files import FileImage, IgnoreKeys, check_ignore_keys, expand, gathered, ignored
+from .finder import NameTemplate, container_of, run_variables
 from .load import LoadOptions, load_path
-from .naming import NameTemplate, run_variables
-from .schema import IgnoreKeys, check_ignore_keys, expand, ignored
 from .uploads import as_object_store
 
 __all__ = ["LoadCheckpoint", "load_checkpoint", "save_checkpoint"]

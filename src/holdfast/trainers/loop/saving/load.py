@@ -49,11 +49,10 @@ from holdfast.storage.resolve import split_uri
 
 from ..state import State
 from ..training.ranks import Ranks
-from .files import of_rank, read_note
+from .files import IgnoreKeys, emptied, from_torch_file, left_out_of, of_rank, read_note
 from .finder import is_sharded_of_torch, look_at, names_in
 from .folder import storage_prefix
 from .of_composer import as_ours, is_composers
-from .schema import IgnoreKeys, emptied, from_torch_file, left_out_of
 
 __all__ = ["LoadOptions", "LoadReport", "Locator", "lay", "load_from", "load_path", "place_of"]
 

@@ -36,12 +36,11 @@ from ..times.timestamp import Every, Timestamp, parse_every
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
-from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
+from .files import check_ignore_keys, ignored
+from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
 from .guard import TrainerGuard
-from .naming import NameTemplate, SaverNames, run_variables
 from .saves import AsyncSaver, PostCommit
-from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "SaverContext", "check_guard", "default_saver", "rescue_with"]

@@ -36,13 +36,12 @@ from ..callbacks import Logger, LoggerDestination
 from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
-from .finder import FolderEntry, is_sharded_of_torch, look, look_at, names_in
+from .files import IgnoreKeys, check_ignore_keys
+from .finder import FolderEntry, NameTemplate, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
 from .guard import TrainerGuard
 from .load import LoadOptions, LoadReport, load_from, load_path
-from .naming import NameTemplate
 from .saver import CheckpointSaver, SaverContext
-from .schema import IgnoreKeys, check_ignore_keys
 from .uploads import as_object_store
 
 __all__ = ["SaverGroup", "StartingPoint"]
@@ -501,11 +500,13 @@ class StartingPoint:
         """
         places: list[tuple[int, FolderEntry]] = []
         for number, storage in enumerate(storages):
+            wanted = self._wanted(saver, storage)
             try:
-                found = look(
-                    storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage),
-                    named=self._named(saver, storage),
-                )  # fmt: skip
+                if storage is saver.place.storage:
+                    latest = saver.names.fixed_latest
+                    found = saver.place.look(nested=saver.names.nested, wanted=wanted, latest=latest)
+                else:
+                    found = look(storage, nested=True, wanted=wanted, named=self._pointed(saver, storage))
             except StorageNotFoundError:
                 continue
             places += [(number, entry) for entry in found if not entry.weights_only]
@@ -535,10 +536,8 @@ class StartingPoint:
             "goes_back": bool(bad) or order != [row[0] for row in sound],
         }
 
-    def _named(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
-        """Return names to ask a storage for although a listing may not show them yet."""
-        if storage is saver.place.storage:
-            return saver.place.named(saver.names.fixed_latest)
+    def _pointed(self, saver: CheckpointSaver, storage: Storage) -> set[str]:
+        """Return the upload that the pointer to the newest means: a listing may not show it yet."""
         latest = saver.names.fixed_remote_latest
         uploader = next(uploader for uploader in self._context.uploaders if uploader.storage is storage)
         newest = None if latest is None else linked_by(storage, uploader.path_of(latest))

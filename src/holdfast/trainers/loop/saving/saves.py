@@ -23,12 +23,10 @@ from holdfast.state.save.snapshot import Snapshotter
 
 from ..times.timestamp import Timestamp
 from ..training.ranks import TIMEOUT_S
-from .files import FileImage, gathered
-from .finder import FolderEntry, look, look_at
+from .files import FileImage, as_torch_file, expand, gathered
+from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
 from .folder import SaveFolder, link_latest
 from .guard import TrainerGuard
-from .naming import TIME_VARIABLES, Destinations, NameTemplate, SaverNames
-from .schema import as_torch_file, expand
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["AsyncSaver", "PostCommit"]
@@ -325,8 +323,7 @@ class PostCommit:
     def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
         folder, names = self._folder, self._names
-        named = folder.named(names.fixed_latest)
-        found = look(folder.storage, nested=names.nested, wanted=names.pattern.fullmatch, named=named)
+        found = folder.look(nested=names.nested, wanted=names.pattern.fullmatch, latest=names.fixed_latest)
         good = [entry for entry in reversed(found) if entry.problem is None and entry.name not in folder.quarantined]
         return [asdict(entry) for entry in good if entry.weights_only is weights_only]
 
@@ -429,8 +426,8 @@ class PostCommit:
                 verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
             for entry in [entry for entry in self._found if entry.name in doomed]:
-                self._folder.delete(entry, claim=self._claim)
-                self._found.remove(entry)
+                if self._folder.delete(entry, claim=self._claim):
+                    self._found.remove(entry)
 
 
 def _has_times(template: NameTemplate) -> bool:
