@@ -93,6 +93,13 @@ def _is_quick(request: pytest.FixtureRequest) -> bool:
     return not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
 
 
+@pytest.fixture(scope="session")
+def _memory() -> Iterator[Path]:
+    """Where folders in memory are; what tests and late writers leave beside them goes with it."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-tests-", dir=_MEMORY, ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder of the test's own; in memory for some tests."""
@@ -101,7 +108,7 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     if not (is_light and _is_quick(request) and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
         yield request.getfixturevalue("tmp_path")
         return
-    with tempfile.TemporaryDirectory(prefix="holdfast-test-", dir=_MEMORY, ignore_cleanup_errors=True) as path:
+    with tempfile.TemporaryDirectory(dir=request.getfixturevalue("_memory"), ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
