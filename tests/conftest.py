@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ranks_kit import RankServer
+    from ranks_kit import LastingServer, RankServer
 
 # Started in the background of a script, pytest would hand its deaf ear for Ctrl-C on to the processes under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,9 +77,71 @@ def ranks() -> Iterator[RankServer]:
         yield one
 
 
-@pytest.fixture(scope="module")
+# A life of a run waits for a disk some sixty times (fsync). What becomes of files on one is shown by the tests of
+# storage, format, writer, damage, single_files, crash, ranks, trainers and others, and by all sweeps; these quick tests
+# keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
+_IN_MEMORY = (
+    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
+    "loops/", "page/", "run/", "test_docs.py",
+)  # fmt: skip
+_ON_DISK = ("checkpointer/test_rescue.py",)
+_MEMORY = Path("/dev/shm")
+_ROOM = 2 << 30
+
+
+def _is_quick(request: pytest.FixtureRequest) -> bool:
+    return not any(request.node.get_closest_marker(mark) for mark in ("slow", "long"))
+
+
+@pytest.fixture(scope="session")
+def _memory() -> Iterator[Path]:
+    """Where folders in memory are; what tests and late writers leave beside them goes with it."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-tests-", dir=_MEMORY, ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of the test's own; in memory for some tests."""
+    file = request.path.relative_to(_HERE).as_posix()
+    is_light = file.startswith(_IN_MEMORY) and not file.startswith(_ON_DISK)
+    if not (is_light and _is_quick(request) and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
+        yield request.getfixturevalue("tmp_path")
+        return
+    with tempfile.TemporaryDirectory(dir=request.getfixturevalue("_memory"), ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+# Where quick tests start writers by the dozen, about what these do: their modules take longer than most saves.
+_FOLDERS_OF_WRITERS = {
+    "checkpoint", "checkpointer", "cli", "crash", "loops", "page", "remote", "run", "single_files", "trainers",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def writers() -> Iterator[LastingServer]:
+    """One server of writers for each process of tests."""
+    from ranks_kit import LastingServer
+
+    with LastingServer(preload=["forked_kit", "holdfast.writer.server"], path=_FOLDERS) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Writers that the quick tests of some folders start have their modules; all others are started as ever."""
+    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS or not _is_quick(request):
+        yield
+        return
+    from forked_kit import WRITERS, forked_interpreters
+
+    with forked_interpreters(request.getfixturevalue("writers"), WRITERS):
+        yield
+
+
+@pytest.fixture
 def forked(ranks: RankServer) -> Iterator[None]:
-    """Interpreters that the tests of a module start have torch: `pytestmark = pytest.mark.usefixtures("forked")`."""
+    """Interpreters that a test, or all of a module, starts have torch: `pytest.mark.usefixtures("forked")`."""
     from forked_kit import forked_interpreters
 
     with forked_interpreters(ranks):

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_kit import forked_interpreters
-from ranks_kit import RankServer
+from forked_kit import WRITERS, forked_interpreters
+from ranks_kit import LastingServer, RankServer
+
+import holdfast as hf
 
 LOOK = """
 import atexit, json, os, sys, threading
 print(json.dumps({
     "torch": "torch" in sys.modules, "arguments": sys.argv, "first path": sys.path[:2], "name": __name__,
     "folder": os.getcwd(), "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid(),
-    "parent": os.getppid(), "input": sys.stdin.read(), "main": hasattr(sys.modules["__main__"], "LOOKED"),
+    "parent": os.getppid(), "umask": os.umask(0o77),
+    "input": sys.stdin.read(), "main": hasattr(sys.modules["__main__"], "LOOKED"),
     "descriptors": [fd for fd in range(200) if os.path.exists(f"/proc/self/fd/{fd}")],
 }), flush=True) if (LOOKED := 1) else None
 atexit.register(print, "exit")
@@ -56,6 +59,7 @@ def test_a_forked_interpreter_is_as_a_new_one_but_for_torch(ranks: RankServer, t
         "env": {"LC_ALL": "C.UTF-8", "PYTHONPATH": "/a:/b"},
         "start_new_session": True,
     }
+    before = os.umask(0o27)
     for command in (["-c", script.read_text()], [str(script)]):
         new = look(*command, **options, pass_fds=[write])
         with forked_interpreters(ranks):
@@ -63,7 +67,8 @@ def test_a_forked_interpreter_is_as_a_new_one_but_for_torch(ranks: RankServer, t
         assert (new[1].pop("torch"), forked[1].pop("torch")) == (False, True)
         assert forked == new
         assert new[0] == ENDS[end]
-        assert new[1]["parent"] == os.getpid()
+        assert (new[1]["parent"], new[1]["umask"]) == (os.getpid(), 0o27)
+    os.umask(before)
     os.close(read)
     os.close(write)
 
@@ -78,6 +83,39 @@ def test_a_forked_interpreter_is_waited_for_and_signalled(ranks: RankServer) -> 
         code = "import sys; print('torch' in sys.modules, sys.flags.isolated)"
         isolated = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert isolated.stdout == "False 1\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_test_starts_real_ones(ranks: RankServer) -> None:
+    """It would not be their parent, and would not hear how they end."""
+    with forked_interpreters(ranks):
+        child = os.fork()
+        if child == 0:
+            done = subprocess.run(
+                [sys.executable, "-c", "import sys; sys.exit(4 + ('torch' in sys.modules))"], check=False
+            )
+            os._exit(done.returncode)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+
+def test_a_forked_writer_is_as_a_new_one_but_for_its_modules(
+    ranks: RankServer, writers: LastingServer, tmp_path: Path
+) -> None:
+    """It finds the standard library alone, has no torch, and is one beside forked scripts; a save goes through it."""
+    code = (
+        "import json, sys; print(json.dumps([sys.path, sys.argv, 'torch' in sys.modules, 'holdfast' in sys.modules]))"
+    )
+    command = [sys.executable, *WRITERS, "-c", code, "more"]
+    new = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    with forked_interpreters(ranks), forked_interpreters(writers, WRITERS):
+        forked = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        script = f"import holdfast as hf; hf.save({str(tmp_path / 'script')!r}, {{'a': 1}})"
+        subprocess.run([sys.executable, "-c", script], check=True)
+        hf.save(tmp_path / "own", {"a": 2})
+    assert (new.pop(), forked.pop()) == (False, True)
+    assert forked == new
+    assert [hf.load(tmp_path / name)["a"] for name in ("script", "own")] == [1, 2]
 
 
 @pytest.mark.slow

@@ -516,6 +516,7 @@ with holdfast.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(1, 1)}, every=
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_a_killed_process_was_given_is_known(tmp_path: Path) -> None:
     """The ring survives SIGKILL, which no cleaning up follows: a loader that leaves a batch out is an error."""
     here = Path(__file__).parent

@@ -340,6 +340,7 @@ def test_a_program_that_ends_right_after_save_async_loses_nothing(tmp_path):
     assert hf.load(tmp_path / "a")["w"].sum().item() == 500_000
 
 
+@pytest.mark.usefixtures("forked")
 def test_save_async_in_a_signal_handler_does_not_wait_for_itself(tmp_path):
     """A handler that saves, in the middle of `save_async`: refused instead of a deadlock; `save` works there."""
     script = f"""

@@ -76,6 +76,7 @@ def check_stopped(path: Path, name: str, result: tuple[int, str, str]) -> int:
     return step
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
@@ -159,6 +160,7 @@ def test_children_end_as_they_would_without_us(mode: str, tmp_path: Path) -> Non
     assert ("the worker is dead" in out) == (mode == "worker")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     """In a step that never ends the first SIGINT waits, the second is KeyboardInterrupt without any waiting."""
     process = kit.start(

@@ -364,6 +364,7 @@ def test_a_hostile_checkpoint_is_refused_and_touches_nothing(tmp_path: Path) -> 
     assert secret.read_text() == "outside"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_second_trainer_is_told_who_is_there_and_a_dead_one_is_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from catalog_kit import catalog_of, index_of
 import holdfast as hf
 from holdfast.checkpointer import identity
 from holdfast.checkpointer.identity import plain_at_once
+from holdfast.run import reports
 
 
 def history(path: Any) -> list[dict[str, Any]]:
@@ -53,6 +54,18 @@ def test_step_reads_no_tensor_of_a_device_until_something_is_written(
     assert [row["metrics"]["loss"] for row in history("memory://reads/run") if row["metrics"]] == list(
         map(float, range(500))
     )
+
+
+def test_a_wait_for_rows_is_not_one_for_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written together, once in a while; whoever waits for them, or ends the run, has them written at once."""
+    monkeypatch.setattr(reports, "_EVERY_S", 600.0)
+    with hf.Checkpointer("memory://hurries/run", {"w": torch.zeros(1)}, every=None, timeout_s=30.0) as ck:
+        for step in range(3):
+            ck.step()
+            ck.report(val=step)
+            ck.wait()
+            assert [row["metrics"]["val"] for row in history("memory://hurries/run")] == [*range(step + 1)]
+        ck.report(val=3)
 
 
 def test_a_tensor_changed_later_keeps_the_value_it_was_reported_with(tmp_path: Path) -> None:

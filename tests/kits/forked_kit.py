@@ -1,11 +1,12 @@
-"""Interpreters that have torch from their first moment: forked from a process that has it, instead of importing it.
+"""Interpreters that have their modules from the first moment: forked from a process that has imported them.
 
-To import torch takes longer than most of what a test's script does. While `forked_interpreters` holds, a
-`subprocess.Popen` of ``[sys.executable, "-c", code, ...]`` or ``[sys.executable, "script.py", ...]`` becomes such a
-fork, with environment, folder, path, arguments, descriptors and session of its own; anything else is started as ever.
-It is a child of this process like any other. Three things differ: modules are there before their import, at the end
-nothing is taken apart after the exit functions, and /proc shows command line and environment of the process that was
-forked. What is about one of these starts a real interpreter.
+To import torch takes longer than most of what a test's script does, and to import a writer's modules longer than most
+of what it does for a test. While `forked_interpreters` holds, a `subprocess.Popen` of
+``[sys.executable, *options, "-c", code, ...]`` or ``[sys.executable, *options, "script.py", ...]`` becomes such a fork,
+with environment, folder, path, arguments, umask, descriptors and session of its own; anything else is started as ever.
+It is a child of this process like any other. Four things differ: modules are there before their import, at the end
+nothing is taken apart after the exit functions, limits (`setrlimit`) and priority are those of the process that was
+forked, and so are command line and environment in /proc. What is about one of these starts a real interpreter.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import itertools
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import types
 from collections.abc import Iterator, Sequence
@@ -29,9 +32,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks_kit import RankServer
+from ranks_kit import LastingServer
 
-__all__ = ["forked_interpreters"]
+__all__ = ["WRITERS", "forked_interpreters"]
+
+WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.writer.launch`)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMIT_S = 60.0
@@ -41,15 +46,15 @@ _one_at_a_time = threading.Lock()
 
 
 @contextlib.contextmanager
-def forked_interpreters(server: RankServer) -> Iterator[None]:
-    """Fork interpreters from the server until the block ends."""
-    popen = type("Popen", (_ForkedPopen,), {"server": server})
-    with mock.patch.object(subprocess, "Popen", popen):
+def forked_interpreters(server: LastingServer, options: tuple[str, ...] = ()) -> Iterator[None]:
+    """Fork interpreters that are started with just these options from the server, until the block ends."""
+    servers = {**getattr(subprocess.Popen, "servers", {}), options: server}
+    with mock.patch.object(subprocess, "Popen", type("Popen", (_ForkedPopen,), {"servers": servers})):
         yield
 
 
 class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    server: RankServer
+    servers: dict[tuple[str, ...], LastingServer]
 
     def __init__(self, args: Any, *others: Any, **options: Any) -> None:
         self._has_session = bool(options.get("start_new_session"))
@@ -61,8 +66,9 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
         is_plain = not (shell or executable or preexec_fn is not None or isinstance(args, str | bytes))
-        program = _program(args) if is_plain and self.server.is_alive else None  # else it is started anew by a real one
-        if program is None:
+        given, program = _program(args) if is_plain else ((), [])
+        server = self.servers.get(given)
+        if not program or server is None or not server.is_alive:  # in a fork of ours it seems dead, too
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
@@ -70,27 +76,29 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             return
         order = {
             "program": program,
+            "is_isolated": "-I" in given,
             "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()},
             "folder": os.getcwd() if cwd is None else os.path.abspath(cwd),
             "has_session": self._has_session,
+            "umask": _umask(),
             "fds": list(pass_fds),
         }
         streams = [own if fd == -1 else fd for fd, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
-        self.pid = _fork(self.server, order, [*streams, *pass_fds])
+        self.pid = _fork(server, order, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
-def _program(args: Sequence[Any]) -> list[str] | None:
-    """Return "-c" and code, or a script, with what follows; None for what is no plain interpreter."""
+def _program(args: Sequence[Any]) -> tuple[tuple[str, ...], list[str]]:
+    """Return an interpreter's options, and "-c" and code, or a script, with what follows; nothing for others."""
     command = [os.fsdecode(arg) for arg in args]
-    if command[0] != sys.executable or len(command) < 2:
-        return None
-    is_program = command[1] == "-c" or not command[1].startswith("-")
-    return command[1:] if is_program else None
+    if command[0] != sys.executable:
+        return (), []
+    options = (*itertools.takewhile(lambda word: word.startswith("-") and word != "-c", command[1:]),)
+    return options, command[1 + len(options) :]
 
 
-def _fork(server: RankServer, order: dict[str, Any], fds: list[int]) -> int:
+def _fork(server: LastingServer, order: dict[str, Any], fds: list[int]) -> int:
     address = f"\0holdfast-forked-{os.getpid()}-{next(_numbers)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as meeting:
         meeting.settimeout(_LIMIT_S)
@@ -106,6 +114,11 @@ def _fork(server: RankServer, order: dict[str, Any], fds: list[int]) -> int:
         with connection:
             socket.send_fds(connection, [json.dumps(order).encode()], fds)
     return pid
+
+
+def _umask() -> int:
+    """Return ours; asked for by `os.umask` it would be another one for a moment, for all threads."""
+    return int(re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)
 
 
 def _adopt(is_wanted: bool) -> None:
@@ -139,10 +152,12 @@ def _be_interpreter(address: str) -> int:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
+    os.umask(order["umask"])
     random.seed()
-    sys.modules["numpy"].random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     signal.set_wakeup_fd(-1)
-    return _run(order["program"])
+    return _run(order["program"], is_isolated=order["is_isolated"])
 
 
 def _take_descriptors(received: Sequence[int], wanted: Sequence[int]) -> None:
@@ -165,11 +180,15 @@ def _take_descriptors(received: Sequence[int], wanted: Sequence[int]) -> None:
         stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1))  # type: ignore[union-attr]
 
 
-def _run(program: list[str]) -> int:
+def _run(program: list[str], *, is_isolated: bool) -> int:
     is_code = program[0] == "-c"
-    paths = [entry for entry in sys.path if not entry.startswith(_TESTS)]
-    own = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    sys.path[:] = ["" if is_code else os.path.dirname(os.path.abspath(program[0])), *own, *paths]
+    if is_isolated:
+        library = sysconfig.get_path("stdlib")
+        sys.path[:] = [path for path in sys.path if path == library or path.endswith((".zip", "/lib-dynload"))]
+    else:
+        paths = [entry for entry in sys.path if not entry.startswith(_TESTS)]
+        own = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        sys.path[:] = ["" if is_code else os.path.dirname(os.path.abspath(program[0])), *own, *paths]
     sys.argv[:] = ["-c", *program[2:]] if is_code else program
     status = 0
     try:

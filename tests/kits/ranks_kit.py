@@ -26,15 +26,11 @@ _HERE = str(Path(__file__).resolve())
 _LIMIT_S = 150.0  # of what takes seconds where nobody else has the cores
 
 
-class RankServer(ForkServer):
-    """A `ForkServer` that starts several ranks at once."""
+class LastingServer(ForkServer):
+    """A `ForkServer` that is replaced when it has died."""
 
     def __init__(self, preload: Sequence[str] = (), path: Sequence[str | os.PathLike[str]] = ()) -> None:
-        first = (
-            "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "holdfast.core",
-            "holdfast.trainers.function.worker.main", "holdfast.trainers.function.worker.session",
-        )  # fmt: skip
-        self._given = {"preload": (*first, _HERE, *preload), "path": path}
+        self._given = {"preload": preload, "path": path}
         super().__init__(**self._given)
 
     def run(self, function: str, *args: Any, **options: Any) -> Outcome:
@@ -49,6 +45,17 @@ class RankServer(ForkServer):
         """Whether it takes orders."""
         stdin = self._process.stdin
         return self._process.poll() is None and stdin is not None and not stdin.closed
+
+
+class RankServer(LastingServer):
+    """One that has torch, and starts several ranks at once."""
+
+    def __init__(self, preload: Sequence[str] = (), path: Sequence[str | os.PathLike[str]] = ()) -> None:
+        first = (
+            "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "holdfast.core",
+            "holdfast.trainers.function.worker.main", "holdfast.trainers.function.worker.session",
+        )  # fmt: skip
+        super().__init__(preload=(*first, _HERE, *preload), path=path)
 
     def ranks(
         self,

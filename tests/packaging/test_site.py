@@ -1,4 +1,8 @@
-"""`make docs` builds a site whose links lead somewhere, and which a browser shows without asking anybody else."""
+"""`make docs` builds a site whose links lead somewhere, and which a browser shows without asking anybody else.
+
+In the sweeps, and in `make test-frameworks`: it installs packages and builds for half a minute. Each time
+`tests/test_docs.py` follows the links of the pages as they are written, and CI builds the site.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from pathlib import Path
 import pytest
 from docs_kit import ROOT
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(600)]
 STORES = ROOT / "tests" / "stores" / "node_modules"
 
 

@@ -13,6 +13,8 @@ import torch
 import holdfast as hf
 from holdfast.torch import TorchTrainer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def fit(storage: Path, name: str, strategy: str, *, kill: bool) -> hf.Result:
     def train(config: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked_kit import forked_interpreters
+from ranks_kit import RankServer
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -31,20 +33,21 @@ WORLD = 2
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def ranks(ranks: RankServer, tmp_path_factory) -> list[dict]:
     """What two ranks saw."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     script = Path(__file__).with_name("ranks.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(store)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank),
-                 "LOCAL_WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
+    with forked_interpreters(ranks):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(store)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank),
+                     "LOCAL_WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
     try:
         outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:

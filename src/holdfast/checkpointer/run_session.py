@@ -571,6 +571,8 @@ class RunSession:
     def finish(self) -> None:
         """Wait for everything on its way; raises what failed."""
         self.settle()
+        if self._notes:
+            self._sender.send("hurry", {}, about=None, late=None)
         self.wait_for_notes()
 
     def _committed(self, committed: Callable[[RunSave, SaveResult], object], save: RunSave, result: SaveResult) -> None:

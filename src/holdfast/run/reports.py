@@ -412,7 +412,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 class ReportBuffer:
     """Gathers rows and writes them from its own thread, so that a long save does not delay them.
 
-    The first row after a pause is written at once, later ones within a second.
+    The first row after a pause is written at once, later ones within a second, or once somebody waits for them.
     """
 
     def __init__(self, write: Callable[[list[dict[str, Any]]], None]) -> None:

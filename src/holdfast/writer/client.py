@@ -475,8 +475,9 @@ class WriterClient:
         itself; fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
         mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
         "journal" (events: JSON of `holdfast.run.journal.JournalEvent`; done at once, written with the next save).
+        "hurry": the caller waits for the rows of its reports, which are written at once then.
 
-        All but "report", "follow" and "journal" run after the saves submitted before them.
+        All but "report", "follow", "journal" and "hurry" run after the saves submitted before them.
         """
         if op == "next_attempt":
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again

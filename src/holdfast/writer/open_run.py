@@ -421,6 +421,10 @@ class Run:
         self._last_rows = checked = check_rows(rows)
         self._reports.add(call, checked, answer)
 
+    def hurry(self) -> None:
+        """Write the rows that have come: somebody waits for them. May be called by any thread."""
+        self._reports.hurry()
+
     def _write_rows(self, rows: list[dict[str, Any]]) -> None:
         with self._segments:
             self._catalog.index.report(rows)

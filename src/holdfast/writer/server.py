@@ -313,6 +313,9 @@ class WriterLoop:
         elif header["op"] == "journal":
             run.take_events(header["args"]["events"])
             self.say_done(header["call"], None)
+        elif header["op"] == "hurry":
+            run.hurry()
+            self.say_done(header["call"], None)
         elif header["op"] == "follow":
             run.follow(header["args"]["since"], lambda state: self.say_done(header["call"], state))
         else:

@@ -49,12 +49,13 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def other_disk():
+def other_disk(tmp_path):
     """A directory on another file system than the tests' own."""
-    shm = Path("/dev/shm")
-    if not shm.is_dir() or shm.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    others = [place for place in places if place.is_dir() and place.stat().st_dev != tmp_path.stat().st_dev]
+    if not others:
         pytest.skip("there is no second file system")
-    with tempfile.TemporaryDirectory(dir=shm) as path:
+    with tempfile.TemporaryDirectory(dir=others[0]) as path:
         yield Path(path)
 
 
