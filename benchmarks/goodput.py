@@ -29,8 +29,8 @@ _RUN = [sys.executable, "-m", "holdfast", "run", "--", sys.executable]
 def run(context: Context) -> Outcome:
     """Measure each tool with kills 30 s apart; `--scale 4` makes that 2 minutes, `--scale 10` 5 minutes.
 
-    The best of three intervals of the peers was the middle one at 30 s. With the time between kills it grows by the root
-    (Young 1974), so at longer ones that alone is tried.
+    At 30 s the best of the three intervals of the peers was the middle one. It grows by the root of the time between
+    kills (Young 1974), so where that is longer it alone is tried.
     """
     outcome, longer = Outcome(), max(1.0, context.scale)
     width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * longer, 30.0 * longer)

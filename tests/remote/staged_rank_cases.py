@@ -53,7 +53,8 @@ def train(
     state = {"model": model, "optimizer": optimizer, "mine": hf.PerRank(torch.full((3,), float(rank)))}
     if frozen:
         state["frozen"] = torch.nn.Linear(frozen, 1, bias=False).requires_grad_(False)
-    local = None if bare else hf.Mirror(mine, **(mirror or {}))
+    # A fast disk leaves none out that a slow remote has yet to get.
+    local = None if bare else hf.Mirror(mine, **{"max_behind": 9, **(mirror or {})})
     storage: Any = remote
     if broken is not None and broken.pop("rank") == rank:
         storage = FaultyStorage(remote, **broken)
