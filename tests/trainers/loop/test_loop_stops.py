@@ -11,7 +11,6 @@ import textwrap
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,7 +200,7 @@ class FullDisk:
         submit, submit_file = Snapshotter.submit, FileLeases.submit
 
         def submitted(*args: Any, **options: Any) -> Any:
-            return SimpleNamespace(future=_no_space(), handed_over=None) if self.is_full() else submit(*args, **options)
+            return _no_space() if self.is_full() else submit(*args, **options)
 
         def file_submitted(*args: Any, **options: Any) -> Any:
             return _no_space() if self.is_full() else submit_file(*args, **options)
