@@ -36,7 +36,7 @@ def run(context: Context) -> Outcome:
     width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * longer, 30.0 * longer)
     intervals = ("20",) if context.quick else ("20", "60", "180")
     if longer > 1:
-        wall_s, intervals = 2.5 * apart_s, (str(round(60 * longer**0.5)),)
+        wall_s, intervals = 1.5 * apart_s, (str(round(60 * longer**0.5)),)
     folder = context.folder("goodput")
     step_s = _undisturbed(folder, width, seconds=2.0 if context.quick else 12.0)
     outcome.limits = {"step_s": step_s, "bytes": 3 * 4 * 3 * (width * width + width)}

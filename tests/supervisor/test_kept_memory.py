@@ -18,7 +18,8 @@ from object_kit import BUCKET, moto, s3_environment
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
-from holdfast.callbacks import Callback
+from holdfast.callbacks import Callback, CheckpointSaver
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.format.digest import Digests
 from holdfast.format.names import save_id_of
 from holdfast.run.life import VARIABLE, LifeReport, read_reports
@@ -244,26 +245,43 @@ def test_after_the_last_step_no_more_are_expected(kept: Path, tmp_path: Path) ->
     assert seen == [True, False]
 
 
-def test_the_loop_trainer_tells_its_batches_and_gives_the_memory_back(kept: Path, tmp_path: Path) -> None:
+def test_the_loop_trainer_tells_its_batches_and_gives_the_memory_back(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each batch counts, one of an evaluation is a sign of life, and after the last one none is expected."""
     seen: list[tuple[bool, int, float]] = []
+    at_end: list[bool] = []
+    waiting: list[tuple[bool, ...]] = []
+    save_state = RunSession.save_state
+
+    def watched(self: RunSession, *args: Any, **options: Any) -> None:
+        waiting.append(tuple(report.waits for report in read_reports(tmp_path / "life")))
+        save_state(self, *args, **options)
+
+    monkeypatch.setattr(RunSession, "save_state", watched)
 
     class Look(Callback):
         def look(self, state: Any, logger: Any) -> None:
-            (report,) = read_reports(tmp_path / "life")
+            report, other = read_reports(tmp_path / "life")
+            assert report.step == other.step
             seen.append((report.trains, report.step, report.moment_s))
 
         batch_end = eval_batch_end = epoch_start = look
 
+        def fit_end(self, state: Any, logger: Any) -> None:
+            at_end.extend(report.trains for report in read_reports(tmp_path / "life"))
+
+    other = CheckpointSaver(folder=str(tmp_path / "other"), save_interval="3ba")
     data = DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 2)), batch_size=2)
     hf.Trainer(
         model=torch.nn.Linear(2, 2), loss_fn=torch.nn.functional.mse_loss, train_dataloader=data, eval_dataloader=data,
-        max_duration="1ep", save_folder=str(tmp_path / "run"), callbacks=[Look()], device="cpu",
+        max_duration="1ep", save_folder=str(tmp_path / "run"), callbacks=[Look(), other], device="cpu",
     ).fit()  # fmt: skip
     assert [step for _, step, _ in seen] == [0, 1, 2, 3, 4, 4, 4, 4, 4]
     assert all(trains for trains, _, _ in seen)
     moments = [moment for _, _, moment in seen]
     assert moments[5:] == sorted(set(moments[5:]))
     assert kept.stat().st_size == 0
-    (report,) = read_reports(tmp_path / "life")
-    assert not report.trains
+    assert at_end == [False, False]
+    assert waiting, "a save holds the loop, and with it each run"
+    assert set(waiting) == {(True, True)}

@@ -124,7 +124,7 @@ def test_all_ranks_act_at_the_same_steps(faults: bool) -> None:
         world = World(1 + seed % 4, seed)
         for turn in range(1200):
             if turn % 150 == 20:
-                world.post(world.server.want(world.random.choice(["save", "settle", "stop"])))
+                world.post(world.server.want(world.random.choice(["save", "settle", "stop", "keep"])))
             world.turn(faults=faults)
         for _ in range(4000):  # calm: everything on its way arrives
             world.turn(faults=False)
@@ -166,6 +166,18 @@ def test_a_stop_overtakes_a_save_that_is_not_agreed_yet_and_follows_one_that_is(
     steps.acknowledged(0, 5)
     assert steps.want("stop") == []
     assert steps.acted(0, 5) == [(None, {"do": "propose", "step": 7, "kind": "stop"})]
+
+
+def test_a_snapshot_gives_way_to_everything() -> None:
+    """It does what no other wish does, and whoever wants it asks again after the step that came instead."""
+    steps = StepAgreement(1)
+    steps.joined(0, RankStanding(done=0))
+    assert steps.want("keep", 0) == [(None, {"do": "propose", "step": 2, "kind": "keep"})]
+    assert steps.want("settle", 0) == [(None, {"do": "propose", "step": 3, "kind": "settle"})]
+    assert steps.want("keep", 0) == []
+    steps.acknowledged(0, 3)
+    assert steps.acted(0, 3) == []
+    assert steps.want("keep", 0) == [(None, {"do": "propose", "step": 5, "kind": "keep"})]
 
 
 def test_a_rank_that_has_acted_wants_the_next_step() -> None:

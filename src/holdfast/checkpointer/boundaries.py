@@ -165,13 +165,14 @@ class StepBoundary:
                 self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
                 metrics=self.log.of_step(progress.step)(),
             )  # fmt: skip
-        if not kept:
+        cost_s = time.perf_counter() - begun
+        self.held_s += cost_s
+        if kept:
+            self.snapshot_paid(cost_s)
+        else:
             self.pace.snapshots = None
             if self._snapshotter.shortage is None:  # else it has said so
                 _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
-        cost_s = time.perf_counter() - begun
-        self.held_s += cost_s
-        self.snapshot_paid(cost_s)
 
     def watch(self) -> None:
         """Call the watcher, if there is one, at the end of a step."""
@@ -204,7 +205,7 @@ class StepBoundary:
             self._leave()
         if call == "stop":
             self.stop()
-        if call in ("settle", "keep"):
+        if call == "settle":
             session.settle()
         elif session.unsettled:
             session.glance()
@@ -353,6 +354,7 @@ class StepBoundary:
             guard.decide()  # all ranks save this step, and the next start goes back behind it
             self.left_for = ""
         self.save(force=True)
+        self._session.life.leaves()
         self.wait()
         self._stopped = True
         raise SystemExit(self._options.exit_code)
@@ -415,9 +417,13 @@ class StepBoundary:
     def end(self) -> None:
         """Leave the body in order: the final step is saved, everything is durable, errors raise."""
         session, step = self._session, self._progress.step
-        session.settle()
-        if step > 0 and session.saves.last_step != step:
+        with session.life.waits():
+            session.settle()
+        is_new = step > 0 and session.saves.last_step != step
+        if is_new:
             self.save(force=True)
+        session.life.leaves()  # no device is waited for any more
+        if is_new:
             session.settle()
             if session.saves.wants_retry:
                 self._save_when_space()
@@ -438,6 +444,7 @@ class StepBoundary:
     def end_after(self, reason: str) -> None:
         """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised."""
         session = self._session
+        session.life.leaves()
 
         def flush() -> None:
             self.log.flush(self._progress.step)

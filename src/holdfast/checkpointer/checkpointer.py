@@ -246,7 +246,6 @@ class Checkpointer:
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
-        session.life.leaves()
         reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
@@ -524,7 +523,7 @@ class Checkpointer:
         if session.team is not None:
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
-        pace.busy = lambda: session.saves.busy
+        pace.busy = lambda: snapshotter.would_wait
         if snapshotter.rescues:
             pace.snapshots = Schedule(options.rescue, now=time.monotonic())
             pace.snapshots.start(step=progress.step, samples=progress.samples)

@@ -161,7 +161,7 @@ class SavePolicy:
     Attributes:
         stopping: the body was, or is to be, left for a signal or the deadline.
         snapshots: when the state is kept in memory; None: never, or no more.
-        busy: tells whether a save is being written. What time calls for waits for that: a snapshot would wait, too.
+        busy: tells whether a snapshot would have to wait for a save: what time calls for is put off until then.
     """
 
     def __init__(self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress) -> None:
@@ -446,7 +446,8 @@ class AutoInterval:
             # A snapshot is one copy of memory: the first one comes at once.
             return max(_SOONEST_S, FIRST_S * 0.5**self._failures) if self._what == "save" else _SOONEST_S
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        return best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
+        seconds = best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
+        return seconds if self._what == "save" else min(MOST_S, seconds)
 
     def news(self, now: float) -> str | None:
         """Return a line for people when an interval first applies, and when it has moved by a third; else None."""

@@ -146,7 +146,7 @@ class LifeReport:
                 self._write()
 
     def leaves(self) -> None:
-        """Report that no more steps come: what is left to write and to upload has bounds of its own."""
+        """Report that no more steps come: what is left to write and to upload takes as long as it takes."""
         if self._state in (_TRAINS, _WAITS):
             self._state = _ENTERED
             self._write()

@@ -228,6 +228,14 @@ class Snapshotter:
         self._forget_kept(arena)
         return True
 
+    @property
+    def would_wait(self) -> bool:
+        """Whether `keep` would wait for a save: it is being written, and the newest snapshot has the other memory."""
+        written, layout = self._writing, self.layout
+        if written is None or written[1].done() or self._kept_in is None:
+            return False
+        return layout is not None and layout.arena_bytes >= _SMALL_COPY
+
     def _turn(self, layout: Layout, client: WriterClient, release_s: float | None) -> Arena | None:
         """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
 

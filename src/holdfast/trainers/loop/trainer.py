@@ -382,6 +382,7 @@ class Trainer:
             else:
                 if self._guard is not None:
                     self._guard.judge_rest()
+                self._group.history.leave()  # what callbacks do at the end takes as long as it takes
                 engine.run(Event.FIT_END)
             self._group.finish("finished" if complete else "stopped")
         except BaseException as error:

@@ -13,8 +13,9 @@ from typing import Any
 __all__ = ["RankStanding", "StepAgreement"]
 
 Sent = tuple[int | None, dict[str, Any]]  # (rank, or None for all; message)
-# Each does what those before it do, but for the last, which leaves a state that is not to be saved.
-_URGENCY = {"settle": 0, "keep": 1, "save": 2, "stop": 3, "rollback": 4}
+# From "settle" on each does what those before it do, but for the last, which leaves a state that is not to be saved.
+# A snapshot waits for nothing: where it is left out for something else, it is asked for again.
+_URGENCY = {"keep": 0, "settle": 1, "save": 2, "stop": 3, "rollback": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,7 @@ class SaverContext:
         guard: watches a metric; None without one.
         goes_back: checkpoints of the run are not taken, for a guard has found that they (may) hold a bad batch.
         before: batch and name of the sound checkpoint before the one that training goes on from.
+        holding: a context in which a save may hold the loop.
     """
 
     def __init__(self, state: State, destinations: Sequence[Any], guard: TrainerGuard | None = None) -> None:
@@ -77,6 +79,7 @@ class SaverContext:
         self.source: tuple[str, int] | None = None
         self.parent: str | None = None
         self.training = ""
+        self.holding: Callable[[], AbstractContextManager[None]] = nullcontext
         self._destinations = tuple(destinations)
         self._files_at: str | None = None
 
@@ -452,7 +455,8 @@ class CheckpointSaver(Callback):
         elif self._ready and self.keeps is not None and self._is_crossed(self.keeps, event):
             self._keep()
         elif not self._ready:  # the state of optimizers exists from the first batch on
-            saves.prepare(self._live())
+            with self._context.holding():
+                saves.prepare(self._live())
         self._ready = True
 
     def _is_before_a_bad_one(self, event: Event) -> bool:
@@ -510,7 +514,8 @@ class CheckpointSaver(Callback):
 
         if context.guard is not None and is_source:
             context.guard.saving(saved.name)
-        self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
+        with context.holding():
+            self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -535,8 +540,9 @@ class CheckpointSaver(Callback):
         self._last_kept = about["step"]
         self._context.flush_logs()
         name = self.names.at(self._context.state.timestamp)
-        if not self._saves.keep(name, self._live(), about=about, extra=extra):
-            self.keeps = None
+        with self._context.holding():
+            if not self._saves.keep(name, self._live(), about=about, extra=extra):
+                self.keeps = None
 
     @property
     def pending(self) -> PendingSaves:

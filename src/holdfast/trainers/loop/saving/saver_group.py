@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -76,6 +77,7 @@ class SaverGroup:
         self.state, self.savers, self.ranks, self.guard = state, tuple(savers), state.ranks, guard
         self.history = HistoryLogger(state, guard)
         self.context = SaverContext(state, [*destinations, self.history], guard)
+        self.context.holding = self.history.waits
         self._writer = SharedWriter()
         for uploader in self.context.uploaders:
             uploader.writer = self._writer
@@ -623,6 +625,14 @@ class HistoryLogger(LoggerDestination):
         """Tell the runs how many batches are trained."""
         for session in self._sessions:
             session.note_step(self._state.timestamp.count("batch"))
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Tell all runs that a save holds the loop, whichever saver it belongs to."""
+        with contextlib.ExitStack() as stack:
+            for session in self._sessions:
+                stack.enter_context(session.life.waits())
+            yield
 
     def leave(self) -> None:
         """Tell the runs that no more batches come."""

@@ -94,8 +94,7 @@ class AsyncSaver:
         """
         with _in_our_words():
             if self._container == "directory":
-                with self._folder.session.life.waits():
-                    self._snapshotter.prepare(live, self._folder.session.client)
+                self._snapshotter.prepare(live, self._folder.session.client)
             elif self._container == "torch" and self._ranks.world_size == 1:  # with more of them it takes a meeting
                 as_torch_file(gathered(expand(live), self._ranks) or {})
 
@@ -124,8 +123,7 @@ class AsyncSaver:
                 name=name, saves=self._saves, overwrite=True, extra=extra, lost=_say_lost,
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
-            with self._folder.session.life.waits():
-                self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
+            self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
 
     def keep(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str]
@@ -133,8 +131,7 @@ class AsyncSaver:
         """Copy the state as `save` does, for the case that this process dies; False if memory is too short for it."""
         with _in_our_words():
             named = NamedSave(name=name, saves=self._saves, overwrite=True, extra=extra)
-            with self._folder.session.life.waits():
-                return self._folder.session.keep_state(lambda: live, self._snapshotter, **about, named=named)
+            return self._folder.session.keep_state(lambda: live, self._snapshotter, **about, named=named)
 
     def rescue(self, why: str) -> None:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
