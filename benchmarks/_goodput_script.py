@@ -2,8 +2,8 @@
 
     _goodput_script.py TOOL FOLDER EVERY WIDTH
 
-It writes "PID" to FOLDER/pid before it imports anything large, and its steps so far to FOLDER/steps, eight bytes that
-survive a SIGKILL.
+It writes "PID" to FOLDER/pid before it imports anything large, and its steps so far to FOLDER/steps, with the moment
+that each ended at: bytes that survive a SIGKILL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import torch  # noqa: E402
 
 def count(step: int) -> None:
     """Note that a step is done."""
-    _memory[:8] = struct.pack("<q", step)
+    struct.pack_into("<d", _memory, 8 * step, time.monotonic())
+    struct.pack_into("<q", _memory, 0, step)
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
@@ -41,14 +43,6 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
         optimizer.step()
 
     return model, optimizer, step
-
-
-def bare() -> None:
-    """Train without saving."""
-    *_, step = make()
-    for number in range(1 << 40):
-        step()
-        count(number + 1)
 
 
 def holdfast() -> None:
@@ -120,5 +114,5 @@ def dcp_async() -> None:
 
 
 with open(folder / "steps", "r+b") as _file:
-    _memory = mmap.mmap(_file.fileno(), 8)
-{"bare": bare, "holdfast": holdfast, "torch.save": torch_save, "DCP async_save": dcp_async}[tool]()
+    _memory = mmap.mmap(_file.fileno(), 0)
+{"holdfast": holdfast, "torch.save": torch_save, "DCP async_save": dcp_async}[tool]()
