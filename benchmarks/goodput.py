@@ -97,7 +97,7 @@ def _training(
                     _reset(folder)  # what a dead life has done does not count any more
             time.sleep(0.01)
         done, took_s = _steps(folder), time.monotonic() - begun
-        return done, _step_s(folder, done), kills, took_s
+        return done, _step_s(folder), kills, took_s
     finally:
         for number in (process.pid, int((folder / "pid").read_text())):
             with contextlib.suppress(OSError):
@@ -117,7 +117,8 @@ def _steps(folder: Path) -> int:
         return int(struct.unpack("<q", file.read(8))[0])
 
 
-def _step_s(folder: Path, done: int) -> float:
-    """Return the median time between the ends of two steps."""
-    ends = array("d", (folder / "steps").read_bytes())[1 : done + 1]
-    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+def _step_s(folder: Path) -> float:
+    """Return the median time between the ends of two steps, of all lives; 0.0 without two."""
+    ends = [end for end in array("d", (folder / "steps").read_bytes())[1:] if end]
+    gaps = [after - before for before, after in itertools.pairwise(ends) if after > before]
+    return statistics.median(gaps) if gaps else 0.0
