@@ -258,7 +258,7 @@ class EngineTests:
         """`events` returns soon after a wake, though it waits without a time-out; many wakes may make one event."""
         timer = threading.Timer(0.1, lambda: [driver.engine.wake() for _ in range(1000)])
         timer.start()
-        assert driver.engine.events(None) == [Woken()]
+        assert (events := driver.engine.events(None)) == [Woken()], events
         timer.join()
         driver.engine.wake()
         while driver.engine.events(0):
@@ -274,7 +274,7 @@ class EngineTests:
     def test_time_out(self, driver: Driver) -> None:
         """`events` gives an empty list after its time-out, not before."""
         begun = time.monotonic()
-        assert driver.engine.events(0.2) == []
+        assert (events := driver.engine.events(0.2)) == [], events
         assert time.monotonic() - begun >= 0.2
         assert driver.engine.events(0) == []
 
