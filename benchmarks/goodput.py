@@ -38,13 +38,13 @@ def run(context: Context) -> Outcome:
     """
     outcome, longer = Outcome(), max(1.0, context.scale)
     width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * longer, 30.0 * longer)
-    every = "20" if context.quick else str(round(60 * longer**0.5))
+    of_peers = "20" if context.quick else str(round(60 * longer**0.5))
     if longer > 1:
         wall_s = 1.5 * apart_s
     folder = context.folder("goodput")
     outcome.limits = {"bytes": 3 * 4 * 3 * (width * width + width)}
     settings = [("holdfast", "auto"), ("holdfast", "auto+rescue")]
-    settings += [(tool, every) for tool in ("torch.save", "DCP async_save")]
+    settings += [(tool, of_peers) for tool in ("torch.save", "DCP async_save")]
     for turn in range(max(1, context.repeat // 3)):
         for tool, every in settings:
             done, step_s, kills, took_s = _training(

@@ -527,8 +527,7 @@ class Checkpointer:
         if snapshotter.rescues:
             pace.snapshots = Schedule(options.rescue, now=time.monotonic())
             pace.snapshots.start(step=progress.step, samples=progress.samples)
-        requeue = options.exit_code if isinstance(options.exit_code, int) else -1
-        session.life.trains(progress.step, requeue=requeue, wait_s=options.timeout_s)
+        session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         if session.leads:
             _follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from holdfast.run.life import REQUEUE_STATUS
+
 __all__ = [
     "Cause",
     "FailurePolicy",
@@ -18,7 +20,6 @@ __all__ = [
     "is_worth_writing",
 ]
 
-PREEMPTED_EXIT = 85  # the exit status with which a script asks its scheduler to start it again
 _SIGTERM = 15
 _FREE_STARTS = 3
 _MAX_DELAY_S = 30.0
@@ -83,7 +84,7 @@ class FailurePolicy:
 
 def ended_by_preemption(exit_code: int | None, signal: int | None) -> bool:
     """Return whether a worker that ended by itself was preempted: SIGTERM, or exit status 85."""
-    return exit_code == PREEMPTED_EXIT or signal == _SIGTERM
+    return exit_code == REQUEUE_STATUS or signal == _SIGTERM
 
 
 def growth_pause_s(grow_after_s: float | None, growth_s: float) -> float:
