@@ -54,7 +54,10 @@ with hf.Checkpointer(run, state, **options) as ck:
             while not holds_arenas(os.getppid()) and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(os.getpid(), 9)
-    (home / "left").write_text(json.dumps([os.stat(one["path"]).st_size for one in kept]))
+    until = time.monotonic() + 20  # it is given back beside the steps after the first
+    while any(left := [os.stat(one["path"]).st_size for one in kept]) and time.monotonic() < until:
+        time.sleep(0.01)
+    (home / "left").write_text(json.dumps(left))
 """
 FDS = """
 def holds_arenas(pid):

@@ -429,6 +429,40 @@ def test_the_end_of_a_connection_that_two_processes_hold_is_the_end_of_the_rank(
         channel.close()
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_last_words_are_heard_though_nothing_can_be_sent_any_more(reset: bool) -> None:
+    """A rank says why it leaves and is gone before the server, busy with others, has read it: the others hear why."""
+    channel = Channel(2, num_members=1, stale_s=3000.0)
+    busy, on = threading.Event(), threading.Event()
+    try:
+        sock = shake_hands(channel.address, 1)
+        leaver = Link(sock)
+        standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
+        leaver.send({"do": "hello", "standing": standing})
+        leaver.send({"do": "held"})
+        until(lambda: channel.server._members[1].held)
+
+        def send_to_the_dead() -> None:
+            busy.set()
+            on.wait(LIMIT_S)
+            for _ in range(100):  # the first only makes the other side say that nobody is there
+                channel.server._send_all({"do": "beat"})
+                time.sleep(0.001)
+
+        channel.server._soon(send_to_the_dead)
+        assert busy.wait(LIMIT_S)
+        leaver.send({"do": "left", "why": "ValueError: boom", "offers": False})
+        leaver.send({"do": "bye", "why": "ValueError: boom"})
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        leaver.close()
+        on.set()
+        assert channel.outcome(0) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+    finally:
+        on.set()
+        channel.close()
+
+
 def test_a_connection_that_was_reset_under_way_is_made_anew() -> None:
     """It ended for both sides although both live: who comes back at once is not given up."""
     channel = Channel(2, stale_s=3000.0)

@@ -72,6 +72,13 @@ class Driver:
                 if isinstance(event, Exited):
                     self.running.remove(event.rank)
 
+    def settle(self) -> None:
+        """Start a group and end it, so that nothing is left to be said: an engine begins with what room there is."""
+        self.start(1)
+        self.clear()
+        while self.engine.events(0.2):
+            continue
+
     def ask(self, rank: int, function: Callable[..., Any], *attachments: bytes) -> None:
         """Have a worker call ``function(channel, facts, *attachments)``."""
         self.engine.send(rank, {"do": "run"}, [cloudpickle.dumps(function), *attachments])

@@ -256,6 +256,7 @@ class EngineTests:
 
     def test_wake_from_another_thread(self, driver: Driver) -> None:
         """`events` returns soon after a wake, though it waits without a time-out; many wakes may make one event."""
+        driver.settle()
         timer = threading.Timer(0.1, lambda: [driver.engine.wake() for _ in range(1000)])
         timer.start()
         assert (events := driver.engine.events(None)) == [Woken()], events
@@ -273,6 +274,7 @@ class EngineTests:
 
     def test_time_out(self, driver: Driver) -> None:
         """`events` gives an empty list after its time-out, not before."""
+        driver.settle()
         begun = time.monotonic()
         assert (events := driver.engine.events(0.2)) == [], events
         assert time.monotonic() - begun >= 0.2

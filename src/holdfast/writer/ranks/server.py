@@ -259,7 +259,7 @@ class ControlServer:
             return  # dropped in this turn
         messages: list[Message] | None = []
         try:
-            fine = link.flush()
+            fine = link.flush() or link.hung_up  # who is gone may have said something before
             if fine and link in self._strangers:
                 fine = self._greet(link)
             elif fine:
@@ -306,7 +306,7 @@ class ControlServer:
         rank = self._ranks[link]
         joined = self._members[rank].link is link
         for message in messages:
-            # Also of a rank that is gone, so that an answer could not be sent: its last words say why it has left.
+            # Also of a rank that is gone, so that an answer cannot be sent: its last words say why it has left.
             self._members[rank].heard = time.monotonic()
             if joined:
                 self._members[rank].nonsense = None
@@ -474,7 +474,7 @@ class ControlServer:
         link = self._members[rank].link
         if link is None:
             return  # it hears what matters when it joins again
-        if link.send_raw(data):
+        if link.send_raw(data) or link.hung_up:  # dropped in `_talk`, once it has been read to its end
             self._interest(link)
         else:
             self._drop(link)
