@@ -1,8 +1,9 @@
 """Goodput: the useful part of the wall time of a training that is killed again and again, and started again at once.
 
-Useful are the steps that count at the end, at the median time of a step in the same training: a machine may be slower
-for one than for the next. The training process gets SIGKILL at the same moments for all. `holdfast run` and torchrun
-start it again; the peers save at the interval that was the best of several.
+Useful is the time of the steps that count at the end, each at what it took, or at the median of the hundred steps
+before and behind it if that is less: a machine is not equally fast for hours, and what saves, restarts and waits add to
+a step is no training. The training process gets SIGKILL at the same moments for all. `holdfast run` and torchrun start
+it again; the peers save at the interval that was the best of several.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import signal
 import statistics
 import struct
@@ -17,24 +19,26 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 from .bench import Context, Goal, Outcome, remove
 
-__all__ = ["run"]
+__all__ = ["run", "run_random"]
 
 _SCRIPT = Path(__file__).with_name("_goodput_script.py")
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
              "--max-restarts", "1000", "--monitor-interval", "0.1"]  # fmt: skip
 _MOST = 1 << 16  # steps of a training
+_NEAR = 100
 _RUN = [sys.executable, "-m", "holdfast", "run", "--", sys.executable]
 
 
 def run(context: Context) -> Outcome:
-    """Measure each tool with kills 30 s apart; `--scale 4` makes that 2 minutes, `--scale 10` 5 minutes.
+    """Measure each tool with kills 30 s apart; `--scale 4` makes that 2 minutes, `--scale 10` 5.
 
     Of 20, 60 and 180 steps both peers did best with 60 at 30 s (2026-11-28). The best interval grows by the root of the
-    time between kills (Young 1974).
+    time between kills (Young 1974). At 5 minutes the two are measured that did best before.
     """
     outcome, longer = Outcome(), max(1.0, context.scale)
     width, wall_s, apart_s = (64, 10.0, 6.0) if context.quick else (2048, 90.0 * longer, 30.0 * longer)
@@ -45,14 +49,13 @@ def run(context: Context) -> Outcome:
     outcome.limits = {"bytes": 3 * 4 * 3 * (width * width + width)}
     settings = [("holdfast", "auto"), ("holdfast", "auto+rescue")]
     settings += [(tool, of_peers) for tool in ("torch.save", "DCP async_save")]
+    if longer > 5:
+        settings = [settings[0], settings[-1]]
     for turn in range(max(1, context.repeat // 3)):
         for tool, every in settings:
-            done, step_s, kills, took_s = _training(
-                folder, tool, every, width, wall_s=wall_s, apart_s=apart_s, first_s=apart_s * (0.5 + turn / 4)
-            )
-            useful = done * step_s / took_s
-            outcome.add(f"{tool}, every {every}", useful=useful, steps=done, step_s=step_s, kills=kills)
-            context.say(f"{tool}, every {every}: {done} steps, {kills} kills, useful {useful:.3f}")
+            at = itertools.count(apart_s * (0.5 + turn / 4), apart_s)
+            (got,) = _training(folder, tool, every, width, until=(wall_s,), kills=at)
+            _add(context, outcome, f"{tool}, every {every}", got)
     ours = _best(outcome, [name for name in outcome.samples if name.startswith("holdfast")])
     best = _best(outcome, [name for name in outcome.samples if not name.startswith("holdfast")])
     outcome.goals.append(
@@ -68,36 +71,76 @@ def run(context: Context) -> Outcome:
     return outcome
 
 
+def run_random(context: Context) -> Outcome:
+    """Measure `every="auto"` for half an hour with kills at random moments, a minute apart in the mean.
+
+    Fixed intervals have the same kills, for the first five minutes, after which "auto" is looked at as well.
+    """
+    outcome = Outcome()
+    width, wall_s, short_s, apart_s = (64, 24.0, 12.0, 6.0) if context.quick else (2048, 1800.0, 300.0, 60.0)
+    folder = context.folder("goodput")
+    outcome.limits = {"bytes": 3 * 4 * 3 * (width * width + width)}
+    chance = random.Random(33)
+    at = list(itertools.accumulate(chance.expovariate(1 / apart_s) for _ in range(int(3 * wall_s / apart_s))))
+    short, whole = _training(folder, "holdfast", "auto", width, until=(short_s, wall_s), kills=iter(at))
+    _add(context, outcome, f"auto, first {short_s:g} s", short)
+    _add(context, outcome, f"auto, {wall_s:g} s", whole)
+    for every in ("20", "60", "180"):
+        (got,) = _training(folder, "holdfast", every, width, until=(short_s,), kills=iter(at))
+        _add(context, outcome, f"every {every} steps", got)
+    best = _best(outcome, [name for name in outcome.samples if name.startswith("every")])
+    value = outcome.median(f"auto, first {short_s:g} s", "useful") / best[1]
+    outcome.goals.append(
+        Goal(what=f"useful part, auto, over the best interval ({best[0]})", value=value, at_least=0.95)
+    )
+    outcome.notes.append(f"kills at random moments, {apart_s:g} s apart in the mean, the same for all")
+    return outcome
+
+
+def _add(context: Context, outcome: Outcome, name: str, got: tuple[list[float], int, float]) -> None:
+    gaps, kills, took_s = got
+    useful = sum(min(gap, near) for gap, near in zip(gaps, _near(gaps), strict=True)) / took_s
+    outcome.add(name, useful=useful, steps=len(gaps), step_s=statistics.median(gaps or [0.0]), kills=kills)
+    context.say(f"{name}: {len(gaps)} steps, {kills} kills, useful {useful:.3f}")
+
+
+def _near(gaps: list[float]) -> list[float]:
+    """Return for each step the median of those near to it."""
+    return [statistics.median(gaps[max(0, at - _NEAR) : at + _NEAR]) for at in range(len(gaps))]
+
+
 def _best(outcome: Outcome, names: list[str]) -> tuple[str, float]:
     name = max(names, key=lambda name: outcome.median(name, "useful"))
     return name, outcome.median(name, "useful")
 
 
 def _training(
-    folder: Path, tool: str, every: str, width: int, *, wall_s: float, apart_s: float, first_s: float
-) -> tuple[int, float, int, float]:
-    """Return the steps that count after ``wall_s``, seconds of one of them, the kills, and the seconds in all.
+    folder: Path, tool: str, every: str, width: int, *, until: tuple[float, ...], kills: Iterator[float]
+) -> list[tuple[list[float], int, float]]:
+    """Train, with SIGKILL at the moments ``kills``; return at each of ``until`` (seconds) how far it has come.
 
-    The last are more than ``wall_s`` where a new life has done no step by then.
+    That is the seconds of each step that counts since the one before it, the kills, and the seconds so far: more than
+    ``until`` where a new life has done no step by then.
     """
     folder.mkdir()
     (folder / "steps").write_bytes(bytes(8 * _MOST))
     launcher = _RUN if tool == "holdfast" else _TORCHRUN
     command = [*launcher, str(_SCRIPT), tool, str(folder), every, str(width)]
-    begun, kills, due = time.monotonic(), 0, first_s
+    begun, num_kills, due, found = time.monotonic(), 0, next(kills), []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        while (now := time.monotonic() - begun) < wall_s or (not _steps(folder) and now < wall_s + 60):
-            if now >= due and now < wall_s:
-                due += apart_s
-                with contextlib.suppress(OSError, ValueError):
-                    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-                    kills += 1
-                    time.sleep(0.02)
-                    _reset(folder)  # what a dead life has done does not count any more
-            time.sleep(0.01)
-        done, took_s = _steps(folder), time.monotonic() - begun
-        return done, _step_s(folder), kills, took_s
+        for end in until:
+            while (now := time.monotonic() - begun) < end or (not _steps(folder) and now < end + 60):
+                if now >= due and now < end:
+                    due = next(kills)
+                    with contextlib.suppress(OSError, ValueError):
+                        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+                        num_kills += 1
+                        time.sleep(0.02)
+                        _reset(folder)  # what a dead life has done does not count any more
+                time.sleep(0.01)
+            found.append((_gaps(folder), num_kills, time.monotonic() - begun))
+        return found
     finally:
         for number in (process.pid, int((folder / "pid").read_text())):
             with contextlib.suppress(OSError):
@@ -117,8 +160,7 @@ def _steps(folder: Path) -> int:
         return int(struct.unpack("<q", file.read(8))[0])
 
 
-def _step_s(folder: Path) -> float:
-    """Return the median time between the ends of two steps, of all lives; 0.0 without two."""
-    ends = [end for end in array("d", (folder / "steps").read_bytes())[1:] if end]
-    gaps = [after - before for before, after in itertools.pairwise(ends) if after > before]
-    return statistics.median(gaps) if gaps else 0.0
+def _gaps(folder: Path) -> list[float]:
+    """Return the time between the ends of each step and the one before it, of the steps that count but the first."""
+    ends = array("d", (folder / "steps").read_bytes()[8 : 8 * _steps(folder) + 8])
+    return [after - before for before, after in itertools.pairwise(ends)]

@@ -42,6 +42,7 @@ BENCHMARKS = {
     "remote": ("remote", "run"),
     "growth": ("growth", "run"),
     "goodput": ("goodput", "run"),
+    "goodput_random": ("goodput", "run_random"),
     "loop": ("loop", "run"),
 }
 
