@@ -17,7 +17,7 @@ import pytest
 import run_kit as kit
 import torch
 from catalog_kit import index_of
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries
@@ -304,6 +304,36 @@ def test_the_block_says_that_enumerate_begins_at_zero(capsys: pytest.CaptureFixt
     with hf.Checkpointer("memory://says/run", {"w": torch.zeros(1)}) as ck:
         ck.step()
     assert "epoch 0 goes on with batch 3: ck.batch and ck.enumerate(loader) count from there" in capsys.readouterr().err
+
+
+class Told(Sampler[int]):
+    """Notes when it is told an epoch, which may cost it anything."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def test_asking_for_the_length_in_the_body_draws_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`index + 1 == len(batches)`: of ten million samples an order takes longer than a step; samplers hear nothing."""
+    drawn, randperm, told = [], torch.randperm, Told()
+    monkeypatch.setattr(torch, "randperm", lambda *args, **options: drawn.append(args) or randperm(*args, **options))
+    with hf.Checkpointer("memory://length/run", {}, every=None) as ck:
+        for _ in ck.epochs(2):
+            batches = ck.enumerate(kit.loader())
+            assert [index for index, _ in batches if index + 1 == len(batches) and not ck.step()] == [3]
+            assert len(ck.batches(kit.loader())) == 4
+        batches = ck.batches(DataLoader(kit.Ids(12), 3, sampler=told))
+        assert [len(batches) for _ in batches] == [4] * 4
+    assert (len(drawn), len(told.epochs)) == (2, 3)  # once for the length, twice for the batches
 
 
 def test_one_object_serves_all_epochs() -> None:

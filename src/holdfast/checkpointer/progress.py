@@ -509,9 +509,13 @@ class Batches:
         self._ask, self._epoch_done = ask, epoch_done
         self._drawn: Iterator[Any] | None = None
         self._ended = False
+        self._length: tuple[int, int] | None = None  # an epoch, and the number of its batches
 
     def __len__(self) -> int:
-        return self._progress.length(self._loader, split=self._split)
+        epoch = self._progress.epoch
+        if self._length is None or self._length[0] != epoch:  # bodies ask at every batch
+            self._length = epoch, self._progress.length(self._loader, split=self._split)
+        return self._length[1]
 
     def __iter__(self) -> Iterator[Any]:
         if self._ended:
