@@ -297,6 +297,22 @@ def test_the_index_goes_on_after_a_resume() -> None:
     assert seen == [2, 3, 0, 1, 2, 3]
 
 
+def test_the_index_belongs_to_the_length_after_a_change_of_the_batch_size() -> None:
+    """Other batches within an epoch: lives count in their own, and the last index is len() - 1 in each of them."""
+    path, indices, seen = "memory://resized/run", [], []
+    for size, until in ((3, 3), (6, 4), (6, 0)):
+        with hf.Checkpointer(path, {}, every=None) as ck:
+            batches = ck.enumerate(kit.loader(24, batch_size=size))
+            for index, batch in batches:
+                indices.append((index, len(batches)))
+                seen += batch.tolist()
+                ck.step()
+                if ck.global_step == until:
+                    break
+    assert indices == [(0, 8), (1, 8), (2, 8), (1, 4), (2, 4), (3, 4)]
+    assert sorted(seen) == list(range(24))
+
+
 def test_the_block_says_that_enumerate_begins_at_zero(capsys: pytest.CaptureFixture[str]) -> None:
     """A resume in the middle of an epoch names the batch it goes on with, and who counts from there."""
     ended_at("memory://says/run", 3)

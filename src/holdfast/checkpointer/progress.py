@@ -272,6 +272,7 @@ class Progress:
             world_size=self._world_size,
             split=split,
             mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
+            is_reopened=before is not None,
         )
         if ahead and batches.kind == "stateful":
             raise ConfigError(
