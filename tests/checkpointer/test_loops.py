@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,54 @@ def test_an_iterable_without_state_is_replayed_by_count(caplog: pytest.LogCaptur
                 ck.step()
     assert seen == list(range(6))
     assert "drawing 2 batches again" in caplog.text
+
+
+@pytest.mark.parametrize("one_shot", [True, False], ids=["a generator", "an iterable"])
+def test_a_stream_left_for_an_evaluation_goes_on_where_it_was(one_shot: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Left by `break` and taken up again in one life: each batch comes once and is drawn once; so does a resume."""
+    path, drawn, seen = f"memory://taken-up-{one_shot}/run", [], []
+
+    class Numbers:
+        def __iter__(self) -> Any:
+            for number in itertools.count():
+                drawn.append(number)
+                yield torch.tensor([number])
+
+    for until, num_drawn in ((6, 6), (9, 9)):
+        drawn.clear()
+        stream = iter(Numbers()) if one_shot else Numbers()
+        with hf.Checkpointer(path, {}, every=None) as ck:
+            while ck.global_step < until:
+                for batch in ck.batches(stream):
+                    seen += batch.tolist()
+                    ck.step()
+                    if ck.global_step % 2 == 0 or ck.global_step == until:
+                        break
+        assert drawn == list(range(num_drawn))
+    assert seen == list(range(9))
+    assert caplog.text.count("batches again to get back to the position") == 1
+
+
+def test_a_stream_that_fails_is_read_from_its_begin_again() -> None:
+    """An error of the stream that the script catches loses nothing: what was trained is drawn again and dropped."""
+    seen, failures = [], iter([True, False])
+
+    class Fails:
+        def __iter__(self) -> Any:
+            fails = next(failures)
+            for number in range(4):
+                if number == 2 and fails:
+                    raise OSError("the connection is lost")
+                yield torch.tensor([number])
+
+    stream = Fails()
+    with hf.Checkpointer("memory://fails/run", {}, every=None) as ck:
+        while len(seen) < 4:
+            with contextlib.suppress(OSError):
+                for batch in ck.batches(stream):
+                    seen += batch.tolist()
+                    ck.step()
+    assert seen == list(range(4))
 
 
 def test_more_epochs_after_the_end_train_the_next_one_only() -> None:

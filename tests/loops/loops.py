@@ -6,6 +6,7 @@ A loop gets the path of its run and ``tick``, which it calls wherever a process 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -371,6 +372,29 @@ def iterable_data(path: Any, tick: Tick) -> Ended:
                 ck.step()
                 tick()
     return ended(model=model.state_dict())
+
+
+@loop
+def a_stream_left_for_evaluations(path: Any, tick: Tick) -> Ended:
+    """An endless generator, left by `break` after every third step and taken up again."""
+    torch.manual_seed(23)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    test, seen = DataLoader(table(6), 2, shuffle=True), {}
+    stream = (torch.full((3, 4), number / 10) for number in itertools.count())
+    with holdfast.Checkpointer(path, {"model": model, "optimizer": optimizer, "seen": seen}, every=2) as ck:
+        while ck.global_step < 8:
+            for x in ck.batches(stream):
+                fit(model, optimizer, x, x.sum(1, keepdim=True))
+                tick()
+                seen[ck.global_step] = x.sum().item()
+                ck.step()
+                tick()
+                if ck.global_step % 3 == 0 or ck.global_step == 8:
+                    break
+            evaluate(model, test)
+            tick()
+    return ended(model=model.state_dict(), seen=dict(seen))
 
 
 @loop

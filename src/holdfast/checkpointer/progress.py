@@ -262,18 +262,13 @@ class Progress:
         if self._seed is None:
             # Kept with the run from now on.
             self._seed = self.own_seed() if self.first_seed is None and self._world_size == 1 else self.first_seed or 0
-        batches = ResumableBatches(
-            loader,
-            position,
-            seed=self._seed,
-            epoch=self.epoch,
-            seed_samples=self._seed_samples,
-            rank=self._rank,
-            world_size=self._world_size,
-            split=split,
-            mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
-            is_reopened=before is not None,
-        )
+        batches = before if before is not None and before.goes_on(loader) else None
+        if batches is None:
+            batches = ResumableBatches(
+                loader, position, seed=self._seed, epoch=self.epoch, seed_samples=self._seed_samples,
+                rank=self._rank, world_size=self._world_size, split=split, is_reopened=before is not None,
+                mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
+            )  # fmt: skip
         if ahead and batches.kind == "stateful":
             raise ConfigError(
                 f"ahead={ahead}: a {type(loader).__name__} keeps its own position, which cannot go back to a batch "

@@ -117,6 +117,7 @@ class ResumableBatches:
         self._done = False
         self._inner: Any = None
         self._live: Any = None  # the loader while its state is that of this epoch
+        self._iterator: Any = None  # of a loader without a state, while a loop over it is left
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
         self._elastic = bool(getattr(loader, "elastic", False))
@@ -187,6 +188,14 @@ class ResumableBatches:
     def done(self) -> bool:
         """Whether the epoch was exhausted."""
         return self._done
+
+    def goes_on(self, loader: Any) -> bool:
+        """Tell whether iterating again goes on with the iterator of ``loader`` that has given the batches so far.
+
+        A loader without a state would be drawn again from its begin, and a generator has none: what it gives next is
+        what comes next.
+        """
+        return self.kind == "count" and self._loader is loader and not self._done
 
     def state_dict(self, *, at: tuple[int, int] | None = None, is_over: bool = False) -> dict[str, Any]:
         """Describe how far the epoch is, as plain data. Batches that workers have prepared ahead do not count.
@@ -350,12 +359,17 @@ class ResumableBatches:
         )
 
     def _iterate_count(self) -> Iterator[Any]:
-        self._compare_passes()
-        with self._stream:
-            iterator = iter(self._loader)
-            if self._batches:
-                self._leave_out(iterator, "has no state_dict")
-        yield from self._draw(iterator)
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            self._compare_passes()
+            with self._stream:
+                iterator = iter(self._loader)
+                if self._batches:
+                    self._leave_out(iterator, "has no state_dict")
+        for batch in self._draw(iterator):
+            self._iterator = iterator  # of a loop that is left here; one that the loader breaks begins anew
+            yield batch
+            self._iterator = None
 
     def _counter(self) -> Any:
         """Return what may count its own passes, in this process and unknown to anybody: a data set without a state."""
