@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +357,84 @@ def test_one_object_serves_all_epochs() -> None:
     with hf.Checkpointer("memory://once/run", {}, every=None) as ck:
         batches = ck.batches(kit.loader())
         assert [len([ck.step() for _ in batches]) for _ in ck.epochs(3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["one object", "a new one"])
+def test_an_epoch_that_is_left_is_followed_by_a_whole_order(again: bool) -> None:
+    """`break` after two of four batches: the next epoch draws anew, in an order of its own, from one object as well."""
+    seen: list[list[int]] = []
+    with hf.Checkpointer(f"memory://part/{again}", {}, every=None) as ck:
+        kept = ck.batches(kit.loader())
+        for _ in ck.epochs(3):
+            seen.append([])
+            for index, batch in enumerate(kept if again else ck.batches(kit.loader())):
+                if index >= 2:
+                    break
+                seen[-1] += batch.tolist()
+                ck.step()
+        assert ck.global_step == 6
+    assert [len(set(ids)) for ids in seen] == [6, 6, 6]
+    assert len({tuple(ids) for ids in seen}) == 3
+
+
+def in_step(ck: hf.Checkpointer) -> None:
+    """Loaders of two lengths, in a loop over epochs of the script's own."""
+    for _ in range(ck.epoch, 3):
+        for _ in zip(ck.batches(kit.loader(12), name="long"), ck.batches(kit.loader(6), name="short"), strict=False):
+            ck.step()
+
+
+def beside(ck: hf.Checkpointer) -> None:
+    """A long loader, drawn by `next` beside many passes over a short one."""
+    more = iter(ck.batches(kit.loader(60), name="long"))
+    while ck.global_step < 9:
+        for _ in ck.batches(kit.loader(6)):
+            next(more)
+            ck.step()
+
+
+def across(ck: hf.Checkpointer) -> None:
+    """The same across ck.epochs()."""
+    more = iter(ck.batches(kit.loader(60), name="long"))
+    for _ in ck.epochs(3):
+        for _ in ck.batches(kit.loader(6)):
+            next(more)
+            ck.step()
+
+
+@pytest.mark.parametrize("loop", [in_step, beside, across])
+def test_a_pass_that_would_outlive_its_epoch_is_refused(loop: Callable[[hf.Checkpointer], None]) -> None:
+    """No resume could go on with it: what to write is said, before a batch of it is trained that belongs nowhere."""
+    with (
+        pytest.raises(hf.ConfigError, match=r"the pass over 'long' ended with epoch 0.*for epoch in ck\.epochs"),
+        hf.Checkpointer(f"memory://outlives/{loop.__name__}", {}, every=None) as ck,
+    ):
+        loop(ck)
+
+
+@pytest.mark.parametrize("by_epochs", [True, False])
+def test_an_evaluation_in_the_body_needs_no_batches(by_epochs: bool) -> None:
+    """Under the name of the loop around it, it would move the position of that: refused when the next batch is due."""
+    with (
+        pytest.raises(hf.ConfigError, match="another loader was gone through under the name 'train'"),
+        hf.Checkpointer(f"memory://within/{by_epochs}", {}, every=None) as ck,
+    ):
+        for _ in ck.epochs(2) if by_epochs else range(ck.epoch, 2):
+            for _ in ck.batches(kit.loader()):
+                ck.step()
+                assert ck.global_step == 1
+                list(ck.batches(kit.loader(60)))
+
+
+def test_two_iterators_of_one_loader_share_its_batches() -> None:
+    """Each goes on where the other one is; no batch comes twice."""
+    loader, seen = kit.loader(), []
+    with hf.Checkpointer("memory://share/run", {}, every=None) as ck:
+        one, two = iter(ck.batches(loader)), iter(ck.batches(loader))
+        for iterator in (one, two, one, two):
+            seen += next(iterator).tolist()
+            ck.step()
+    assert sorted(seen) == list(range(12))
 
 
 def test_a_length_that_nobody_knows() -> None:

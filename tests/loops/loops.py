@@ -240,6 +240,25 @@ def gradient_accumulation_on_the_index(path: Any, tick: Tick) -> Ended:
 
 
 @loop
+def epochs_of_a_part_of_the_data(path: Any, tick: Tick) -> Ended:
+    """`limit_train_batches`: each epoch is left by `break`, and one object gives the batches of all of them."""
+    torch.manual_seed(24)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with holdfast.Checkpointer(path, {"model": model, "optimizer": optimizer}, every=1) as ck:
+        batches = ck.enumerate(DataLoader(table(), 2, shuffle=True))
+        for _ in ck.epochs(3):
+            for index, (x, y) in batches:
+                if index >= 3:
+                    break
+                fit(model, optimizer, x, y)
+                ck.step()
+                tick()
+            tick()
+    return ended(model=model.state_dict())
+
+
+@loop
 def moving_average_of_the_weights(path: Any, tick: Tick) -> Ended:
     """An EMA copy updated after step, and its decay as an attribute."""
     torch.manual_seed(7)

@@ -228,6 +228,31 @@ class Progress:
 
     # -- passes over loaders; `Batches` calls these in this order
 
+    def is_open(self, name: str, batches: ResumableBatches) -> bool:
+        """Tell whether this is the pass over ``name`` that counts: its epoch goes on, and no other loop took it up."""
+        return self._live.get(name) is batches
+
+    def take_up(self, name: str, batches: ResumableBatches, loader: Any) -> None:
+        """Let a loop go on where another loop over the same pass is.
+
+        Raises:
+            ConfigError: the pass has ended with its epoch, or the other loop is over another loader.
+        """
+        if batches.epoch != self.epoch:
+            raise ConfigError(
+                f"the pass over {name!r} ended with epoch {batches.epoch}, after {batches.batches} batches: the passes "
+                "over all loaders end with an epoch, which is one of ck.epochs(), or ends where another loader is gone "
+                "through anew. Begin them together: `for epoch in ck.epochs(n):`, and in it a loop over "
+                f"ck.batches(loader, name={name!r}), or a new iter() of it"
+            )
+        live = self._live.get(name)
+        if live is not None and not live.has_data_of(loader):
+            raise ConfigError(
+                f"another loader was gone through under the name {name!r} in the middle of a pass, after "
+                f"{batches.batches} batches: a loader for evaluation needs no ck.batches(); a second one for training "
+                "gets a name, ck.batches(other, name='other')"
+            )
+
     def turn_over(self, name: str, *, at_end: Callable[[int], None]) -> None:
         """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`."""
         before = self._live.get(name)
@@ -477,7 +502,8 @@ class Batches:
     """The batches of the current epoch of one loader, from the position of the last trained step on.
 
     ``len()`` is the number of batches of the whole epoch, also after a resume in the middle of it. One object may be
-    iterated in every epoch: ``iter()`` goes on with a pass that was left, and begins a new one after its end.
+    iterated in every epoch: ``iter()`` goes on with a pass that was left, and begins a new one after its end, or after
+    that of its epoch.
 
     Args:
         progress: knows the position.
@@ -503,6 +529,7 @@ class Batches:
         self._progress, self._loader, self._name = progress, loader, name
         self._split, self._ahead = split, ahead
         self._ask, self._epoch_done = ask, epoch_done
+        self._pass: ResumableBatches | None = None
         self._drawn: Iterator[Any] | None = None
         self._ended = False
         self._length: tuple[int, int] | None = None  # an epoch, and the number of its batches
@@ -514,19 +541,24 @@ class Batches:
         return self._length[1]
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ended:
-            self._drawn, self._ended = None, False
+        if self._ended or (self._pass is not None and not self._progress.is_open(self._name, self._pass)):
+            self._drawn, self._pass, self._ended = None, None, False
         return self
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        progress, name = self._progress, self._name
+        progress, name, known = self._progress, self._name, self._pass
+        if known is not None and not progress.is_open(name, known):
+            self._ask()  # raises if the run has ended
+            progress.take_up(name, known, self._loader)
+            self._drawn = self._pass = None
         if self._drawn is None:
             progress.turn_over(name, at_end=self._epoch_done)
         self._ask()
         if self._drawn is None:
-            self._drawn = iter(progress.open(self._loader, name, split=self._split, ahead=self._ahead))
+            self._pass = progress.open(self._loader, name, split=self._split, ahead=self._ahead)
+            self._drawn = iter(self._pass)
         try:
             batch = next(self._drawn)
             while progress.leaves_out(name):

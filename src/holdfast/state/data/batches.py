@@ -189,6 +189,10 @@ class ResumableBatches:
         """Whether the epoch was exhausted."""
         return self._done
 
+    def has_data_of(self, loader: Any) -> bool:
+        """Tell whether this pass is over the data set of ``loader``, or the loader itself if it has none."""
+        return getattr(self._loader, "dataset", self._loader) is getattr(loader, "dataset", loader)
+
     def goes_on(self, loader: Any) -> bool:
         """Tell whether iterating again goes on with the iterator of ``loader`` that has given the batches so far.
 
