@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import run_kit as kit
 import torch
+from torch.utils.data import DataLoader
 
 import holdfast as hf
 
@@ -289,6 +290,40 @@ def test_a_loader_gone_through_twice_in_one_epoch_needs_two_names() -> None:
             for _ in range(2):
                 for _ in ck.batches(kit.loader()):
                     ck.step()
+
+
+@pytest.mark.parametrize(("kill_at", "late"), [(6, False), (8, False), (8, True)])
+def test_a_validation_loader_under_the_same_name_counts_no_epochs(
+    kill_at: int, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop over ck.epoch, ended within an epoch, at its end, or behind validation and save, trains what is left.
+
+    In the orders of a run that was not ended; and what is wrong with the script is said once.
+    """
+
+    def life(name: str, diary: Diary, kill: int) -> int:
+        state, keep = kit.make_state(), hf.Keep(last=2, best=1, metric="val")
+        path, every = f"memory://same-name/{name}-{kill_at}-{late}", None if late else 1
+        caplog.clear()
+        with contextlib.suppress(Killed), hf.Checkpointer(path, state, every=every, keep=keep) as ck:
+            diary.begin(ck.global_step)
+            for epoch in range(ck.epoch, 4):
+                for batch in ck.batches(kit.loader()):
+                    one_step(ck, state, diary, batch, 0 if late else kill)
+                assert [len(batch) for batch in ck.batches(DataLoader(kit.Ids(5), 3))] == [3, 2]
+                ck.report(val=float(epoch))
+                if late and ck.global_step == kill:
+                    ck.wait()
+                    raise Killed
+        assert sum("counts as no epoch" in text for text in caplog.messages) == 1
+        return ck.epoch
+
+    whole, diary = Diary(), Diary()
+    life("whole", whole, 0)
+    life("run", diary, kill_at)
+    assert life("run", diary, 0) == 4
+    assert diary.flat() == whole.flat()
+    assert len(diary.flat()) == 4 * STEPS
 
 
 def test_epochs_are_iterated_by_one_loop_at_a_time() -> None:

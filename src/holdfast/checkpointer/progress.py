@@ -139,7 +139,9 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         positions = dict(self._positions)
-        positions.update((name, self._position(name)) for name in self._live)
+        # All of a loader without a step is no position: an evaluation, under the name of the loader for training even.
+        counted = [name for name, batches in self._live.items() if self._is_trained(name) or not batches.done]
+        positions.update((name, self._position(name)) for name in counted)
         ledger = self.ledger.state_dict(positions)
         if self._world_size > 1:
             positions = {name: with_ranks_apart(position) for name, position in positions.items()}
@@ -253,8 +255,11 @@ class Progress:
                 "gets a name, ck.batches(other, name='other')"
             )
 
-    def turn_over(self, name: str, *, at_end: Callable[[int], None]) -> None:
-        """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`."""
+    def turn_over(self, name: str, loader: Any, *, at_end: Callable[[int], None]) -> None:
+        """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`.
+
+        A pass without a step that is followed by one over other data was no epoch: it was an evaluation.
+        """
         before = self._live.get(name)
         if before is None or not before.done:
             return
@@ -264,10 +269,24 @@ class Progress:
                 "ck.epochs() each loader is gone through once, under a name of its own (ck.batches(other, "
                 "name='other')); a validation loader needs no ck.batches()"
             )
+        if not self._is_trained(name) and not before.has_data_of(loader):
+            known: tuple[dict[str, Any], ...] = (self._live, self._drawn, self._trained, self._marks, self._draws)
+            for of_passes in known:
+                del of_passes[name]
+            self._remind(
+                "ck.batches() gave all of a loader, nothing was trained on it, and another loader takes its turn under "
+                f"the name {name!r}: it counts as no epoch. A loader for evaluation needs no ck.batches(); a second "
+                "one for training gets a name, ck.batches(other, name='other')"
+            )
+            return
         # A plain `for epoch in range(n)` loop: another pass over the loader is another epoch.
         self._next_epoch()
         self._remind_of_epochs()
         at_end(self.epoch)
+
+    def _is_trained(self, name: str) -> bool:
+        """Tell whether a batch of the pass over ``name`` was trained, in this life or before."""
+        return self._trained[name][1] > 0
 
     def open(self, loader: Any, name: str, *, split: bool | tuple[int, int] = True, ahead: int = 0) -> ResumableBatches:
         """Return the rest of the current epoch of ``loader``, to be iterated.
@@ -395,7 +414,8 @@ class Progress:
 
     def finish(self) -> None:
         """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn."""
-        if not self.used_epochs and self._live and all(batches.done for batches in self._live.values()):
+        is_over = all(batches.done for batches in self._live.values()) and any(map(self._is_trained, self._live))
+        if not self.used_epochs and is_over:
             self._next_epoch()
 
     def close(self) -> None:
@@ -554,7 +574,7 @@ class Batches:
             progress.take_up(name, known, self._loader)
             self._drawn = self._pass = None
         if self._drawn is None:
-            progress.turn_over(name, at_end=self._epoch_done)
+            progress.turn_over(name, self._loader, at_end=self._epoch_done)
         self._ask()
         if self._drawn is None:
             self._pass = progress.open(self._loader, name, split=self._split, ahead=self._ahead)
