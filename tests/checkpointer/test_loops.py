@@ -12,6 +12,7 @@ import pytest
 import run_kit as kit
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast as hf
 
@@ -147,6 +148,27 @@ def test_a_batch_drawn_and_not_trained_comes_again(workers: int) -> None:
                 seen += batch.tolist()
                 ck.step(loss=kit.train_one(state, batch))
     assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize(("every", "asks_late"), [(None, True), (1, True), (None, False)])
+def test_a_batch_of_a_loader_with_its_own_state_is_drawn_and_not_trained(
+    every: int | None, asks_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a position cannot go back: what a resume leaves out is said, where the last step is saved only then."""
+    path, seen = f"memory://drawn-stateful/{every}-{asks_late}", []
+    for limit in (2, 4):
+        caplog.clear()
+        with hf.Checkpointer(path, {}, every=every) as ck:
+            for batch in ck.batches(StatefulDataLoader(range(12), 2)):
+                if asks_late and ck.global_step >= limit:
+                    break
+                seen += batch.tolist()
+                ck.step()
+                if ck.global_step >= limit and not asks_late:
+                    break
+        is_lost = every is None and asks_late
+        assert sum("1 batch(es) of 'train' drawn and not trained" in text for text in caplog.messages) == is_lost
+    assert seen == [number for number in range(10 if is_lost else 8) if not (is_lost and number in (4, 5))]
 
 
 def test_gradient_accumulation_moves_the_position_with_the_steps() -> None:

@@ -412,8 +412,20 @@ class Progress:
             )
         )  # fmt: skip
 
-    def finish(self) -> None:
-        """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn."""
+    def finish(self, *, is_saved: bool) -> None:
+        """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn.
+
+        Args:
+            is_saved: this step has a checkpoint; else one is made now, and loaders with a state are asked for it now.
+        """
+        for name, batches in self._live.items():
+            left = self._drawn[name] - self._trained[name][1]
+            if batches.kind == "stateful" and left and self.step and not (batches.done or is_saved):
+                self._remind(
+                    f"the loop was left with {left} batch(es) of {name!r} drawn and not trained, and the loader keeps "
+                    "its own position, which cannot go back: a resume leaves them out. Ask whether to stop (`if "
+                    "ck.global_step >= n: break`, ck.should_stop) behind ck.step(), not after the next batch was drawn"
+                )
         is_over = all(batches.done for batches in self._live.values()) and any(map(self._is_trained, self._live))
         if not self.used_epochs and is_over:
             self._next_epoch()
