@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,18 @@ def test_checkpoints_of_a_training_are_one_line(tmp_path: Path) -> None:
     line = [hf.Checkpoint(tmp_path / "runs" / f"ep{epoch}").manifest for epoch in (1, 2, 3, 4)]
     assert [one.parent for one in line if one] == [None, *(one.checkpoint_id for one in line[:-1] if one)]
     assert [one.attempt for one in line if one] == [1, 1, 2, 3]
+
+
+def test_a_second_fit_goes_on_in_a_generator(tmp_path: Path) -> None:
+    """Within an epoch of a stream nothing of it is drawn again and dropped: it is further than that already."""
+    drawn: list[int] = []
+    batch = next(iter(loader()))
+    stream = (drawn.append(number) or batch for number in itertools.count())
+    with plain(tmp_path, train_dataloader=stream, max_duration="3ba") as trainer:
+        trainer.fit()
+        trainer.fit(duration="2ba")
+        assert int(trainer.state.timestamp.batch) == 5
+    assert drawn == list(range(5))
 
 
 def test_costs_of_saves_are_in_the_journal(tmp_path: Path) -> None:

@@ -45,9 +45,12 @@ class DataPosition:
 
     def open(self, loader: Any, *, seed: int, epoch: int) -> ResumableBatches:
         """Return the rest of ``epoch``: what was trained already does not come again."""
-        stored = self._live.state_dict() if self._live is not None else self._stored
+        source, live = with_state(loader), self._live
+        if live is not None and live.epoch == epoch and live.goes_on(source):
+            return live
+        stored = live.state_dict() if live is not None else self._stored
         self._live = ResumableBatches(
-            with_state(loader), stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
+            source, stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
             rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
         return self._live
