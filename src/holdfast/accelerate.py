@@ -84,9 +84,9 @@ class Checkpointer(_Checkpointer):
             return super().batches(loader, name=name, split=split, ahead=ahead)
         if getattr(loader, "use_stateful_dataloader", False):
             return super().batches(loader, name=name, ahead=ahead)
-        _, own = self._loaders.setdefault(id(loader), (loader, own_loader(loader)))
-        if own is None:
-            return super().batches(OneByOne(loader), name=name, ahead=ahead)
+        _, own = self._loaders.setdefault(id(loader), (loader, own_loader(loader) or OneByOne(loader)))
+        if isinstance(own, OneByOne):
+            return super().batches(own, name=name, ahead=ahead)
         plain, part = own
         return told_when_last(
             super().batches(plain, name=name, split=part, ahead=ahead),

@@ -121,6 +121,22 @@ def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
     assert seen == [[float(2 * number), float(2 * number + 1)] for number in range(6)]
 
 
+def test_an_iterable_that_is_left_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Left by `break` and taken up again in one life, nothing of a prepared loader is drawn again."""
+    seen: list[float] = []
+    accelerator = Accelerator(cpu=True)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+    with Checkpointer(tmp_path / "run", accelerator, every=None) as ck:
+        while ck.global_step < 6:
+            for batch in ck.batches(loader):
+                seen += batch.flatten().tolist()
+                ck.step()
+                if ck.global_step % 2 == 0:
+                    break
+    assert seen == [float(number) for number in range(12)]
+    assert "batches again" not in caplog.text
+
+
 def test_what_is_wrong_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state.
 
