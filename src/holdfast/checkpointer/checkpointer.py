@@ -260,7 +260,7 @@ class Checkpointer:
             if kind is None and not course.left_for:
                 if not course.pace.stop_asked:
                     self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
-                self._progress.finish()
+                self._progress.finish(is_saved=session.saves.last_step == self._progress.step)
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
