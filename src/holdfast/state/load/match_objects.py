@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -84,10 +85,11 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             plan.problems.unexpected.append(prefix + name)
     if memory is not None:
         plan.actions.append(memory.install)
-    if copies:
+    if copies or (direct and _loads_by_itself(module)):
         tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
         assign = not in_place and any(tensor.is_meta for tensor in tensors)
-        plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), assign=assign))
+        versions = getattr(raw, "_metadata", None)
+        plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), versions, assign=assign))
     elif direct:
         plan.actions.append(lambda: _run_hooks(module))
     if memory is not None:
@@ -123,14 +125,39 @@ def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], *, assign: bool) -> None:
-    """Let the module load what cannot be read in place, with the rest, so that its hooks see all tensors."""
-    values = copies if assign else {**direct, **copies}
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Tell whether a part of a module has code of its own for loading, which may make something of the tensors.
+
+    What torch itself has there only renames keys and fills in what old files lack.
+    """
+    for part in module.modules():
+        for call in (part._load_from_state_dict, *part._load_state_dict_pre_hooks.values()):
+            if not str(getattr(call, "__module__", "")).startswith("torch."):
+                return True
+    return False
+
+
+def _load_rest(
+    module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], versions: Any, *, assign: bool
+) -> None:
+    """Let the module load what cannot be read in place, with the rest, so that its code and hooks see all tensors.
+
+    Args:
+        module: gets them through ``load_state_dict``.
+        direct: its own tensors, which have been read already.
+        copies: what is to be loaded.
+        versions: those of its parts, as ``state_dict`` gives them: without them, code that brings old files up to date
+            would change tensors of today.
+        assign: tensors of the module have no memory.
+    """
+    values = OrderedDict(copies if assign else {**direct, **copies})
+    if versions is not None:
+        values._metadata = versions  # type: ignore[attr-defined]
     accepted = inspect.signature(module.load_state_dict).parameters
     anything = any(option.kind is inspect.Parameter.VAR_KEYWORD for option in accepted.values())
     wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
     outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
-    if unexpected := getattr(outcome, "unexpected_keys", None):
+    if unexpected := [key for key in getattr(outcome, "unexpected_keys", ()) if key not in direct]:
         raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
 
 
