@@ -433,3 +433,33 @@ def test_other_state_that_cannot_be_saved_is_refused():
     state["optimizer"].state[state["model"][0]] = {"factor": torch.ones(2)}
     with pytest.raises(hf.UnsupportedStateError, match=r"optimizer.*other_state.*Linear as a dict key"):
         hf.save(memory_uri(), state)
+
+
+@pytest.mark.parametrize(("name", "rename"), [("model", None), ("net", {"model/*": "net/*"})])
+def test_state_of_a_parameter_that_has_another_shape_now(name, rename):
+    """A new head: its old moments would end the first step with torch's size error, so they are refused or left out."""
+
+    def made(width):
+        torch.manual_seed(width)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, width))
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made(2)
+    train(model, optimizer)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    other, again = made(7)
+    state, head = {name: other, "optimizer": again}, [f"{name}/1.*", "model/1.*"]
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, state, skip=head, rename=rename)
+    assert caught.value.problems == tuple(
+        f"wrong: optimizer/state/{name}/1.{which}: its parameter has shape {now} in the state, {was} in the checkpoint"
+        for which, now, was in (("bias", (7,), (2,)), ("weight", (7, 4), (2, 4)))
+    )
+    assert not again.state
+    for options in ({"strict": False}, {"skip": [*head, f"optimizer/state/{name}/1.*"]}):
+        other, again = made(7)
+        hf.load(place, {name: other, "optimizer": again}, rename=rename, **options)
+        assert torch.equal(again.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+        assert not again.state.get(other[1].weight)
+        train(other, again)

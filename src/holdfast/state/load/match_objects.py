@@ -250,6 +250,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         return live
     rename = plan.selection.renamed
     states = {rename(name): state for name, state in saved.state["state"].items()}
+    stored_name = {rename(name): name for name in saved.state["state"]}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
@@ -257,8 +258,12 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         for param, name in zip(group["params"], row, strict=True):
             if name in known:
                 where = f"{path}/state/{name}"
+                have, state = live.state.get(param, {}), states.get(name, {})
+                if flaw := _of_another_shape(plan, param, have, state, where, stored_name.get(name, name)):
+                    plan.problems.wrong.append(f"{where}: {flaw}")
+                    continue
                 new = partial(_new_state, plan, group, param, saved.spread)
-                fresh[param] = _match_state(plan, live.state.get(param, {}), states.get(name, {}), where, new)
+                fresh[param] = _match_state(plan, have, state, where, new)
             elif not plan.takes(f"{path}/state/{name}"):
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
@@ -394,6 +399,27 @@ def _match_state(
         if plan.read(item, target, where):
             values[key] = target
     return values
+
+
+def _of_another_shape(
+    plan: MatchPlan, param: torch.Tensor, have: Mapping[str, Any], saved: Mapping[str, Any], path: str, name: str
+) -> str | None:
+    """Say why the stored state of a parameter, ``name`` in the checkpoint, is of no use: it has another shape now.
+
+    State of another shape than its parameter is usual (factored moments): the shape that the parameter had decides.
+    """
+    now = tuple(param.shape)
+    for key, item in saved.items():
+        if key != "step" and isinstance(item, TensorRef) and item.kind == "tensor" and plan.takes(f"{path}/{key}"):
+            shape = tuple(plan.stored.entry(item.name).shape)
+            if shape not in (now, getattr(have.get(key), "shape", now)):
+                break
+    else:
+        return None
+    if name not in plan.stored.refs:
+        return None
+    was = tuple(plan.stored.entry(name).shape)
+    return f"its parameter has shape {now} in the state, {was} in the checkpoint" if was != now else None
 
 
 def _new_state(
