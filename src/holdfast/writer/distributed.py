@@ -121,7 +121,7 @@ class Joint:
         self._staged: StagedParts | None = None
         self._lost: str | None = None
         self._broken = ""  # which rank left first, and why
-        self._newest = -1  # on rank 0: the newest step that is committed
+        self._newest = -1  # on rank 0: the newest committed step that a start goes on from
         self._offered: Message | None = None  # what our trainer has left
         self._chosen: str | None = None  # of what was offered
 
@@ -450,7 +450,8 @@ class Joint:
                 server.tell({"do": "clear", "save": save, "directory": pending.job.directory})
         else:
             pending.committed = result.manifest
-            self._newest = max(self._newest, pending.manifest.get("step") or -1)
+            if pending.job.may_be_resumed:
+                self._newest = max(self._newest, pending.manifest.get("step") or -1)
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:

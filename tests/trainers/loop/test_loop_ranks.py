@@ -76,6 +76,17 @@ def test_killed_ranks_lose_no_batch_that_all_had_kept(ranks: Any, tmp_path: Path
     assert not any("rescued" in hf.Checkpoint(path.parent).manifest.extra for path in run.glob("*-ba20/manifest.json"))
 
 
+def test_weights_saved_later_stop_no_rescue(ranks: Any, tmp_path: Path) -> None:
+    """A snapshot of batch 3, weights of batch 4, all killed after 5: batch 3 is saved, for no start goes on from 4."""
+    run = tmp_path / "run"
+    options = {"rescue": "3ba", "weights": "4ba", "save_interval": "1ep", "guard": None}
+    ended = ranks.ranks(f"{CASES}guarded", str(run), kill_at={"0": 5, "1": 5}, **options)
+    assert [one.status for one in ended] == [-9, -9]
+    assert wait_until(lambda: index_of(run).attempts[-1].ended is not None)
+    assert hf.Checkpoint(run / "w4").verify().ok
+    assert "trainer process has died" in hf.Checkpoint(run / "ep0-ba3").manifest.extra["rescued"]
+
+
 @pytest.mark.parametrize("bad", [9, pytest.param(19, marks=slow), pytest.param(0, marks=slow)])
 def test_all_ranks_go_back_and_leave_out_the_same_batch(ranks: Any, tmp_path: Path, bad: int) -> None:
     """A bad sample of one rank: both end with 86, twice, and then as ranks that never had that batch."""
