@@ -292,7 +292,7 @@ class PostCommit:
 
     # -- when training goes on
 
-    def find_earlier(self, now: Timestamp, *, weights_only: bool) -> bool:
+    def find_earlier(self, now: Timestamp, *, weights_only: bool) -> FolderEntry | None:
         """Take over what earlier lives have left, and finish what they had begun to do with it.
 
         Args:
@@ -300,7 +300,7 @@ class PostCommit:
             weights_only: the saver saves nothing but weights.
 
         Returns:
-            Whether the checkpoint of that moment is there.
+            The checkpoint of that moment, if it is there.
         """
         ranks = self._folder.ranks
         found = ranks.lead("kept", lambda: self._earlier(weights_only=weights_only))
@@ -310,7 +310,7 @@ class PostCommit:
             if self._keeps_none:  # what an earlier life has left was never uploaded
                 self._found = [newest] if newest is not None else []
         ranks.lead("links", lambda: self._finish_begun(newest, self._names.destinations(now)))
-        return newest is not None
+        return newest
 
     def _finish_begun(self, newest: FolderEntry | None, destinations: Destinations) -> None:
         if newest is not None:
