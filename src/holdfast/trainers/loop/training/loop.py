@@ -58,7 +58,6 @@ class TrainingLoop:
         self._step, self._evaluation, self._pace = step, evaluation, pace
         self._eval_every, self._schedule_by_batch, self._saves = eval_every, schedule_by_batch, saves
         self._logs_metrics = logs_metrics
-        self._evaluated_at: dict[str, int] = {}
         self._counted = True  # all ranks know beforehand how many batches an epoch has
         self._before = 0  # samples of the epoch before the batch drawn last
 
@@ -109,6 +108,7 @@ class TrainingLoop:
             samples, tokens = self._counts(batches, batches.samples - self._before)
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
+            state.dataset_state.evaluated.clear()
             self._logger.log_metrics({f"loss/train/{name}": loss for name, loss in self._step.losses.items()})
             if self._logs_metrics and state.train_metrics:
                 now = computed(state.train_metrics, state.ranks)
@@ -202,8 +202,8 @@ class TrainingLoop:
 
     def _due(self, event: Event) -> list[str]:
         """Return what to evaluate on: when a multiple was crossed, always at the end, and once for one batch."""
-        batch = self._state.timestamp.count("batch")
-        rest = [(label, when) for label, when in self._whens() if self._evaluated_at.get(label) != batch]
+        done = self._state.dataset_state.evaluated
+        rest = [(label, when) for label, when in self._whens() if label not in done]
         return [label for label, when in rest if when is not None and self._is_due(when, event)]
 
     def _is_due(self, when: Every | Callable[[State, Event], bool], event: Event) -> bool:
@@ -224,10 +224,11 @@ class TrainingLoop:
 
     def _evaluated(self, stage: str, labels: Sequence[str]) -> bool:
         """Evaluate; False, and noted in the state, if it was left: then the next life has to do it again."""
+        state = self._state
         if not self._pace.stopping and self._evaluation.run(labels):
-            self._evaluated_at.update(dict.fromkeys(labels, self._state.timestamp.count("batch")))
+            state.dataset_state.evaluated.update({label: state.eval_metric_values[label] for label in labels})
             return True
-        self._state.dataset_state.stage = stage
+        state.dataset_state.stage = stage
         return False
 
     def _step_schedulers(self) -> None:
