@@ -20,7 +20,7 @@ from loop_kit import everything, loader, names, plain, rich
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
-from holdfast.core import State
+from holdfast.core import Event, State
 from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
@@ -152,6 +152,30 @@ def test_a_training_that_was_left_in_its_last_evaluation_ends_once(
     assert seen == [[1, 1], [0, 0]]
     assert "nothing to do" in caplog.text
     assert "loss" in hf.Checkpoint(tmp_path / "ep2").metrics["eval"]
+
+
+@pytest.mark.parametrize(
+    ("event", "duration", "suffix"),
+    [("eval_batch_start", "2ep", ""), ("epoch_checkpoint", "2ep", ".pt"), ("batch_checkpoint", "12ba", "")],
+)
+def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str, suffix: str) -> None:
+    """In an evaluation at the end too: it ends with 85, and the next life does what was left of the end, once."""
+    options: dict[str, Any] = {
+        "eval_dataloader": loader(9, shuffle=False), "eval_interval": lambda state, event: event is Event.FIT_END,
+        "save_interval": "12ba", "save_filename": "ep{epoch}-ba{batch}" + suffix, "max_duration": duration,
+        "autoresume": True,
+    }  # fmt: skip
+    left_with_85(plain(tmp_path, callbacks=Term(event, 12), **options))
+    seen = []
+    for _ in range(2):
+        with plain(tmp_path, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            found = trainer.state.callbacks[0].seen
+            seen.append([found[name] for name in ("BATCH_START", "EPOCH_END", "EVAL_END", "FIT_END")])
+    assert seen == [[0, int(event == "batch_checkpoint"), 1, 1], [0, 0, 0, 0]]
+    assert int(trainer.state.timestamp.epoch) == 2
+    assert names(tmp_path) == [f"ep1-ba12{suffix}"]
+    assert suffix or hf.Checkpoint(tmp_path / "ep1-ba12").verify(deep=True).ok
 
 
 SCRIPT = """

@@ -373,6 +373,7 @@ class Trainer:
             )  # fmt: skip
             engine.run(Event.FIT_START)
             self._go_on()
+            was_left = state.is_finished and state.dataset_state.stage == "fit_end"
             complete = loop.run()
             if not complete:
                 self._left_for = self._signals.received or "another rank"
@@ -382,6 +383,8 @@ class Trainer:
             else:
                 if self._guard is not None:
                     self._guard.judge_rest()
+                if was_left:  # no other checkpoint says that this is done now
+                    self._group.save_all()
                 self._group.history.leave()  # what callbacks do at the end takes as long as it takes
                 engine.run(Event.FIT_END)
             self._group.finish("finished" if complete else "stopped")

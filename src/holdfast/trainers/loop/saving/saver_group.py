@@ -235,7 +235,7 @@ class SaverGroup:
         Of several savers due at once one may have been killed before the other, which training now goes on from.
         """
         state = self.state
-        if not self.context.resumed or state.dataset_state.stage:  # in a stage an evaluation comes first, then savers
+        if not self.context.resumed or state.dataset_state.stage.endswith("_eval"):  # that comes first, then savers
             return
         ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
         for saver in self.savers:
@@ -243,7 +243,7 @@ class SaverGroup:
                 saver.make_up(Event.EPOCH_CHECKPOINT if ended else Event.BATCH_CHECKPOINT)
 
     def save_all(self) -> None:
-        """Save with every saver that saves everything: this process is asked to go."""
+        """Save with every saver that saves everything, at a moment that is not theirs to choose."""
         for saver in self.savers:
             if saver.is_full:
                 saver.save_now()
@@ -411,7 +411,7 @@ class StartingPoint:
         self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._context.resumed = report.full and (self._resumed or self._own is not None)
-        if self._context.state.is_finished:
+        if self._context.state.is_finished and not self._context.state.dataset_state.stage:
             report.notes.append(
                 f"this run has lasted for {self._context.state.max_duration}, as long as it should: nothing to do "
                 "unless more is asked for"

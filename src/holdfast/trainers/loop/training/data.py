@@ -30,8 +30,8 @@ class DataPosition:
     """Where training is in its data: part of every checkpoint as ``dataset_state``.
 
     Attributes:
-        stage: what was going on when the state was saved: "" (between batches), or the evaluation that has to be done
-            again ("batch_eval", "epoch_eval").
+        stage: what was going on when the state was saved: "" (between batches), the evaluation that has to be done
+            again ("batch_eval", "epoch_eval"), or what comes after the last batch ("fit_end").
         evaluated: metrics, by label, of the evaluations that were due after the last batch and are done.
         judge: judges the metric that a guard watches; its window is part of the state.
     """

@@ -69,18 +69,16 @@ class TrainingLoop:
         if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
             for optimizer in state.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-        again = self._due(_EVAL_EVENTS[stage]) or list(state.eval_dataloaders) if stage else []
-        if stage == "batch_eval" and not (self._evaluated(stage, again) and self._after_batch()):
-            return False
-        if stage == "epoch_eval" and not (self._evaluated(stage, again) and self._after_epoch()):
-            return False
-        while not state.is_finished:
+        if stage in _EVAL_EVENTS:
+            event = _EVAL_EVENTS[stage]
+            again = self._due(event) or list(state.eval_dataloaders)
+            if not (self._evaluated(stage, again) and self._after(event)):
+                return False
+        while not state.is_finished or (stage and self._length == state.timestamp.count("batch_in_epoch")):
             if not self._epoch():
                 return False
         ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
-        if ended:
-            self._evaluation.run(ended)
-        return True
+        return not ended or self._evaluated("fit_end", ended)
 
     def _epoch(self) -> bool:
         """Train the rest of the current epoch; False if asked to stop."""
@@ -117,7 +115,7 @@ class TrainingLoop:
             engine.run(Event.BATCH_END)
             if (due := self._due(Event.BATCH_CHECKPOINT)) and not self._evaluated("batch_eval", due):
                 return False
-            if not self._after_batch():
+            if not self._after(Event.BATCH_CHECKPOINT):
                 return False
             if state.is_finished:
                 if self._length != state.timestamp.count("batch_in_epoch"):
@@ -185,15 +183,16 @@ class TrainingLoop:
         engine.run(Event.EPOCH_END)
         if (due := self._due(Event.EPOCH_CHECKPOINT)) and not self._evaluated("epoch_eval", due):
             return False
-        return self._after_epoch()
+        return self._after(Event.EPOCH_CHECKPOINT)
 
-    def _after_batch(self) -> bool:
-        self._engine.run(Event.BATCH_CHECKPOINT)
-        return not self._pace.stopping
-
-    def _after_epoch(self) -> bool:
-        self._engine.run(Event.EPOCH_CHECKPOINT)
-        return not self._pace.stopping
+    def _after(self, event: Event) -> bool:
+        """Let savers have their turn; False if training has to be left now."""
+        self._engine.run(event)
+        if not self._pace.stopping:
+            return True
+        if self._state.is_finished:  # what comes after the last batch is left to the next life
+            self._state.dataset_state.stage = "fit_end"
+        return False
 
     def _whens(self) -> Iterator[tuple[str, When]]:
         for label in self._state.eval_dataloaders:
