@@ -159,6 +159,22 @@ def test_early_stopping(tmp_path: Path) -> None:
         EarlyStopping("loss", comp="sideways")
 
 
+@pytest.mark.parametrize("interval", ["1ep", "12ba"])
+def test_patience_in_epochs_is_the_same_for_every_save_interval(tmp_path: Path, interval: str) -> None:
+    """An evaluation may come before the end of its epoch, for a save of its last batch: it is that of the epoch."""
+
+    class Second(Callback):
+        def eval_end(self, state: Any, logger: Any) -> None:
+            state.eval_metric_values["eval"]["loss"] = torch.tensor(float(int(state.timestamp.batch) != 12))
+
+    trainer = plain(
+        tmp_path, callbacks=[Second(), EarlyStopping("loss", patience="1ep")], eval_dataloader=loader(6),
+        max_duration="9ep", save_interval=interval,
+    )  # fmt: skip
+    trainer.fit()
+    assert trainer.state.timestamp.epoch == Time("4ep")
+
+
 def test_early_stopping_without_data(caplog: pytest.LogCaptureFixture) -> None:
     """It would look at an evaluation that there is none of: that is said when training begins."""
     plain(None, callbacks=EarlyStopping("loss", dataloader_label="valid"), max_duration="1ba").fit()
