@@ -66,6 +66,7 @@ class TrainingLoop:
         state = self._state
         stage, state.dataset_state.stage = state.dataset_state.stage, ""
         state.model.train()
+        self._pace.begin()
         if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
             for optimizer in state.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -91,7 +92,6 @@ class TrainingLoop:
         batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
         self._check_even(batches, epoch)
         source = iter(batches)
-        self._pace.begin()
         while True:
             engine.run(Event.BEFORE_DATALOADER)
             batch = self._next(source, batches)
