@@ -18,7 +18,7 @@ from holdfast.checkpointer.run_session import NamedSave
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.model_files import ModelFiles
-from holdfast.run.retention import decide
+from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
 
 from ..times.timestamp import Timestamp
@@ -274,6 +274,7 @@ class PostCommit:
         self._lock = threading.Lock()
         self._found: list[FolderEntry] = []  # oldest first
         self._uploading: list[str] = []
+        self._says_unranked = True
         self._unlinked = False  # the link means an older checkpoint than the newest: nothing is deleted meanwhile
 
     @property
@@ -420,8 +421,11 @@ class PostCommit:
                 doomed = {entry.name for entry in self._found} - protect
             else:
                 protect |= frozenset() if self._guard is None else self._guard.protected
-                verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
-                doomed = {verdict.name for verdict in verdicts if not verdict.keep}
+                records = [entry.record(self._folder.storage) for entry in self._found]
+                doomed = {verdict.name for verdict in decide(self._keep, records, protect) if not verdict.keep}
+                if doomed and self._keep.best is not None and self._keep.metric is not None and self._says_unranked:
+                    self._says_unranked = False
+                    warn_unranked(self._keep.metric, records, self._folder.storage.uri)
             for entry in [entry for entry in self._found if entry.name in doomed]:
                 if self._folder.delete(entry, claim=self._claim):
                     self._found.remove(entry)
