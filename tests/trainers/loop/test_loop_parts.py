@@ -393,3 +393,14 @@ def test_json_lines_are_written_with_each_save(tmp_path: Path) -> None:
     assert seen == [0, 0, 2]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
     trainer.close()
+
+
+def test_rows_are_json(tmp_path: Path) -> None:
+    """A loss that is not finite is written as any parser of JSON takes it; a metric called "step" hides no step."""
+    path = tmp_path / "rows.jsonl"
+    with plain(None, loggers=JSONLLogger(path)) as trainer:
+        rates = [1.0, float("inf")]
+        trainer.logger.log_metrics({"loss": torch.tensor(float("nan")), "rates": rates, "step": 7, "time": "noon"}, 3)
+    row = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert isinstance(row.pop("time"), float)
+    assert row == {"step": 3, "loss": "NaN", "rates": [1.0, "Infinity"], "metrics/step": 7, "metrics/time": "noon"}
