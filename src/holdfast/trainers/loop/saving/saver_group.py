@@ -371,6 +371,9 @@ class StartingPoint:
         object_store: where it lies.
         weights_only, strict, ignore_keys, progress_bar: how to load it.
         autoresume: look for a checkpoint of an earlier start first.
+
+    Attributes:
+        lacks_rates: everything was loaded but the optimizers, which have the learning rates of that moment.
     """
 
     def __init__(
@@ -386,6 +389,7 @@ class StartingPoint:
         self._saver = self._reference() if autoresume else None
         self._resumed = False  # of autoresume
         self._own: SaveFolder | None = None  # the folder among ours that holds what was loaded
+        self.lacks_rates = False
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
@@ -407,6 +411,7 @@ class StartingPoint:
             report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
         if report is None:
             return None
+        self.lacks_rates = report.full and not any(path.startswith("state/optimizers") for path in report.restored)
         self._context.parent = report.checkpoint_id if report.full else None
         self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
