@@ -74,11 +74,11 @@ class StopPolicy:
         return self._signals.received is not None
 
     def begin(self) -> None:
-        """Start the clock of an epoch."""
+        """Start the clock: what comes from now on counts, between batches too."""
         self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """A batch is trained: return how many seconds to count for it."""
+        """A batch is trained: return how many seconds to count for it, and for what came before it."""
         now = time.perf_counter()
         took, self._last = now - self._last, now
         return took
