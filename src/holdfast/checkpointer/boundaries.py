@@ -458,7 +458,9 @@ class StepBoundary:
 
         def end() -> None:
             why = f"the guard: {self.left_for}" if self.left_for else reason
-            session.end("stopped" if self.pace.stopping else why, details=self._last_details())
+            # Not for a stop that failed: ranks that hear of the death of another one stop, and cannot save.
+            stopped = self._stopped or (self.pace.stopping and self.left_for)
+            session.end("stopped" if stopped else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
         for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):
