@@ -322,6 +322,15 @@ def test_a_rank_that_does_not_leave_with_the_others_is_killed_in_the_end(tmp_pat
     assert "rank 0 did not end after the others, which have left in order: killed" in err
 
 
+def test_a_launcher_with_a_status_of_its_own_for_a_script_that_stopped_is_not_started_again(tmp_path: Path) -> None:
+    """As torchrun ends with 1 when its ranks, near their deadline, have saved and left with theirs."""
+    (tmp_path / "script.py").write_text(REPORTS + "life.end('stopped')\nsys.exit(75)")
+    inner = f"{sys.executable} {tmp_path}/script.py {tmp_path}; exit 1"
+    command = [sys.executable, "-m", "holdfast", "run", "--", "sh", "-c", inner]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (75, "")
+
+
 def test_one_rank_of_several_is_not_started_again_alone(tmp_path: Path) -> None:
     """Below torchrun its agent starts all ranks again, so the supervisor of a rank passes the death on, and says so."""
     script = STEPS + "advance(); sys.exit(7)"

@@ -262,7 +262,9 @@ class Supervisor:
         if worst == self._requeue:
             return worst
         if self._stopping is None:
-            return None
+            # A launcher (torchrun) has its own status for ranks that were told to stop, or whose deadline was near.
+            last = {report.pid: report for report in reports}.values()
+            return self._requeue if worst > 0 and last and all(report.stopped for report in last) else None
         has_stopped = any(report.stopped or report.rolled_back for report in reports)
         if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or has_stopped):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
