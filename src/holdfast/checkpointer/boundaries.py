@@ -387,7 +387,7 @@ class StepBoundary:
             TrainingError: the run must not go on.
         """
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
-        status = self._options.exit_code if self.pace.stop_asked else GUARD_STATUS
+        status = self._options.exit_code if self.pace.stop_wished else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
         leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"))
 
