@@ -44,7 +44,7 @@ __all__ = [
 Call = Literal["save", "stop", "settle", "rollback", "keep"] | None
 _LOOK_S = 0.0005
 PRIOR_S = 4 * 3600.0
-"""Assumed time between failures until the first of them."""
+"""Most time between failures that is assumed until the first of them."""
 FIRST_S = 10.0
 """After which a run saves first, to learn what that costs."""
 MOST_S = 1800.0
@@ -450,24 +450,29 @@ class AutoInterval:
             # Lives that end before their first save would never learn: each failure halves the time until then.
             # A snapshot is one copy of memory: the first one comes at once.
             return max(_SOONEST_S, FIRST_S * 0.5**self._failures) if self._what == "save" else _SOONEST_S
+        return self._best_s(self._between_failures_s(now))
+
+    def _best_s(self, between_failures_s: float) -> float:
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        seconds = best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
+        seconds = best_interval_s(cost_s, between_failures_s, durable_s=durable_s)
         return seconds if self._what == "save" else min(MOST_S, seconds)
 
     def news(self, now: float) -> str | None:
         """Return a line for people when an interval first applies, and when it has moved by a third; else None."""
         if not self._costs:
             return None
-        seconds = self.seconds(now)
+        between_s = self._between_failures_s(now)
+        seconds = self._best_s(between_s if self._failures else PRIOR_S)
         if self._said is not None and self._said / _MOVED < seconds < self._said * _MOVED:
             return None
         self._said = seconds
-        cost = format_duration(statistics.median(cost_s for cost_s, _ in self._costs))
-        failures = f"a failure every {format_duration(self._between_failures_s(now))}"
-        that = " that no snapshot covers" if self._lives.failures else ""
-        assumed = "" if self._failures else f", assumed until there is one{that}"
-        what = self._what
-        return f"{what}s every {format_duration(seconds)} from now on: a {what} costs {cost}, {failures}{assumed}"
+        what, applies = self._what, f"{self._what}s every {format_duration(self._best_s(between_s))}"
+        cost = f"a {what} costs {format_duration(statistics.median(cost_s for cost_s, _ in self._costs))}"
+        if self._failures:
+            return f"{applies} from now on: {cost}, a failure every {format_duration(between_s)}"
+        without = " without a snapshot" if self._lives.failures else ""
+        last = f"every {format_duration(seconds)} in the end"
+        return f"{applies} now, ever more rarely while nothing fails{without} ({last}): {cost}"
 
     @property
     def _failures(self) -> int:
@@ -475,5 +480,8 @@ class AutoInterval:
 
     def _between_failures_s(self, now: float) -> float:
         # One failure says more than a guess: what is wrong with it moves the interval by its root, and that is bounded.
-        # Until there were three, runs that failed every 30 s were useful for 0.39 of their time.
-        return (self._lives.seconds + now - self._begun) / self._failures if self._failures else PRIOR_S
+        # Until there were three, runs that failed every 30 s were useful for 0.39 of their time. Without any, what has
+        # lived for so long lives as long again: what fails young, as most new scripts do, loses little. With four hours
+        # assumed from the start, a run that was killed after a minute had saved once, at its beginning.
+        lived_s = self._lives.seconds + now - self._begun
+        return lived_s / self._failures if self._failures else min(PRIOR_S, 2 * lived_s)
