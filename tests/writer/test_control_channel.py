@@ -19,6 +19,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.distributed import Joint
 from holdfast.writer.ranks import link
 from holdfast.writer.ranks import member as member_module
 from holdfast.writer.ranks.link import (
@@ -460,6 +461,58 @@ def test_last_words_are_heard_though_nothing_can_be_sent_any_more(reset: bool) -
         assert channel.outcome(0) == {"do": "broken", "why": "rank 1: ValueError: boom"}
     finally:
         on.set()
+        channel.close()
+
+
+def test_a_rank_that_leaves_as_rank_0s_writer_is_killed_is_known_to_have_left() -> None:
+    """It was said to a writer that never read it: the new one hears it again, and the others stop before the rescue."""
+    channel = Channel(2, num_members=1)
+    answers: Any = SimpleNamespace(hold=lambda fd: False)
+    joint = Joint(answers)
+    header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "token": TOKEN}
+    joint.join({**header, "addresses": [channel.address], **channel.times}, (), memoryview(bytearray(BOARD_BYTES)))
+    until(lambda: channel.server.steps.gathered)
+    server, (busy, die, said, over) = channel.server, (threading.Event() for _ in range(4))
+
+    def is_killed() -> None:
+        busy.set()
+        die.wait(LIMIT_S)
+        server._talk = server._farewell = lambda _: None  # a death hears and says nothing
+        server._ending = "killed"
+
+    def rescue() -> None:
+        said.set()
+        over.wait(LIMIT_S)
+
+    leaving = threading.Thread(target=lambda: joint.finish("ValueError: boom", dead=False, rescue=rescue))
+    try:
+        server._soon(is_killed)
+        assert busy.wait(LIMIT_S)
+        leaving.start()
+        assert said.wait(LIMIT_S)
+        member: Any = joint._member
+        until(member._outbox.empty)
+        die.set()
+        server._thread.join(LIMIT_S)
+        channel.server = channel.start_server()
+        assert channel.outcome(0) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+    finally:
+        for event in (die, over):
+            event.set()
+        leaving.join(LIMIT_S)
+        channel.close()
+
+
+def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> None:
+    """It could not be told then: it, too, stops, and does not train on to its next save."""
+    channel = Channel(3, num_members=2)
+    try:
+        channel.members[1].say({"do": "left", "why": "ValueError: boom", "offers": True})
+        until(lambda: channel.boards[0].broken)
+        channel.members.append(channel.start_member(2))
+        assert channel.outcome(2) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+        until(lambda: channel.boards[2].broken)
+    finally:
         channel.close()
 
 

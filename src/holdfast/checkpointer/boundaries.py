@@ -387,7 +387,7 @@ class StepBoundary:
             TrainingError: the run must not go on.
         """
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
-        status = self._options.exit_code if self.pace.stop_asked else GUARD_STATUS
+        status = self._options.exit_code if self.pace.stop_wished else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
         leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"))
 
@@ -458,7 +458,9 @@ class StepBoundary:
 
         def end() -> None:
             why = f"the guard: {self.left_for}" if self.left_for else reason
-            session.end("stopped" if self.pace.stopping else why, details=self._last_details())
+            # Not for a stop that failed: ranks that hear of the death of another one stop, and cannot save.
+            stopped = self._stopped or (self.pace.stopping and self.left_for)
+            session.end("stopped" if stopped else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
         for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):

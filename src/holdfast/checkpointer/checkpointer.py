@@ -276,7 +276,7 @@ class Checkpointer:
             if course.pace.stop_asked and session.leads and not self._signals.impatient:
                 safe = session.stats.last_durable_step
                 show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
-        if kind is None and course.pace.stop_asked:
+        if kind is None and (course.pace.stop_asked or (course.left_for and course.pace.stop_wished)):
             raise SystemExit(self.options.exit_code)
         if kind is None and course.left_for:
             raise RolledBack

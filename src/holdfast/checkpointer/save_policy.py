@@ -173,6 +173,11 @@ class SavePolicy:
     @property
     def stop_asked(self) -> bool:
         """Whether the run is to end as after a signal."""
+        return self.stop_wished
+
+    @property
+    def stop_wished(self) -> bool:
+        """Whether this process was asked to stop, whatever the other ranks know of it."""
         return self.stopping or self._signals.received is not None
 
     def stop_details(self) -> dict[str, str]:
