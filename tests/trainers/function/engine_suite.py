@@ -227,6 +227,18 @@ class EngineTests:
         driver.engine.kill()
         assert driver.next(Exited).signal == signal.SIGKILL
 
+    def test_a_worker_that_dies_with_messages_unread(self, driver: Driver) -> None:
+        """Killed with more on its way to it than the system holds, while nobody looks: told, and others are started."""
+        pids = driver.start(1)
+        os.kill(pids[0], signal.SIGSTOP)
+        driver.engine.send(0, {"do": "run"}, [bytes(16 << 20)])
+        os.kill(pids[0], signal.SIGKILL)
+        assert wait_gone(pids[0])
+        time.sleep(0.2)  # for the thread that sends to find that nobody is there any more
+        assert driver.next(Exited).signal == signal.SIGKILL
+        driver.start(2)
+        assert driver.run(1, lambda channel, facts: "alive") == "alive"
+
     def test_kill_right_after_start(self, driver: Driver) -> None:
         """Workers that are killed before they exist yield their Exited all the same."""
         driver.begin(2)
