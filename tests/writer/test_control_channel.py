@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.distributed import Joint
+from holdfast.writer.frames import encode
 from holdfast.writer.ranks import link
 from holdfast.writer.ranks import member as member_module
 from holdfast.writer.ranks.link import (
@@ -514,6 +515,59 @@ def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> N
         until(lambda: channel.boards[2].broken)
     finally:
         channel.close()
+
+
+@pytest.mark.parametrize("when", ["with a beat", "with an answer"])
+def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(when: str) -> None:
+    """Rank 0's writer says how saves ended and why it leaves, and is gone before a member is done with a send."""
+    gone, heard = threading.Event(), queue.SimpleQueue[dict[str, Any]]()
+    board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
+    board.clear(step=0)
+
+    def hear(message: dict[str, Any]) -> None:
+        heard.put(message)
+        assert gone.wait(LIMIT_S)
+
+    def stopped() -> bool:  # asked for each beat
+        assert when == "with an answer" or gone.wait(LIMIT_S)
+        return False
+
+    outcomes = [{"do": "outcome", "save": f"s-{n}", "error": None, "value": None, "discard": False} for n in (1, 2)]
+    words = [
+        outcomes[0],
+        {"do": "propose", "step": 5, "kind": "save"},  # which is answered
+        outcomes[1],
+        {"do": "broken", "why": "rank 2: ValueError: boom"},
+        {"do": "bye", "why": "rank 0 has left"},
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        member = ControlMember(
+            rank=1,
+            addresses=[listener.getsockname()[:2]],
+            token=TOKEN,
+            board=board,
+            hear=hear,
+            again=list,
+            stopped=stopped,
+            hold=lambda fd: False,
+            stale_s=3000.0,
+        )
+        server, _ = listener.accept()
+        server.settimeout(LIMIT_S)
+        challenge = make_challenge()
+        server.sendall(challenge)
+        server.sendall(make_proof(TOKEN, challenge, _read(server, ANSWER_BYTES)))
+        assert _read(server, 4)  # of its hello
+        server.sendall(b"".join(encode(word) for word in words))
+        if when == "with an answer":
+            assert heard.get(timeout=LIMIT_S) == outcomes.pop(0)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.close()
+    gone.set()
+    for word in (*outcomes, words[3], {"do": "lost", "why": "rank 0 has left"}):
+        assert heard.get(timeout=LIMIT_S) == word
+    assert board.broken
+    member.close("done")
 
 
 def test_a_connection_that_was_reset_under_way_is_made_anew() -> None:
