@@ -273,11 +273,14 @@ class Checkpointer:
             limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
-            if course.pace.stop_asked and session.leads and not self._signals.impatient:
-                safe = session.stats.last_durable_step
-                show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
+        exit_code = self.options.exit_code
+        if course.pace.stop_asked and session.leads and not self._signals.impatient:
+            is_ours = kind is None or (isinstance(error, SystemExit) and error.code == exit_code)
+            left_by = "" if is_ours or kind is None else kind.__name__
+            safe = session.stats.last_durable_step
+            show_stop(self._signals.received, safe, self.storage, exit_code, left_by=left_by)
         if kind is None and course.pace.stop_asked:
-            raise SystemExit(self.options.exit_code)
+            raise SystemExit(exit_code)
         if kind is None and course.left_for:
             raise RolledBack
 
