@@ -35,6 +35,7 @@ _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first measured save
 _MAX_OPEN = 256  # steps in one body before each further one is a boundary: the loop may ask for no more batches
+_SOON = 100  # steps, after which it is said that no interval can come due
 
 
 class StepBoundary:
@@ -106,6 +107,14 @@ class StepBoundary:
             step_s: how long the step took.
         """
         self._step_s = step_s
+        if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
+            _LOG.warning(
+                "every=%s never comes due in this loop, which does not count it: epochs are counted by ck.epochs(n) "
+                "and by passes over ck.batches(loader), samples by ck.batches(loader) alone. Take the batches from "
+                "ck.batches(loader), or give steps or a time, as in every='10min'; as it is, only the end of the run "
+                "is saved by itself",
+                intervals,
+            )  # fmt: skip
         if self._progress.in_body and self._num_open < _MAX_OPEN:
             self._open = True
             self._num_open += 1
