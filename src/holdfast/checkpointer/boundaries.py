@@ -79,6 +79,7 @@ class StepBoundary:
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
         self._said_long = False  # that a body had too many of them
+        self._said_saved = False  # that `save_now` has found nothing to do
         self._per_body = 1  # steps in the last body that had any
         self._step_s = 0.0
         self._wanted = False  # a save was asked for; it is made at the boundary
@@ -301,13 +302,23 @@ class StepBoundary:
 
     def save_now(self, metrics: dict[str, Any]) -> None:
         """Save the current step with these metrics, or bind them to the save that it has."""
-        session, step = self._session, self._progress.step
+        session, progress = self._session, self._progress
+        step = progress.step
         if metrics:
-            self.log.add(step, self._progress.epoch, metrics)
-        if session.saves.last_step != step:
+            self.log.add(step, progress.epoch, metrics)
+        if session.saves.last_step != step or (self._before_step and not metrics):
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
+        elif session.leads and not self._said_saved and not (progress.used_epochs and progress.after_pass):
+            # (The end of the body of an epoch comes again after a resume.)
+            self._said_saved = True
+            _LOG.warning(
+                "step %d is saved already (%s), so ck.save() saves nothing: what the state has become since then is in "
+                "no checkpoint. Make the change before the step is saved (before ck.step(), or in the body over "
+                "ck.batches()), or keep it beside the run: holdfast.save(path, state)",
+                step, session.saves.last_name,
+            )  # fmt: skip
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
