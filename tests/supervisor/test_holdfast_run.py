@@ -384,6 +384,29 @@ def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path:
     assert died == [(1, 2, "killed by SIGKILL")]
 
 
+BEGINS = """
+import os, signal, sys, torch, holdfast as hf
+home, w = sys.argv[1], torch.zeros(4)
+if not os.path.exists(home + "/base"): hf.save(home + "/base", {"w": w}, step=10)
+with hf.Checkpointer(home + "/run", {"w": w}, every=1, resume=home + "/base") as ck:
+    print("begins at", ck.global_step, flush=True)
+    while ck.global_step < 14:
+        w += 1
+        ck.step()
+        if ck.global_step == 12 and ck.attempt == 1:
+            ck.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+print("ends with", w.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_names_where_to_begin_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+    """``resume=PATH`` of another checkpoint: the life after a kill does not begin there again."""
+    status, out, err = finished(BEGINS, tmp_path)
+    assert (status, out) == (0, "begins at 10\nbegins at 12\nends with [4.0, 4.0, 4.0, 4.0]\n"), err
+
+
 def test_a_script_interrupted_by_ctrl_c_ends_as_without_us(tmp_path: Path) -> None:
     """SIGINT ends a script that handles nothing with status 130: noting the error does not hide it from CPython."""
     script = "import sys, time\nfrom pathlib import Path\n(Path(sys.argv[1]) / 'up').touch()\ntime.sleep(60)\n"

@@ -73,6 +73,7 @@ class Schedule:
         self._epochs = [int(interval.value) for interval in intervals if interval.unit == "ep"]
         self._seconds = min((interval.value for interval in intervals if interval.unit == "sec"), default=None)
         self._since = now  # the last save, or the start
+        self._intervals = tuple(intervals)
         self.next_time = float("inf") if self._seconds is None else now + self._seconds
         self.auto_s: float | None = None
         self.next_step: float = float("inf")
@@ -87,6 +88,18 @@ class Schedule:
     def counts_samples(self) -> bool:
         """True when an interval is given in samples."""
         return bool(self._samples)
+
+    def never_due(self, *, epochs: bool, samples: bool) -> str:
+        """Name the intervals if none of them can ever come due; "" if one can.
+
+        Args:
+            epochs: something counts epochs.
+            samples: something counts samples.
+        """
+        counted = {"ep": epochs, "sp": samples}
+        if self.auto_s is not None or any(counted.get(interval.unit, True) for interval in self._intervals):
+            return ""
+        return ", ".join(repr(str(interval)) for interval in self._intervals)
 
     def start(self, *, step: int, samples: int) -> None:
         """Set the next multiples after a resume (or at 0)."""
@@ -222,6 +235,13 @@ class SavePolicy:
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
         return self._schedule.epoch_due(epochs_done)
+
+    @property
+    def never_due(self) -> str:
+        """The intervals of saves, if none of them can come due in this loop, which does not count them; else ""."""
+        progress = self._progress
+        has_passes = progress.num_passes > 0
+        return self._schedule.never_due(epochs=progress.used_epochs or has_passes, samples=has_passes)
 
     def saved(self) -> None:
         """Count a save that was started, or left out by policy."""
