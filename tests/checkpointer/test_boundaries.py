@@ -151,6 +151,43 @@ def test_a_save_asked_for_before_step_is_that_of_the_step(tmp_path: Path) -> Non
     assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(3, 4), (1, 1)]
 
 
+def test_a_save_asked_for_before_step_is_made_also_where_the_step_before_is_saved(tmp_path: Path) -> None:
+    """Each of two bodies in a row asks for its own step: the second one is no repetition of the first."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None, keep=None) as ck:
+        for index, _ in ck.enumerate(kit.loader(12)):
+            ck.state["n"] += 1
+            if index < 2:
+                ck.save()
+            ck.step()
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(4, 4), (2, 2), (1, 1)]
+
+
+def test_a_save_that_saves_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After the loop, and right after a resume, the state may have changed; the end of an epoch's body comes again."""
+
+    def num_said() -> int:
+        return caplog.text.count("so ck.save() saves nothing")
+
+    for life in (1, 2):
+        with hf.Checkpointer(tmp_path, {"n": 0}, every=2, keep=None) as ck:
+            if life == 2:
+                ck.state["n"] = 8
+                ck.save()
+                assert num_said() == 2
+                break
+            for _ in ck.epochs(2):
+                for _ in ck.batches(kit.loader(6)):
+                    ck.step()
+                ck.save()
+            assert num_said() == 0
+            ck.state["n"] = 7
+            ck.save(val=0.5)
+            ck.save()
+            ck.save()
+            assert num_said() == 1
+    assert kit.steps(tmp_path) == [2, 4]
+
+
 def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:
     with hf.Checkpointer(tmp_path, {"n": 0}, every=None, keep=None) as ck:
         for index, _ in ck.enumerate(kit.loader(6)):
