@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,14 @@ from checkpoint_kit import MODEL, Shape, build, small
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import sending as sending_module
 from holdfast.copying.sending import WINDOW, Windows, num_windows
-from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint, planned, send_entries
+from holdfast.copying.transfer import (
+    Copied,
+    TransferStopped,
+    copy_checkpoint,
+    copy_file,
+    planned,
+    send_entries,
+)
 from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -404,3 +412,21 @@ def test_files_of_one_name_in_all_saves_are_planned_until_the_commit(target) -> 
     assert set(content(target, "c")) == {entry.path for entry in entries}
     with planned(target, "d", entries[1:]):
         assert content(target, "d") == {}
+
+
+@pytest.mark.parametrize("how", ["stopped", "refused"])
+def test_a_file_that_is_replaced_stays_until_its_copy_is_whole(source, target, how) -> None:
+    """Of one that is stopped on its way, or refused at its end, the target shows nothing: the older file is there."""
+    source.put("new", bytes(3 * WINDOW))
+    target.put("d/model.pt", b"old")
+    asked = itertools.count()
+
+    def refuse() -> None:
+        raise KeyError("the name is another trainer's by now")
+
+    end = {"stop": lambda: next(asked) >= 3} if how == "stopped" else {"last": refuse}
+    with pytest.raises(TransferStopped if how == "stopped" else KeyError):
+        copy_file(source, "new", target, "d/model.pt", **end)
+    assert {info.path: target.read(info.path) for info in target.list()} == {"d/model.pt": b"old"}
+    copy_file(source, "new", target, "d/model.pt")
+    assert target.read("d/model.pt") == bytes(3 * WINDOW)

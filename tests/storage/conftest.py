@@ -26,6 +26,7 @@ _CORE = {
     "test_create_with_a_padded_last_view",
     "test_create_replaces_without_touching_copies",
     "test_unfinished_create",
+    "test_replace_in_one_step",
     "test_ranges",
     "test_missing",
     "test_list_children",

@@ -19,6 +19,8 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.distributed import Joint
+from holdfast.writer.frames import encode
 from holdfast.writer.ranks import link
 from holdfast.writer.ranks import member as member_module
 from holdfast.writer.ranks.link import (
@@ -461,6 +463,111 @@ def test_last_words_are_heard_though_nothing_can_be_sent_any_more(reset: bool) -
     finally:
         on.set()
         channel.close()
+
+
+def test_a_rank_that_leaves_as_rank_0s_writer_is_killed_is_known_to_have_left() -> None:
+    """It was said to a writer that never read it: the new one hears it again, and the others stop before the rescue."""
+    channel = Channel(2, num_members=1)
+    answers: Any = SimpleNamespace(hold=lambda fd: False)
+    joint = Joint(answers)
+    header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "token": TOKEN}
+    joint.join({**header, "addresses": [channel.address], **channel.times}, (), memoryview(bytearray(BOARD_BYTES)))
+    until(lambda: channel.server.steps.gathered)
+    server, (busy, die, said, over) = channel.server, (threading.Event() for _ in range(4))
+
+    def is_killed() -> None:
+        busy.set()
+        die.wait(LIMIT_S)
+        server._talk = server._farewell = lambda _: None  # a death hears and says nothing
+        server._ending = "killed"
+
+    def rescue() -> None:
+        said.set()
+        over.wait(LIMIT_S)
+
+    leaving = threading.Thread(target=lambda: joint.finish("ValueError: boom", dead=False, rescue=rescue))
+    try:
+        server._soon(is_killed)
+        assert busy.wait(LIMIT_S)
+        leaving.start()
+        assert said.wait(LIMIT_S)
+        member: Any = joint._member
+        until(member._outbox.empty)
+        die.set()
+        server._thread.join(LIMIT_S)
+        channel.server = channel.start_server()
+        assert channel.outcome(0) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+    finally:
+        for event in (die, over):
+            event.set()
+        leaving.join(LIMIT_S)
+        channel.close()
+
+
+def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> None:
+    """It could not be told then: it, too, stops, and does not train on to its next save."""
+    channel = Channel(3, num_members=2)
+    try:
+        channel.members[1].say({"do": "left", "why": "ValueError: boom", "offers": True})
+        until(lambda: channel.boards[0].broken)
+        channel.members.append(channel.start_member(2))
+        assert channel.outcome(2) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+        until(lambda: channel.boards[2].broken)
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("when", ["with a beat", "with an answer"])
+def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(when: str) -> None:
+    """Rank 0's writer says how saves ended and why it leaves, and is gone before a member is done with a send."""
+    gone, heard = threading.Event(), queue.SimpleQueue[dict[str, Any]]()
+    board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
+    board.clear(step=0)
+
+    def hear(message: dict[str, Any]) -> None:
+        heard.put(message)
+        assert gone.wait(LIMIT_S)
+
+    def stopped() -> bool:  # asked for each beat
+        assert when == "with an answer" or gone.wait(LIMIT_S)
+        return False
+
+    outcomes = [{"do": "outcome", "save": f"s-{n}", "error": None, "value": None, "discard": False} for n in (1, 2)]
+    words = [
+        outcomes[0],
+        {"do": "propose", "step": 5, "kind": "save"},  # which is answered
+        outcomes[1],
+        {"do": "broken", "why": "rank 2: ValueError: boom"},
+        {"do": "bye", "why": "rank 0 has left"},
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        member = ControlMember(
+            rank=1,
+            addresses=[listener.getsockname()[:2]],
+            token=TOKEN,
+            board=board,
+            hear=hear,
+            again=list,
+            stopped=stopped,
+            hold=lambda fd: False,
+            stale_s=3000.0,
+        )
+        server, _ = listener.accept()
+        server.settimeout(LIMIT_S)
+        challenge = make_challenge()
+        server.sendall(challenge)
+        server.sendall(make_proof(TOKEN, challenge, _read(server, ANSWER_BYTES)))
+        assert _read(server, 4)  # of its hello
+        server.sendall(b"".join(encode(word) for word in words))
+        if when == "with an answer":
+            assert heard.get(timeout=LIMIT_S) == outcomes.pop(0)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.close()
+    gone.set()
+    for word in (*outcomes, words[3], {"do": "lost", "why": "rank 0 has left"}):
+        assert heard.get(timeout=LIMIT_S) == word
+    assert board.broken
+    member.close("done")
 
 
 def test_a_connection_that_was_reset_under_way_is_made_anew() -> None:

@@ -169,3 +169,30 @@ def test_a_channel_closes_the_descriptors_of_a_frame_that_never_ends() -> None:
     assert os.read(read, 1) == b""  # the end of file: nobody holds the writing end
     os.close(read)
     channel.close()
+
+
+@pytest.mark.parametrize("inbox", [False, True])
+def test_last_words_are_read_though_nothing_can_be_sent_any_more(inbox: bool) -> None:
+    """The other side says why it ends and is gone with ours unread: it is heard, and what is sent then is refused."""
+    ours, theirs = socket.socketpair()
+    channel, reader = Channel(ours), Inbox(ours)
+    read, write = os.pipe()
+    channel.send({"do": "begin"}, [bytes(16 << 20)])  # more than the socket takes: the rest waits in the channel
+    channel.send({"do": "log"}, fds=[write])
+    os.close(write)
+    theirs.sendall(encode({"on": "failed"}))
+    theirs.close()
+    assert channel.flush(30)
+    with pytest.raises(BrokenPipeError):
+        channel.send({"do": "more"})
+    assert os.read(read, 1) == b""  # the end of file: what was never sent is not held either
+    os.close(read)
+    if inbox:
+        assert [one.header for one in reader.read()] == [{"on": "failed"}]
+        assert reader.ended
+    else:
+        message = channel.receive()
+        assert message is not None
+        assert message.header == {"on": "failed"}
+        assert channel.receive() is None
+    channel.close()

@@ -184,8 +184,14 @@ class Sender:
             with self._lock:
                 self._progress(nbytes)
 
-    def send(self, file: File, windows: Windows) -> None:
+    def send(self, file: File, windows: Windows, *, replace: bool = False) -> None:
         """Copy one file and compare what was read with its digest; durable on return.
+
+        Args:
+            file: what to copy.
+            windows: from `each`.
+            replace: keep what is at the target under its name until the copy is whole. Files of a checkpoint need not:
+                their names are new.
 
         Raises:
             CorruptCheckpointError: the source is not what its digest says; nothing is left at the target.
@@ -194,7 +200,8 @@ class Sender:
         with self._turn(file), self._source.open(file.source) as reader:
             if reader.size != file.size:
                 raise _damaged(self._source, file, f"has {reader.size} bytes where {file.size} were written or listed")
-            with self._target.create(file.target, file.size) as writer:
+            target = self._target.replace(file.target, file.size) if replace else None
+            with target or self._target.create(file.target, file.size) as writer:
                 table = bytearray()
                 with contextlib.closing(windows.read(reader)) as views:
                     for window in views:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from holdfast.errors import (
@@ -163,18 +164,18 @@ def copy_file(
         source: holds it.
         path: its path there.
         target: where it goes.
-        new_path: its path at the target; what is there is replaced.
+        new_path: its path at the target; what is there stays until all bytes of the copy are.
         progress: called with the bytes just written.
         stop: asked between windows of 8 MiB.
-        last: called when all bytes are sent, before the copy takes its name at a store; what it raises keeps what is
-            there.
+        last: called when all bytes are sent, before the copy takes its name; what it raises keeps what is there.
 
     Raises:
         StorageNotFoundError: there is no such file.
         TransferStopped: ``stop()`` returned true.
     """
     sender = Sender(source, target, progress=progress, stop=stop, last=last)
-    sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
+    file = File(path=new_path, source=path, target=new_path, size=source.stat(path).size)
+    sender.each([file], partial(sender.send, replace=True))
 
 
 def send_entries(

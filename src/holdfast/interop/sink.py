@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Callable, Iterator
 
 from holdfast.errors import CheckpointExistsError
 from holdfast.storage.base import FileWriter, Storage
-from holdfast.storage.local.local_storage import door_of
-from holdfast.storage.local.ops import POSIX, errors_of
 
 __all__ = ["Blocks", "ExportFolder"]
 
@@ -60,24 +57,15 @@ class ExportFolder:
     def create(self, name: str, size: int) -> Iterator[Sink]:
         """Write one file: the body passes its bytes in parts of any length.
 
-        On a local disk the file has another name until it is whole; an object store shows no file before that.
+        The file has its name only when it is whole; the one that it replaces stays until then.
 
         Raises:
             CheckpointExistsError: the file exists, and ``overwrite`` is false.
         """
         self.check_free(name)
-        door = door_of(self.storage)
-        head, _, last = self.path(name).rpartition("/")
-        partial = last if door is None else f".partial-{os.urandom(4).hex()}-{last}"
-        path = f"{head}/{partial}" if head else partial
-        with Blocks(self.storage.create(path, size)) as sink:
+        path = self.path(name)
+        with Blocks(self.storage.replace(path, size) or self.storage.create(path, size)) as sink:
             yield sink
-        if door is not None:
-            beneath, top = door
-            inside = f"{top}/{head}".strip("/")
-            with errors_of("write", f"{self.uri}/{name}"), beneath.folder(inside) as folder:
-                POSIX.rename(folder.at(partial), folder.at(last))
-                POSIX.fsync_dir(folder.here)
         self.written.append((name, size))
 
     def put(self, name: str, data: bytes) -> None:

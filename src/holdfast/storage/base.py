@@ -152,8 +152,12 @@ class ReplacingWriter(FileWriter):
         """
 
     def close(self) -> None:
-        """Publish the object, whatever has the name, unless that was done; idempotent."""
-        self.publish()
+        """Publish the object, whatever has the name, unless that was done; idempotent. What cannot be is dropped."""
+        try:
+            self.publish()
+        except BaseException:
+            self.abort()
+            raise
 
 
 class FileBatch(_Ending):

@@ -199,7 +199,7 @@ class Channel:
         self._lock = threading.Condition()
         self._backlog: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._sender: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._broken = False
 
     def fileno(self) -> int:
         """Descriptor of the socket, for a selector."""
@@ -222,8 +222,8 @@ class Channel:
         """
         data = memoryview(encode(header, attachments))
         with self._lock:
-            if self._closed:
-                raise BrokenPipeError("the channel is closed")
+            if self._closed or self._broken:
+                raise BrokenPipeError("the channel is closed" if self._closed else "the other side is gone")
             if not self._backlog:
                 data, fds = self._try_send(data, fds)
             if data:
@@ -271,15 +271,32 @@ class Channel:
             except OSError:
                 for fd in fds:
                     os.close(fd)
-                self.close()  # the receiving side of this end sees the same end of file and reports it
+                self._break_off()
                 return
             with self._lock:
                 if self._backlog:  # `close` may have emptied it meanwhile
                     self._backlog.popleft()
                 self._lock.notify_all()
 
+    def _break_off(self) -> None:
+        """Send nothing any more. The socket is its reader's: what the other side said before its end is in it still."""
+        with self._lock:
+            if self._closed:
+                return
+            self._broken = True
+            self._drop_backlog()
+            with contextlib.suppress(OSError):  # should the other side live, it hears that nothing more comes
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def _drop_backlog(self) -> None:
+        for _, fds in self._backlog:
+            for fd in fds:
+                os.close(fd)
+        self._backlog.clear()
+        self._lock.notify_all()
+
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until everything sent so far is in the kernel; False when that took too long."""
+        """Wait until everything sent so far is in the kernel, or lost with the other side; False if it takes longer."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._backlog or self._closed, timeout_s)
 
@@ -323,11 +340,7 @@ class Channel:
             if self._closed:
                 return
             self._closed = True
-            for _, fds in self._backlog:
-                for fd in fds:
-                    os.close(fd)
-            self._backlog.clear()
-            self._lock.notify_all()
+            self._drop_backlog()
             with contextlib.suppress(OSError):  # the other side was first
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()

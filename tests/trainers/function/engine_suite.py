@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,25 @@ class EngineTests:
         assert driver.next(Exited).exit_code == 3
         rows = [event.message.header["number"] for event in driver.seen if isinstance(event, Received)]
         assert rows == list(range(2000))
+
+    def test_a_large_last_message_comes_before_the_exit(self, driver: Driver) -> None:
+        """A worker that sends 3 MB and dies, while the driver is busy with something else, has delivered them."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 4 << 20:
+                pytest.skip("net.core.wmem_max of this machine: such a message waits for its reader in the worker")
+
+        def burst(channel: Any, facts: Any) -> None:
+            channel.send({"on": "row"}, [bytes(3 << 20)])
+            os._exit(3 if channel.flush(30) else 4)
+
+        pids = driver.start(1)
+        driver.ask(0, burst)
+        assert wait_gone(pids[0])
+        time.sleep(0.2)  # for its end to be known where the driver looks next, as after a slow callback
+        assert driver.next(Exited).exit_code == 3
+        (row,) = [event for event in driver.seen if isinstance(event, Received)]
+        assert len(row.message.attachments[0]) == 3 << 20
 
     @pytest.mark.parametrize("status", [0, 1, 85])
     def test_exit_codes(self, driver: Driver, status: int) -> None:
@@ -226,6 +246,18 @@ class EngineTests:
         os.kill(pids[0], signal.SIGSTOP)
         driver.engine.kill()
         assert driver.next(Exited).signal == signal.SIGKILL
+
+    def test_a_worker_that_dies_with_messages_unread(self, driver: Driver) -> None:
+        """Killed with more on its way to it than the system holds, while nobody looks: told, and others are started."""
+        pids = driver.start(1)
+        os.kill(pids[0], signal.SIGSTOP)
+        driver.engine.send(0, {"do": "run"}, [bytes(16 << 20)])
+        os.kill(pids[0], signal.SIGKILL)
+        assert wait_gone(pids[0])
+        time.sleep(0.2)  # for the thread that sends to find that nobody is there any more
+        assert driver.next(Exited).signal == signal.SIGKILL
+        driver.start(2)
+        assert driver.run(1, lambda channel, facts: "alive") == "alive"
 
     def test_kill_right_after_start(self, driver: Driver) -> None:
         """Workers that are killed before they exist yield their Exited all the same."""

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -99,6 +100,16 @@ def test_all_ranks_go_back_and_leave_out_the_same_batch(ranks: Any, tmp_path: Pa
         assert "rolled back" not in ended[1].output
     end = ranks.checked(f"{CASES}guarded", run, bad)
     assert end == ranks.checked(f"{CASES}guarded", str(tmp_path / "twin"), None, bad, guard=None)
+
+
+@slow
+def test_a_signal_in_a_bad_batch_ends_all_ranks_with_the_requeue_status(ranks: Any, tmp_path: Path) -> None:
+    """SIGTERM to all, as of a scheduler, which queues the job again for 85; the next start goes back all the same."""
+    run, both = str(tmp_path / "run"), {"0": 10, "1": 10}  # where the bad batch has been seen
+    ended = ranks.ranks(f"{CASES}guarded", run, 9, kill_at=both, kill_how=int(signal.SIGTERM))
+    assert [one.status for one in ended] == [85, 85], [one.error or one.output for one in ended]
+    ended = ranks.ranks(f"{CASES}guarded", run, 9)
+    assert "left out from now on" in ended[0].output
 
 
 @slow

@@ -130,13 +130,16 @@ class AdaptedStorage(Storage):
         return False
 
     @property
-    def _is_tree(self) -> bool:
-        """Whether a file is written under its name, and shows there before it is whole; then it can be renamed."""
+    def _shows_parts(self) -> bool:
+        """Whether a part of a file may have its name: while it is written, or when the writing is given up."""
         return False
 
     def _rename(self, temporary: str, full: str) -> None:
-        """Give a file another name; a file that has the name is replaced."""
-        raise NotImplementedError
+        """Give a file of a storage that shows parts another name; a file that has the name is replaced, in one step."""
+        if not self._repeat(temporary, full):
+            raise NotImplementedError
+        with contextlib.suppress(Exception):  # nobody reads it, and `tidy` finds it
+            self._remove(temporary)
 
     # -- the contract -------------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class AdaptedStorage(Storage):
 
     def replace(self, path: str, size: int) -> ReplacingWriter | None:
         """Start a big object that takes the place of another; see `Storage.replace`."""
-        if not self._is_tree:
+        if not self._shows_parts:
             return super().replace(path, size)
         temporary, where = temporary_beside(self._full(path)), self._where(path)
         with client_errors("write", where):
@@ -334,7 +337,7 @@ class AdaptedStorage(Storage):
 
 
 class _Replacing(ReplacingWriter):
-    """A file of a tree, written beside the file that it replaces."""
+    """A file that is written beside the one that it replaces."""
 
     def __init__(self, storage: AdaptedStorage, path: str, temporary: str, writer: FileWriter) -> None:
         self._storage, self._path, self._temporary, self._writer = storage, path, temporary, writer
@@ -377,12 +380,21 @@ class SentWriter(FileWriter):
         size: bytes of the object.
         drop: removes the object.
         check: describes the object; None if there is none.
+        shows_parts: whether a part of what was sent may have the name when this is given up. Where it cannot, what has
+            the name then is the object of before, and stays.
     """
 
     def __init__(
-        self, where: str, size: int, *, drop: Callable[[], None], check: Callable[[], FoundObject | None]
+        self,
+        where: str,
+        size: int,
+        *,
+        drop: Callable[[], None],
+        check: Callable[[], FoundObject | None],
+        shows_parts: bool,
     ) -> None:
         self._where, self._size, self._drop, self._check = where, size, drop, check
+        self._has_name = shows_parts
         self._offset = 0  # bytes written, padding included
         self._ended = False
 
@@ -422,6 +434,7 @@ class SentWriter(FileWriter):
                 self._finish()
                 found = self._check()
             if found is None or found.size != self._size:
+                self._has_name = True  # the client has finished it
                 raise StorageError(
                     f"cannot finish {self._where}: {self._size} bytes were written, the server has "
                     f"{found.size if found else 'none'}; write it again"
@@ -439,8 +452,9 @@ class SentWriter(FileWriter):
         # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
         with contextlib.suppress(Exception):
             self._give_up()
-        with contextlib.suppress(Exception):
-            self._drop()
+        if self._has_name:
+            with contextlib.suppress(Exception):
+                self._drop()
 
 
 class BytesReader(FileReader):

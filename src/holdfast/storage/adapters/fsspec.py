@@ -16,7 +16,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast._optional import require
@@ -93,6 +93,10 @@ class FsspecStorage(AdaptedStorage):
     def _is_tree(self) -> bool:
         return self._recipe.renames
 
+    @property
+    def _shows_parts(self) -> bool:
+        return self._is_tree or "memory" in self._recipe.protocols  # whose files are there from `open` on
+
     def _look(self, full: str) -> FoundObject | None:
         with _guarded(self.filesystem) as fs:
             fs.invalidate_cache()
@@ -140,6 +144,9 @@ class FsspecStorage(AdaptedStorage):
                 raise
 
     def _rename(self, temporary: str, full: str) -> None:
+        if not self._is_tree:
+            super()._rename(temporary, full)
+            return
         with _guarded(self.filesystem) as fs:
             _replace(fs, temporary, full)
 
@@ -153,7 +160,13 @@ class FsspecStorage(AdaptedStorage):
             else:
                 handle = fs.open(full, "wb")
         return HandleWriter(
-            handle, _guard(fs), where=where, size=size, drop=lambda: self._remove(full), check=lambda: self._look(full)
+            handle,
+            _guard(fs),
+            where,
+            size,
+            drop=lambda: self._remove(full),
+            check=lambda: self._look(full),
+            shows_parts=self._shows_parts or not _is_uploaded(handle),
         )
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
@@ -429,20 +442,16 @@ def _without_password(uri: str) -> str:
     return masked(re.sub(r"^([^:/]+://[^/@:]*):(?!\d+/).*@", r"\1@", without))
 
 
+def _is_uploaded(handle: Any) -> bool:
+    """Tell whether what is written is an object only when the handle is closed, as those of fsspec for stores are."""
+    return hasattr(handle, "autocommit")
+
+
 class HandleWriter(SentWriter):
     """Writes through an open handle, one thread of the client at a time."""
 
-    def __init__(
-        self,
-        handle: Any,
-        guard: threading.RLock,
-        *,
-        where: str,
-        size: int,
-        drop: Callable[[], None],
-        check: Callable[[], FoundObject | None],
-    ) -> None:
-        super().__init__(where, size, drop=drop, check=check)
+    def __init__(self, handle: Any, guard: threading.RLock, where: str, size: int, **given: Any) -> None:
+        super().__init__(where, size, **given)
         self._handle, self._guard = handle, guard
         if hasattr(handle, "set_pipelined"):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
@@ -458,12 +467,14 @@ class HandleWriter(SentWriter):
     def _give_up(self) -> None:
         handle = self._handle
         with self._guard:
-            if hasattr(handle, "discard"):
-                handle.discard()
-            if hasattr(handle, "autocommit") and not handle.closed:
-                handle.closed = True  # a buffered upload would be finished when it is collected
-            else:
-                handle.close()
+            try:
+                if hasattr(handle, "discard"):
+                    handle.discard()
+            finally:
+                if _is_uploaded(handle) and not handle.closed:
+                    handle.closed = True  # a buffered upload would be finished when it is collected
+                else:
+                    handle.close()
 
 
 class HandleReader(FileReader):

@@ -150,7 +150,8 @@ class LibcloudObjectStore(AdaptedStorage):
             callback: called with (bytes sent, bytes in all).
         """
         size, done = os.path.getsize(filename), 0
-        with open(filename, "rb") as file, self.create(object_name, size) as writer:
+        target = self.replace(object_name, size) or self.create(object_name, size)
+        with open(filename, "rb") as file, target as writer:
             while block := file.read(_BLOCK):
                 writer.write(memoryview(block))
                 done += len(block)
@@ -256,6 +257,13 @@ class LibcloudObjectStore(AdaptedStorage):
 
         return RangeReader(where, found.size or 0, fetch=fetch, look=lambda: self._look(full), version=found)
 
+    @property
+    def _shows_parts(self) -> bool:
+        return self._is_disk
+
+    def _rename(self, temporary: str, full: str) -> None:
+        os.replace(self._disk_path(temporary), self._disk_path(full))
+
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_disk:
             self._upload(iter([data]), full)
@@ -263,7 +271,7 @@ class LibcloudObjectStore(AdaptedStorage):
         temporary = temporary_beside(full)
         try:
             self._upload(iter([data]), temporary)
-            os.replace(self._disk_path(temporary), self._disk_path(full))
+            self._rename(temporary, full)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(self._disk_path(temporary))
@@ -291,6 +299,7 @@ class LibcloudObjectStore(AdaptedStorage):
             size,
             drop=lambda: self._remove(full),
             check=lambda: self._look(full),
+            shows_parts=self._shows_parts,
         )
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
@@ -398,16 +407,8 @@ class _Abandoned(Exception):  # noqa: N818  # never leaves this module
 class _Writer(SentWriter):
     """Feeds an upload that runs in a thread of its own; blocks while the queue is full."""
 
-    def __init__(
-        self,
-        upload: Callable[[Iterator[bytes]], None],
-        where: str,
-        size: int,
-        *,
-        drop: Callable[[], None],
-        check: Callable[[], FoundObject | None],
-    ) -> None:
-        super().__init__(where, size, drop=drop, check=check)
+    def __init__(self, upload: Callable[[Iterator[bytes]], None], where: str, size: int, **given: Any) -> None:
+        super().__init__(where, size, **given)
         self._error: Exception | None = None
         self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: the end of the object
         self._abandoned = threading.Event()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix
+from ..base import TEMPORARY, FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
 from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
@@ -31,6 +31,8 @@ _OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
 _KINDS = ("AzureFileSystem", "GcsFileSystem", "HadoopFileSystem", "S3FileSystem")
 _SCHEMES = {"abfs": "abfs", "gcs": "gs", "hdfs": "hdfs", "s3": "s3"}
 _PREFIX = "pyarrow+"
+# What one request copies at most; nothing where not all versions of pyarrow authorize it. No limit elsewhere.
+_COPIED_BYTES = {"s3": 5 << 30, "abfs": -1}
 _TRIES = 20
 
 
@@ -60,11 +62,29 @@ class PyarrowStorage(AdaptedStorage):
         return Described(_client_of(self.filesystem)).secrets or None
 
     @property
-    def _is_tree(self) -> bool:
+    def _kind(self) -> str:
         fs = self.filesystem
         while fs.type_name == "subtree":
             fs = fs.base_fs
-        return fs.type_name not in _OBJECT_STORES
+        return str(fs.type_name)
+
+    @property
+    def _is_tree(self) -> bool:
+        return self._kind not in _OBJECT_STORES
+
+    @property
+    def _shows_parts(self) -> bool:
+        return True  # at object stores too: see `_ArrowWriter._give_up`
+
+    def replace(self, path: str, size: int) -> ReplacingWriter | None:
+        """Start a big object that takes the place of another, by a copy at the server; see `Storage.replace`.
+
+        None where pyarrow cannot ask for that copy: then an object that is given up takes the one before it with it.
+        """
+        if size > _COPIED_BYTES.get(self._kind, size):
+            check_path(path)
+            return None
+        return super().replace(path, size)
 
     def _look(self, full: str) -> FoundObject | None:
         from pyarrow.fs import FileType
@@ -119,7 +139,10 @@ class PyarrowStorage(AdaptedStorage):
             stream.write(data)
 
     def _rename(self, temporary: str, full: str) -> None:
-        self.filesystem.move(temporary, full)
+        if self._is_tree:
+            self.filesystem.move(temporary, full)
+        else:  # which cannot move on all of them, and copies and deletes on the others
+            super()._rename(temporary, full)
 
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
         def start() -> Any:
@@ -133,10 +156,14 @@ class PyarrowStorage(AdaptedStorage):
         else:
             stream = start()
 
-        def drop() -> None:
-            self.filesystem.delete_file(full)
-
-        return _ArrowWriter(stream, where=where, size=size, drop=drop, check=lambda: self._look(full))
+        return _ArrowWriter(
+            stream,
+            where,
+            size,
+            drop=lambda: self._remove(full),
+            check=lambda: self._look(full),
+            shows_parts=self._shows_parts,
+        )
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         from pyarrow.fs import FileSelector, FileType
@@ -188,10 +215,8 @@ class PyarrowStorage(AdaptedStorage):
 
 
 class _ArrowWriter(SentWriter):
-    def __init__(
-        self, stream: Any, *, where: str, size: int, drop: Callable[[], None], check: Callable[[], FoundObject | None]
-    ) -> None:
-        super().__init__(where, size, drop=drop, check=check)
+    def __init__(self, stream: Any, where: str, size: int, **given: Any) -> None:
+        super().__init__(where, size, **given)
         self._stream = stream
 
     def _send(self, data: bytes) -> None:

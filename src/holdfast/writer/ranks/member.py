@@ -200,7 +200,12 @@ class ControlMember:
             fine = fine and ended is None and link.flush() and (link not in ready or self._listen(link))
             if self.lost is not None:
                 return True
+        while messages := self._receive(link):  # what rank 0 said before the end is there though nothing can be sent
+            for message in messages:
+                self._take(link, message)
         link.close()
+        if self.lost is not None:
+            return True
         self._cut_off = link.unreachable
         if not self._cut_off:
             self._heard = time.monotonic()  # the search for it begins
@@ -270,17 +275,25 @@ class ControlMember:
                 return
 
     def _listen(self, link: Link) -> bool:
+        messages = self._receive(link)
+        # All are taken, those behind one whose answer cannot be sent as well.
+        answered = [self._take(link, message) for message in messages or ()]
+        return messages is not None and all(answered)
+
+    def _receive(self, link: Link) -> list[Message] | None:
+        """Return what has come; None once there is no more, or it cannot be understood."""
         try:
             messages = link.receive()
         except HoldfastError as error:
             _LOG.warning("%s", error)
-            return False
-        if messages is None:
-            return False
-        self._heard = time.monotonic()
-        return all(self._take(link, message) for message in messages)
+            link.close()
+            return None
+        if messages is not None:
+            self._heard = time.monotonic()
+        return messages
 
     def _take(self, link: Link, message: Message) -> bool:
+        """Act on a message; False if its answer cannot be sent."""
         kind = message["do"]
         board = self._board
         if kind in ("outcome", "verdict", "upload", "clear", "keep", "rescue"):

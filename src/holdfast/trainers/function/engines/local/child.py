@@ -26,13 +26,14 @@ class Inbox:
 
     Attributes:
         ended: the stream is at its end, or broken.
+        drained: the last `read` has taken all that was there.
         broken: why the stream cannot be understood from here on; "" if it can.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._decoder = FrameDecoder("a worker")
-        self.ended = False
+        self.ended = self.drained = False
         self.broken = ""
 
     def read(self) -> list[Message]:
@@ -42,11 +43,12 @@ class Inbox:
         Holdfast end the stream too, with the reason in `broken`: a broken worker must not stop its reader.
         """
         messages: list[Message] = []
-        taken = 0
+        taken, self.drained = 0, False
         while taken < _READ and not self.ended:
             try:
                 data = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
+                self.drained = True
                 break
             except OSError:  # reset by a dead peer
                 data = b""

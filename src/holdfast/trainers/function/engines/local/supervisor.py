@@ -231,9 +231,11 @@ class Supervisor:
         """Deliver the child's last messages and output, then its end."""
         if child.status is None and child.pid is not None:
             end_session(child.pid)
-        while not child.inbox.ended and (messages := child.inbox.read()):
-            for message in messages:
+        while not child.inbox.ended:
+            for message in child.inbox.read():  # none, as long as a part of a large one was read
                 self._on_message(child, message)
+            if child.inbox.drained:  # a process that it has started holds the connection too
+                break
         for log in child.logs:
             if log.fd >= 0:
                 log.drain()
