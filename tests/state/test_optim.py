@@ -313,6 +313,14 @@ def test_state_dict_of_an_optimizer_loads_into_the_optimizer():
     same_future(model, optimizer, other, again)
 
 
+def test_positions_do_not_fit_another_number_of_parameters():
+    """Nobody knows which of them moved: a mismatch that names the optimizer, and no guess."""
+    place = memory_uri()
+    hf.save(place, {"optimizer": torch.optim.Adam(net(0)[0].parameters()).state_dict()})
+    with pytest.raises(hf.StateMismatchError, match="optimizer: Adam in the state, dict in the checkpoint"):
+        hf.load(place, {"optimizer": torch.optim.Adam(net(0).parameters())})
+
+
 def test_state_dict_in_place_of_the_optimizer_is_explained():
     """Loading into ``optimizer.state_dict()`` would restore nothing: refused, with what to give instead."""
     model = net(0)
