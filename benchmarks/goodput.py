@@ -74,10 +74,10 @@ def run(context: Context) -> Outcome:
 def run_random(context: Context) -> Outcome:
     """Measure `every="auto"` for half an hour with kills at random moments, a minute apart in the mean.
 
-    Fixed intervals have the same kills, for the first five minutes, after which "auto" is looked at as well.
+    Fixed intervals have the same kills, for the first four minutes, after which "auto" is looked at as well.
     """
     outcome = Outcome()
-    width, wall_s, short_s, apart_s = (64, 24.0, 12.0, 6.0) if context.quick else (2048, 1800.0, 300.0, 60.0)
+    width, wall_s, short_s, apart_s = (64, 24.0, 12.0, 6.0) if context.quick else (2048, 1800.0, 240.0, 60.0)
     folder = context.folder("goodput")
     outcome.limits = {"bytes": 3 * 4 * 3 * (width * width + width)}
     chance = random.Random(33)

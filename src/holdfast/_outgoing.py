@@ -1,17 +1,19 @@
 r"""What a text may show that leaves this process: no credentials, and no character that a terminal obeys.
 
-Errors, log records, URIs of storages and what commands print all pass through here, so no other place decides it.
+Errors, log records, URIs of storages, what commands print and JSON all pass through here, so no other place decides it.
 Credentials are recognised in two ways: by their place (the user part and the query of a URL, and in the words of
 clients also ``password=...``), and by their value, once a storage has told it to `conceal`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["brief", "conceal", "conceal_url", "masked", "masked_client", "on_one_line", "visible"]
+__all__ = ["brief", "conceal", "conceal_url", "masked", "masked_client", "on_one_line", "strict", "visible"]
 
 _MASK = "***"
 # A user part ends at the last "@" before a blank. "host:9000/" in front of an "@" in the path is no user part.
@@ -32,6 +34,8 @@ _SECRET_VARIABLE = re.compile(
 )
 # Shorter values would mask ordinary words and parts of paths.
 _SHORTEST = 8
+_LONG_BITS = 14_000  # Python writes no more than 4 300 digits
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 _known: dict[str, re.Pattern[str]] = {}
 
 
@@ -123,6 +127,24 @@ def on_one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def strict(value: Any) -> Any:
+    """Replace what no JSON document may hold: NaN and infinities by their names, numbers of thousands of digits by hex.
+
+    Credentials in URLs are masked.
+    """
+    if type(value) in _AS_THEY_ARE:
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return hex(value)
+        return masked(value) if type(value) is str and "://" in value else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): strict(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [strict(inner) for inner in value]
+    return value
 
 
 def _without_values(match: re.Match[str]) -> str:

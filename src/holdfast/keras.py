@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.frameworks.keras_state import FitRun
 
 from ._not_here import missing
 from ._optional import require
-from ._units import IntervalLike
+from ._units import Interval, IntervalLike, parse_interval
 from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
+from .errors import ConfigError
 from .frameworks import reporting, scalars
 from .frameworks.directory_checkpoints import verified_directory
 from .frameworks.keras_state import Counters, Variables, other_optimizers
@@ -39,7 +42,8 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
 
     Args:
         path: root of the run: a path or a URI.
-        every: when to save: "1ep", a number of batches (500), a time ("15min"), or a list of these.
+        every: when to save: "1ep", a number of batches (500), a time ("15min"), or a list of these. Where Keras trains
+            several batches in a call (``steps_per_execution``), at the end of the call that comes to it.
         keep: which checkpoints stay; ``best=`` by what ``fit`` logs ("loss", "val_accuracy"). None keeps all.
         callbacks: other callbacks of this ``fit`` whose counters belong to the run (EarlyStopping, ReduceLROnPlateau).
         options: more arguments of `holdfast.Checkpointer`.
@@ -60,7 +64,12 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._arguments = {"path": path, "every": every, "keep": keep, **options}
-        Checkpointer(**self._arguments)  # what is wrong is refused now
+        checked = Checkpointer(**self._arguments).options  # what is wrong is refused now
+        if any(interval.unit == "sp" for interval in (*checked.intervals, *checked.rescue)):
+            raise ConfigError(
+                "every= and rescue= of HoldfastCallback take no samples ('1000sp'), for Keras does not say how many a "
+                "batch has: give batches, epochs or a time"
+            )
         self._counters = Counters(callbacks)
         self._run: Any = None  # Keras calls on_train_begin first
 
@@ -70,7 +79,8 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
         return None if self._run is None else self._run.checkpointer
 
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: D102
-        self._run = FitRun(lambda: self.model, self._counters, self._arguments)
+        arguments = _in_calls(self._arguments, int(self.model.steps_per_execution))
+        self._run = FitRun(lambda: self.model, self._counters, arguments)
         self._run.begin(self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: D102
@@ -94,7 +104,7 @@ class ReportCallback(_Callback):  # type: ignore[misc]
 
     Args:
         every_n_epochs: a checkpoint with every so many epochs (default 1); the others report metrics alone.
-        every_n_steps: a checkpoint every so many batches instead.
+        every_n_steps: a checkpoint every so many batches of this ``fit`` instead.
 
     Raises:
         ConfigError: both are given, or a number is not positive. In ``fit`` SessionError: not in a ``train_func``.
@@ -111,8 +121,8 @@ class ReportCallback(_Callback):  # type: ignore[misc]
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: D102
-        self._step += 1
-        if self._steps is not None and self._step % self._steps == 0:
+        before, self._step = self._step, self._step + int(self.model.steps_per_execution)
+        if self._steps is not None and self._step // self._steps > before // self._steps:
             self._report(logs, saving=True)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: D102
@@ -129,6 +139,24 @@ class ReportCallback(_Callback):  # type: ignore[misc]
 
 
 ReportCheckpointCallback = ReportCallback  # its name in Ray Train
+
+
+def _in_calls(arguments: Mapping[str, Any], per_call: int) -> Mapping[str, Any]:
+    """Return arguments of a `Checkpointer` whose steps are calls of so many batches, from those that count batches."""
+
+    def turned(every: Any) -> Any:
+        if isinstance(every, (list, tuple)):
+            return [turned(one) for one in every]
+        interval = None if every in (None, "auto") else parse_interval(every)
+        if interval is None or interval.unit != "ba":
+            return every
+        return Interval(math.ceil(interval.value / per_call), "ba")
+
+    if per_call == 1:
+        return arguments
+    keep, every, rescue = arguments["keep"], arguments["every"], arguments.get("rescue")
+    keep = None if keep is None else replace(keep, every=turned(keep.every))
+    return {**arguments, "keep": keep, "every": turned(every), "rescue": turned(rescue)}
 
 
 def load_model(checkpoint: str | os.PathLike[str] | Checkpoint, **options: Any) -> Any:

@@ -71,11 +71,13 @@ def test_lives():
 
 
 def test_a_failure_says_more_than_a_guess():
-    """Four hours are assumed until the first one; then the time that the run has lived counts, this life too."""
+    """The time that the run has lived counts, this life too; until the first failure twice of it, or four hours."""
     auto = AutoInterval(Lives(50.0, 0), now=1000.0)
     assert auto.seconds(1000.0) == FIRST_S
     auto.paid(0.5, 1.0)
-    assert auto.seconds(2000.0) == best_interval_s(0.5, PRIOR_S, durable_s=1.0)
+    assert auto.seconds(1000.0) == 20 * 0.5  # a save every two times its cost, if nothing bounded it
+    assert auto.seconds(2000.0) == best_interval_s(0.5, 2 * 1050.0, durable_s=1.0)
+    assert auto.seconds(1e9) == best_interval_s(0.5, PRIOR_S, durable_s=1.0)
     for failures, between_s in ((1, 2000.0), (4, 500.0)):
         auto = AutoInterval(Lives(500.0, failures), now=1000.0)
         auto.paid(0.5, 1.0)
@@ -106,8 +108,8 @@ def test_a_failure_whose_snapshot_was_saved_counts_for_snapshots_alone():
         assert auto.seconds(0.0) == best_interval_s(0.1, between_s, durable_s=0.0)
     covered = AutoInterval(Lives(100.0, 1, 1), now=0.0)
     covered.paid(0.1, 0.0)
-    assert covered.seconds(0.0) == best_interval_s(0.1, PRIOR_S, durable_s=0.0)
-    assert (covered.news(0.0) or "").endswith("assumed until there is one that no snapshot covers")
+    assert covered.seconds(0.0) == best_interval_s(0.1, 200.0, durable_s=0.0)
+    assert "ever more rarely while nothing fails without a snapshot" in (covered.news(0.0) or "")
 
 
 def test_the_first_snapshot_comes_at_once_and_what_it_costs_decides():
@@ -115,8 +117,11 @@ def test_the_first_snapshot_comes_at_once_and_what_it_costs_decides():
     auto = AutoInterval(now=0.0, what="snapshot")
     assert auto.seconds(0.0) == 1.0
     auto.paid(0.02, 0.0)
-    assert auto.seconds(0.0) == math.sqrt(2 * 0.02 * PRIOR_S)
-    assert (auto.news(0.0) or "").startswith("snapshots every 24 s from now on: a snapshot costs 20 ms")
+    assert auto.seconds(100.0) == math.sqrt(2 * 0.02 * 200.0)
+    assert auto.news(100.0) == (
+        "snapshots every 2.8 s now, ever more rarely while nothing fails (every 24 s in the end): a snapshot costs "
+        "20 ms"
+    )
 
 
 def test_earlier_lives_know_what_a_save_costs():
@@ -128,22 +133,27 @@ def test_earlier_lives_know_what_a_save_costs():
         for number in range(20)
     ]  # fmt: skip
     auto = AutoInterval(Lives(), costs.saves(events), now=0.0)
-    assert auto.seconds(0.0) == best_interval_s(0.25, PRIOR_S, durable_s=2.0)
+    assert auto.seconds(1e9) == best_interval_s(0.25, PRIOR_S, durable_s=2.0)
 
 
 def test_news():
-    """Said when it first applies and when it has moved by a third, with both of its causes."""
+    """Said when it first applies and when it has moved by a third, with both of its causes; not for growing old."""
     auto = AutoInterval(Lives(), now=0.0)
     assert auto.news(0.0) is None
     auto.paid(1.0, 0.5)
-    assert auto.news(0.0) == (
-        "saves every 2m50s from now on: a save costs 1 s, a failure every 4h00m00s, assumed until there is one"
+    assert auto.news(600.0) == (
+        "saves every 49.0 s now, ever more rarely while nothing fails (every 2m50s in the end): a save costs 1 s"
     )
     auto.paid(1.5, 0.5)
-    assert auto.news(0.0) is None
+    assert auto.news(7200.0) is None
     for _ in range(8):
         auto.paid(2.0, 0.5)
-    assert "a save costs 2 s" in (auto.news(0.0) or "")
+    assert "a save costs 2 s" in (auto.news(7200.0) or "")
+    failed = AutoInterval(Lives(7200.0, 2), now=0.0)
+    failed.paid(1.0, 0.5)
+    assert failed.news(0.0) == "saves every 1m25s from now on: a save costs 1 s, a failure every 1h00m00s"
+    assert failed.news(1800.0) is None
+    assert "a failure every 2h00m00s" in (failed.news(7200.0) or "")
 
 
 def test_the_schedule_moves_with_it():
@@ -217,7 +227,7 @@ def test_a_run_that_finds_its_interval(tmp_path, monkeypatch, capsys):
             ck.step()
     said = [line for line in capsys.readouterr().err.splitlines() if "saves every" in line]
     assert "a save costs" in said[0]
-    assert "assumed until there is one" in said[0]
+    assert "ever more rarely while nothing fails" in said[0]
     intervals = [one.manifest.extra["every_s"] for one in ck.checkpoints()]
     assert all(interval > 0 for interval in intervals)
     with hf.Checkpointer(tmp_path, {"model": model}, every="auto"):
@@ -253,5 +263,6 @@ def test_three_kills_are_failures(tmp_path):
             [sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, env={**os.environ}, check=False
         )
         assert told.returncode == -signal.SIGKILL, told.stderr
-    assert "assumed" not in told.stderr
+    assert "ever more rarely" not in told.stderr
+    assert "a failure every" in told.stderr
     assert "saves every" in told.stderr

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import run_kit as kit
 import torch
 from catalog_kit import index_of
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries
@@ -149,6 +149,43 @@ def test_a_save_asked_for_before_step_is_that_of_the_step(tmp_path: Path) -> Non
             if index != 2:  # a batch that is left out: the save is that of the next step
                 ck.step()
     assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(3, 4), (1, 1)]
+
+
+def test_a_save_asked_for_before_step_is_made_also_where_the_step_before_is_saved(tmp_path: Path) -> None:
+    """Each of two bodies in a row asks for its own step: the second one is no repetition of the first."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None, keep=None) as ck:
+        for index, _ in ck.enumerate(kit.loader(12)):
+            ck.state["n"] += 1
+            if index < 2:
+                ck.save()
+            ck.step()
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(4, 4), (2, 2), (1, 1)]
+
+
+def test_a_save_that_saves_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After the loop, and right after a resume, the state may have changed; the end of an epoch's body comes again."""
+
+    def num_said() -> int:
+        return caplog.text.count("so ck.save() saves nothing")
+
+    for life in (1, 2):
+        with hf.Checkpointer(tmp_path, {"n": 0}, every=2, keep=None) as ck:
+            if life == 2:
+                ck.state["n"] = 8
+                ck.save()
+                assert num_said() == 2
+                break
+            for _ in ck.epochs(2):
+                for _ in ck.batches(kit.loader(6)):
+                    ck.step()
+                ck.save()
+            assert num_said() == 0
+            ck.state["n"] = 7
+            ck.save(val=0.5)
+            ck.save()
+            ck.save()
+            assert num_said() == 1
+    assert kit.steps(tmp_path) == [2, 4]
 
 
 def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:
@@ -297,6 +334,22 @@ def test_the_index_goes_on_after_a_resume() -> None:
     assert seen == [2, 3, 0, 1, 2, 3]
 
 
+def test_the_index_belongs_to_the_length_after_a_change_of_the_batch_size() -> None:
+    """Other batches within an epoch: lives count in their own, and the last index is len() - 1 in each of them."""
+    path, indices, seen = "memory://resized/run", [], []
+    for size, until in ((3, 3), (6, 4), (6, 0)):
+        with hf.Checkpointer(path, {}, every=None) as ck:
+            batches = ck.enumerate(kit.loader(24, batch_size=size))
+            for index, batch in batches:
+                indices.append((index, len(batches)))
+                seen += batch.tolist()
+                ck.step()
+                if ck.global_step == until:
+                    break
+    assert indices == [(0, 8), (1, 8), (2, 8), (1, 4), (2, 4), (3, 4)]
+    assert sorted(seen) == list(range(24))
+
+
 def test_the_block_says_that_enumerate_begins_at_zero(capsys: pytest.CaptureFixture[str]) -> None:
     """A resume in the middle of an epoch names the batch it goes on with, and who counts from there."""
     ended_at("memory://says/run", 3)
@@ -306,11 +359,119 @@ def test_the_block_says_that_enumerate_begins_at_zero(capsys: pytest.CaptureFixt
     assert "epoch 0 goes on with batch 3: ck.batch and ck.enumerate(loader) count from there" in capsys.readouterr().err
 
 
+class Told(Sampler[int]):
+    """Notes when it is told an epoch, which may cost it anything."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def test_asking_for_the_length_in_the_body_draws_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`index + 1 == len(batches)`: of ten million samples an order takes longer than a step; samplers hear nothing."""
+    drawn, randperm, told = [], torch.randperm, Told()
+    monkeypatch.setattr(torch, "randperm", lambda *args, **options: drawn.append(args) or randperm(*args, **options))
+    with hf.Checkpointer("memory://length/run", {}, every=None) as ck:
+        for _ in ck.epochs(2):
+            batches = ck.enumerate(kit.loader())
+            assert [index for index, _ in batches if index + 1 == len(batches) and not ck.step()] == [3]
+            assert len(ck.batches(kit.loader())) == 4
+        batches = ck.batches(DataLoader(kit.Ids(12), 3, sampler=told))
+        assert [len(batches) for _ in batches] == [4] * 4
+    assert (len(drawn), len(told.epochs)) == (2, 3)  # once for the length, twice for the batches
+
+
 def test_one_object_serves_all_epochs() -> None:
     """`batches = ck.batches(loader)` made once before the loop over epochs, as people do for its length."""
     with hf.Checkpointer("memory://once/run", {}, every=None) as ck:
         batches = ck.batches(kit.loader())
         assert [len([ck.step() for _ in batches]) for _ in ck.epochs(3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["one object", "a new one"])
+def test_an_epoch_that_is_left_is_followed_by_a_whole_order(again: bool) -> None:
+    """`break` after two of four batches: the next epoch draws anew, in an order of its own, from one object as well."""
+    seen: list[list[int]] = []
+    with hf.Checkpointer(f"memory://part/{again}", {}, every=None) as ck:
+        kept = ck.batches(kit.loader())
+        for _ in ck.epochs(3):
+            seen.append([])
+            for index, batch in enumerate(kept if again else ck.batches(kit.loader())):
+                if index >= 2:
+                    break
+                seen[-1] += batch.tolist()
+                ck.step()
+        assert ck.global_step == 6
+    assert [len(set(ids)) for ids in seen] == [6, 6, 6]
+    assert len({tuple(ids) for ids in seen}) == 3
+
+
+def in_step(ck: hf.Checkpointer) -> None:
+    """Loaders of two lengths, in a loop over epochs of the script's own."""
+    for _ in range(ck.epoch, 3):
+        for _ in zip(ck.batches(kit.loader(12), name="long"), ck.batches(kit.loader(6), name="short"), strict=False):
+            ck.step()
+
+
+def beside(ck: hf.Checkpointer) -> None:
+    """A long loader, drawn by `next` beside many passes over a short one."""
+    more = iter(ck.batches(kit.loader(60), name="long"))
+    while ck.global_step < 9:
+        for _ in ck.batches(kit.loader(6)):
+            next(more)
+            ck.step()
+
+
+def across(ck: hf.Checkpointer) -> None:
+    """The same across ck.epochs()."""
+    more = iter(ck.batches(kit.loader(60), name="long"))
+    for _ in ck.epochs(3):
+        for _ in ck.batches(kit.loader(6)):
+            next(more)
+            ck.step()
+
+
+@pytest.mark.parametrize("loop", [in_step, beside, across])
+def test_a_pass_that_would_outlive_its_epoch_is_refused(loop: Callable[[hf.Checkpointer], None]) -> None:
+    """No resume could go on with it: what to write is said, before a batch of it is trained that belongs nowhere."""
+    with (
+        pytest.raises(hf.ConfigError, match=r"the pass over 'long' ended with epoch 0.*for epoch in ck\.epochs"),
+        hf.Checkpointer(f"memory://outlives/{loop.__name__}", {}, every=None) as ck,
+    ):
+        loop(ck)
+
+
+@pytest.mark.parametrize("by_epochs", [True, False])
+def test_an_evaluation_in_the_body_needs_no_batches(by_epochs: bool) -> None:
+    """Under the name of the loop around it, it would move the position of that: refused when the next batch is due."""
+    with (
+        pytest.raises(hf.ConfigError, match="another loader was gone through under the name 'train'"),
+        hf.Checkpointer(f"memory://within/{by_epochs}", {}, every=None) as ck,
+    ):
+        for _ in ck.epochs(2) if by_epochs else range(ck.epoch, 2):
+            for _ in ck.batches(kit.loader()):
+                ck.step()
+                assert ck.global_step == 1
+                list(ck.batches(kit.loader(60)))
+
+
+def test_two_iterators_of_one_loader_share_its_batches() -> None:
+    """Each goes on where the other one is; no batch comes twice."""
+    loader, seen = kit.loader(), []
+    with hf.Checkpointer("memory://share/run", {}, every=None) as ck:
+        one, two = iter(ck.batches(loader)), iter(ck.batches(loader))
+        for iterator in (one, two, one, two):
+            seen += next(iterator).tolist()
+            ck.step()
+    assert sorted(seen) == list(range(12))
 
 
 def test_a_length_that_nobody_knows() -> None:

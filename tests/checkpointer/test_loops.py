@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import run_kit as kit
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast as hf
 
@@ -146,6 +150,27 @@ def test_a_batch_drawn_and_not_trained_comes_again(workers: int) -> None:
     assert sorted(seen) == list(range(12))
 
 
+@pytest.mark.parametrize(("every", "asks_late"), [(None, True), (1, True), (None, False)])
+def test_a_batch_of_a_loader_with_its_own_state_is_drawn_and_not_trained(
+    every: int | None, asks_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a position cannot go back: what a resume leaves out is said, where the last step is saved only then."""
+    path, seen = f"memory://drawn-stateful/{every}-{asks_late}", []
+    for limit in (2, 4):
+        caplog.clear()
+        with hf.Checkpointer(path, {}, every=every) as ck:
+            for batch in ck.batches(StatefulDataLoader(range(12), 2)):
+                if asks_late and ck.global_step >= limit:
+                    break
+                seen += batch.tolist()
+                ck.step()
+                if ck.global_step >= limit and not asks_late:
+                    break
+        is_lost = every is None and asks_late
+        assert sum("1 batch(es) of 'train' drawn and not trained" in text for text in caplog.messages) == is_lost
+    assert seen == [number for number in range(10 if is_lost else 8) if not (is_lost and number in (4, 5))]
+
+
 def test_gradient_accumulation_moves_the_position_with_the_steps() -> None:
     """Two batches to a step, saved by ck.save() between them: the first of the pair comes again."""
     path, trained = "memory://accumulate/run", []
@@ -185,6 +210,54 @@ def test_an_iterable_without_state_is_replayed_by_count(caplog: pytest.LogCaptur
                 ck.step()
     assert seen == list(range(6))
     assert "drawing 2 batches again" in caplog.text
+
+
+@pytest.mark.parametrize("one_shot", [True, False], ids=["a generator", "an iterable"])
+def test_a_stream_left_for_an_evaluation_goes_on_where_it_was(one_shot: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Left by `break` and taken up again in one life: each batch comes once and is drawn once; so does a resume."""
+    path, drawn, seen = f"memory://taken-up-{one_shot}/run", [], []
+
+    class Numbers:
+        def __iter__(self) -> Any:
+            for number in itertools.count():
+                drawn.append(number)
+                yield torch.tensor([number])
+
+    for until, num_drawn in ((6, 6), (9, 9)):
+        drawn.clear()
+        stream = iter(Numbers()) if one_shot else Numbers()
+        with hf.Checkpointer(path, {}, every=None) as ck:
+            while ck.global_step < until:
+                for batch in ck.batches(stream):
+                    seen += batch.tolist()
+                    ck.step()
+                    if ck.global_step % 2 == 0 or ck.global_step == until:
+                        break
+        assert drawn == list(range(num_drawn))
+    assert seen == list(range(9))
+    assert caplog.text.count("batches again to get back to the position") == 1
+
+
+def test_a_stream_that_fails_is_read_from_its_begin_again() -> None:
+    """An error of the stream that the script catches loses nothing: what was trained is drawn again and dropped."""
+    seen, failures = [], iter([True, False])
+
+    class Fails:
+        def __iter__(self) -> Any:
+            fails = next(failures)
+            for number in range(4):
+                if number == 2 and fails:
+                    raise OSError("the connection is lost")
+                yield torch.tensor([number])
+
+    stream = Fails()
+    with hf.Checkpointer("memory://fails/run", {}, every=None) as ck:
+        while len(seen) < 4:
+            with contextlib.suppress(OSError):
+                for batch in ck.batches(stream):
+                    seen += batch.tolist()
+                    ck.step()
+    assert seen == list(range(4))
 
 
 def test_more_epochs_after_the_end_train_the_next_one_only() -> None:
@@ -239,6 +312,40 @@ def test_a_loader_gone_through_twice_in_one_epoch_needs_two_names() -> None:
             for _ in range(2):
                 for _ in ck.batches(kit.loader()):
                     ck.step()
+
+
+@pytest.mark.parametrize(("kill_at", "late"), [(6, False), (8, False), (8, True)])
+def test_a_validation_loader_under_the_same_name_counts_no_epochs(
+    kill_at: int, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop over ck.epoch, ended within an epoch, at its end, or behind validation and save, trains what is left.
+
+    In the orders of a run that was not ended; and what is wrong with the script is said once.
+    """
+
+    def life(name: str, diary: Diary, kill: int) -> int:
+        state, keep = kit.make_state(), hf.Keep(last=2, best=1, metric="val")
+        path, every = f"memory://same-name/{name}-{kill_at}-{late}", None if late else 1
+        caplog.clear()
+        with contextlib.suppress(Killed), hf.Checkpointer(path, state, every=every, keep=keep) as ck:
+            diary.begin(ck.global_step)
+            for epoch in range(ck.epoch, 4):
+                for batch in ck.batches(kit.loader()):
+                    one_step(ck, state, diary, batch, 0 if late else kill)
+                assert [len(batch) for batch in ck.batches(DataLoader(kit.Ids(5), 3))] == [3, 2]
+                ck.report(val=float(epoch))
+                if late and ck.global_step == kill:
+                    ck.wait()
+                    raise Killed
+        assert sum("counts as no epoch" in text for text in caplog.messages) == 1
+        return ck.epoch
+
+    whole, diary = Diary(), Diary()
+    life("whole", whole, 0)
+    life("run", diary, kill_at)
+    assert life("run", diary, 0) == 4
+    assert diary.flat() == whole.flat()
+    assert len(diary.flat()) == 4 * STEPS
 
 
 def test_epochs_are_iterated_by_one_loop_at_a_time() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_kit as kit
@@ -91,6 +97,110 @@ def test_an_outside_start_is_saved_here_even_without_a_step(tmp_path: Path) -> N
     assert kit.steps(tmp_path / "mine") == [4]
 
 
+def life(path: Path, until: int, *, dies: bool = False, **options: Any) -> int:
+    """Train up to step ``until``, saving every second one; return where it began. One that dies is not finished."""
+    begun, state = -1, kit.make_state()
+    options = {"every": 2, "keep": hf.Keep(last=3), **options}
+    with contextlib.suppress(SystemExit), hf.Checkpointer(path, state, **options) as ck:
+        begun = ck.global_step
+        while ck.global_step < until:
+            ck.step(loss=kit.train_one(state))
+        if dies:
+            sys.exit("killed")
+    return begun
+
+
+@pytest.mark.parametrize("of", ["a checkpoint", "a run", "one that is gone"])
+def test_a_command_that_names_where_to_begin_goes_on_from_its_own_saves_until_it_is_done(
+    of: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped, killed, and started again with the same ``resume=``: no later life begins at the base; it says so."""
+    kit.train(tmp_path / "base", 4)
+    run, base = tmp_path / "run", tmp_path / "base" / ("" if of == "a run" else "step_00000004")
+    with pytest.raises(SystemExit), hf.Checkpointer(run, kit.make_state(), every=None, resume=base) as ck:
+        for number in range(20):
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ck.step()
+    assert "step 9 is saved" in capsys.readouterr().err
+    if of == "one that is gone":
+        shutil.rmtree(tmp_path / "base")
+    assert life(run, 13, dies=True, resume=base) == 9
+    said = capsys.readouterr().err
+    assert f"resume={str(base)!r} is not used again: this run began there and has got further by itself" in said
+    assert life(run, 17, resume=base) == 12
+    assert kit.steps(run)[-3:] == [14, 16, 17]
+    if of != "one that is gone":
+        assert life(run, 6, resume=base) == 4, "the life before was finished"
+        said = capsys.readouterr().err
+        assert "checkpoint(s) of this run are not used" in said
+        assert "the newest one not used is step_00000017" in said
+
+
+def test_only_what_follows_from_the_named_checkpoint_goes_before_it(tmp_path: Path) -> None:
+    """What other starts have saved in between does not; nor does going back to a checkpoint continue what it leaves."""
+    run, base = tmp_path / "run", tmp_path / "base"
+    kit.train(base, 4)
+    old, new = base / "step_00000002", base / "step_00000004"
+    assert life(run, 8, dies=True, resume=new) == 4
+    assert life(run, 10, dies=True) == 8
+    assert life(run, 12, dies=True, resume=new) == 10, "resume='auto' has gone on from there"
+    assert life(run, 4, dies=True, resume=old) == 2, "another one is named"
+    assert life(run, 6, dies=True, resume=new) == 4
+    assert life(run, 2, dies=True, resume="never") == 0
+    assert life(run, 6, dies=True, resume=new) == 4, "the newest is of a fresh start"
+    newest = run / kit.names(run)[0]
+    assert life(run, 5, dies=True, resume=newest) == 6
+    assert life(run, 10, dies=True) == 6
+    assert life(run, 12, dies=True, resume=newest) == 6, "the life that began there by name has saved nothing"
+
+
+def test_going_back_in_a_run_is_going_back(tmp_path: Path) -> None:
+    """The step that ``resume="auto"`` went on from is named later, because what came of it is not wanted."""
+    life(tmp_path, 4, dies=True)
+    assert life(tmp_path, 8, dies=True) == 4
+    for _ in range(2):
+        assert life(tmp_path, 5, dies=True, resume=tmp_path / "step_00000004") == 4, "nothing was saved since"
+    assert life(tmp_path, 7, dies=True, resume=tmp_path / "step_00000004") == 4
+    assert life(tmp_path, 9, dies=True, resume=tmp_path / "step_00000004") == 6
+    assert life(tmp_path, 9, dies=True, resume=tmp_path) == 8, "the run itself is its newest"
+
+
+def test_what_was_saved_since_and_is_damaged_leads_back_to_the_named_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is good is taken; where none is, the run begins again where it began, and says so."""
+    run, base = tmp_path / "run", tmp_path / "base"
+    kit.train(base, 4)
+    life(run, 9, dies=True, resume=base / "step_00000004")
+    kit.flip(run / "step_00000008")
+    assert life(run, 7, dies=True, resume=base / "step_00000004") == 6
+    assert "begins there again" not in caplog.text
+    kit.flip(run / "step_00000006")
+    assert life(run, 5, dies=True, resume=base / "step_00000004") == 4
+    assert "nothing that the run has saved since it began at" in caplog.text
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_a_run_that_begins_at_the_end_of_another_one_says_that_nothing_was_trained(
+    every: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Epochs of the base count: asked for as many as it has done, a start trains nothing."""
+
+    def epochs(path: Path, count: int, **options: Any) -> None:
+        with hf.Checkpointer(path, kit.make_state(), every=every, **options) as ck:
+            for _ in ck.epochs(count):
+                for _ in ck.batches(kit.loader()):
+                    ck.step()
+
+    epochs(tmp_path / "base", 2)
+    epochs(tmp_path / "more", 3, resume=tmp_path / "base" / "step_00000008")
+    assert kit.steps(tmp_path / "more")[-1] == 12
+    assert "nothing was trained" not in caplog.text
+    epochs(tmp_path / "none", 2, resume=tmp_path / "base" / "step_00000008")
+    assert "nothing was trained: the checkpoint that resume= names is at step 8, epoch 2" in caplog.text
+
+
 def test_a_plain_save_can_be_the_start_and_what_it_lacks_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,8 +252,6 @@ def test_a_pin_outlives_retention_until_it_is_taken_back(tmp_path: Path) -> None
 
 def test_a_start_that_fails_leaves_the_run_free_for_the_next(tmp_path: Path) -> None:
     """After a refused state the lease is given back, the handlers are ours no more, and the reason is noted."""
-    import signal
-
     kit.train(tmp_path, 2)
     before = signal.getsignal(signal.SIGTERM)
     ck = hf.Checkpointer(tmp_path, {"other": torch.zeros(1)})

@@ -163,6 +163,33 @@ def test_samples_are_those_of_trained_steps(tmp_path: Path) -> None:
     assert kit.steps(path) == [2, 4, 5, 6, 8, 9]
 
 
+@pytest.mark.parametrize(
+    ("every", "loop", "said"),
+    [
+        ("1ep", "plain", "every='1ep' never comes due"),
+        ("5sp", "epochs", "every='5sp' never comes due"),
+        ("1ep", "epochs", ""),
+        ("1ep", "batches", ""),
+        (["1ep", "auto"], "plain", ""),
+    ],
+)
+def test_an_interval_that_a_loop_does_not_count_is_said_once(
+    every: Any, loop: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Epochs and samples of a plain loader are unknown: without a word nothing would be saved before the end."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=every, keep=None) as ck:
+        if loop == "plain":
+            for _ in range(3 * 70):
+                ck.step()
+        for _ in ck.epochs(3) if loop != "plain" else ():
+            for _ in ck.batches([0] * 70) if loop == "batches" else range(70):
+                ck.step()
+    assert caplog.text.count("never comes due") == bool(said)
+    assert said in caplog.text
+    if every == "1ep" and not said:
+        assert kit.steps(tmp_path) == [70, 140, 210]
+
+
 def test_an_exception_saves_nothing_new_and_finishes_what_is_under_way(tmp_path: Path) -> None:
     """The broken state after step 4 is not saved; the save of step 4 itself, still being written, is finished."""
     state = kit.make_state()

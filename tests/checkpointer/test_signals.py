@@ -70,6 +70,7 @@ def check_stopped(path: Path, name: str, result: tuple[int, str, str]) -> int:
     assert code == 85, err
     step = int(out.split("step ")[-1])
     assert f"holdfast: {name}: saving at the next step" in err
+    assert "the same command goes on from there (exit status 85)" in err
     newest = hf.Checkpoint(path / kit.names(path)[0])
     assert newest.step == step
     assert newest.verify().ok
@@ -216,6 +217,54 @@ def test_earlier_handlers_are_called_and_put_back(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert kit.steps(tmp_path) == [2]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("name", "how"), [("SIGTERM", "exit"), ("SIGUSR1", "raise")])
+def test_an_earlier_handler_that_leaves_does_not_come_before_the_save(name: str, how: str, tmp_path: Path) -> None:
+    """Scripts in containers exit on SIGTERM: the step is saved first, and the status is that of the run."""
+    process = kit.start(
+        """
+        import signal, sys, time, run_kit as kit, holdfast as hf
+
+        def leave(*_):
+            if sys.argv[3] == "exit":
+                sys.exit(0)
+            raise InterruptedError("preempted")
+
+        signal.signal(getattr(signal, sys.argv[2]), leave)
+        try:
+            with hf.Checkpointer(sys.argv[1], kit.make_state(), every=None) as ck:
+                while ck.global_step < 10**6:
+                    ck.step()
+                    print("made", ck.global_step, flush=True)
+                    time.sleep(0.01)
+        finally:
+            print("step", ck.global_step, flush=True)
+        """,
+        tmp_path, name, how,
+    )  # fmt: skip
+    kit.wait_for(process, "made 3")
+    process.send_signal(getattr(signal, name))
+    result = kit.finish(process)
+    check_stopped(tmp_path, name, result)
+    assert f"raises {'SystemExit' if how == 'exit' else 'InterruptedError'}, which is left aside" in result[2]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), RuntimeError("a loader worker is gone")], ids=["exit", "error"])
+def test_a_body_that_is_left_otherwise_after_a_signal_claims_no_stop(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process ends with another status than 85, and step 2 is in no checkpoint: the last line says so."""
+    with pytest.raises(type(error)), hf.Checkpointer(tmp_path, kit.make_state(), every=None) as ck:
+        ck.step()
+        ck.save()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise error
+    said = capsys.readouterr().err
+    left = f"but {type(error).__name__} left the body first: step 1 is saved in {tmp_path}; the exit status is not 85"
+    assert left in said
+    assert "(exit status 85)" not in said
 
 
 def test_a_body_left_because_should_stop_was_true_is_not_finished(tmp_path: Path) -> None:

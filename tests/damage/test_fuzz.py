@@ -162,6 +162,19 @@ def test_the_message_names_file_and_place(run, tmp_path):
     assert caught.value.file.startswith("state-")
 
 
+def test_what_an_optimizer_keeps_of_no_parameter_is_a_mapping(run, tmp_path):
+    """Anything else is damage, said before the live optimizer is touched."""
+    case = fuzz_kit.copy_of(run, tmp_path / "case")
+
+    def forged(tree):
+        kept = tree["optimizer"]
+        return {**tree, "optimizer": {**kept, "state": {**kept["state"], "other_state": ["k", 3]}}}
+
+    fuzz_kit.replace(case, "state", forged)
+    with pytest.raises(hf.CorruptCheckpointError, match="optimizer"):
+        hf.load(fuzz_kit.newest(case), only="optimizer")
+
+
 def test_a_range_is_not_walked(tmp_path):
     """`range(10**11)` saves, loads, and loads into a state, at once."""
     with fuzz_kit.limit(10):

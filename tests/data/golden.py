@@ -1,7 +1,8 @@
 """The state of the golden checkpoints, and the command that made them.
 
 A released format version gets its own folder, made once with the release that introduced it and never again:
-``python tests/data/golden.py 1.0``. It has to load for ever.
+``python tests/data/golden.py 1.0``. It has to load for ever. What was added to a version has a folder, too:
+``1.0-other_state`` has what an optimizer keeps under keys that are no parameters.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Tied(torch.nn.Module):
         self.register_buffer("count", torch.tensor(7))
 
 
-def state() -> dict[str, Any]:
-    """Return the same state every time."""
+def state(version: str) -> dict[str, Any]:
+    """Return the same state every time, as far as a version can hold it."""
     model = Tied()
     with torch.no_grad():
         model.first.weight.copy_(torch.arange(16.0).view(4, 4) / 16)
@@ -44,6 +45,8 @@ def state() -> dict[str, Any]:
             "exp_avg": torch.full_like(param, 0.5 + number),
             "exp_avg_sq": torch.full_like(param, 0.25 + number),
         }
+    if version != "1.0":
+        optimizer.state.update({"k": 3, ("layer", 4): {"factors": [torch.arange(2.0)]}})
     point = collections.namedtuple("point", ["x", "y"])
     return {
         "model": model,
@@ -77,4 +80,4 @@ def state() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    hf.save(HERE / sys.argv[1], state(), step=42, metrics={"loss": 0.5, "bad": float("nan")})
+    hf.save(HERE / sys.argv[1], state(sys.argv[1]), step=42, metrics={"loss": 0.5, "bad": float("nan")})

@@ -30,7 +30,7 @@ def test_golden_checkpoint_verifies_and_loads(version: str) -> None:
     assert checkpoint.verify(deep=True).ok
     assert checkpoint.step == 42
     assert checkpoint.metrics["loss"] == 0.5
-    expected = golden.state()
+    expected = golden.state(version)
     loaded = hf.load(DATA / version)
     assert_state_equal(loaded["plain"], expected["plain"])
     assert_state_equal(loaded["tensors"], expected["tensors"])
@@ -41,7 +41,7 @@ def test_golden_checkpoint_verifies_and_loads(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_golden_checkpoint_restores_objects(version: str) -> None:
     """Module, ties and optimizer state are restored into live objects."""
-    expected = golden.state()
+    expected = golden.state(version)
     model = golden.Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     hf.load(DATA / version, {"model": model, "optimizer": optimizer}, only=["model", "optimizer"])
@@ -51,3 +51,8 @@ def test_golden_checkpoint_restores_objects(version: str) -> None:
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
     for mine, theirs in zip(model.parameters(), expected["model"].parameters(), strict=True):
         assert_state_equal(optimizer.state[mine], expected["optimizer"].state[theirs])
+    for one in (optimizer, expected["optimizer"]):
+        others = {
+            key if type(key) is str else key[0]: kept for key, kept in one.state.items() if not torch.is_tensor(key)
+        }
+        assert_state_equal(others, {} if version == "1.0" else {"k": 3, "layer": {"factors": [torch.arange(2.0)]}})

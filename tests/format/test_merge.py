@@ -63,5 +63,8 @@ def test_groups_of_optimizers_that_are_alike_are_one():
         groups = united["param_groups"] if "$" not in united else united["state"]["param_groups"]
         assert list(state) == ["a", "b", "c", "d"]
         assert [(group["lr"], group["params"]) for group in groups] == [(0.1, ["a"]), (0.2, ["b", "c"]), (0.3, ["d"])]
+    mine, theirs = one | {"other_state": {"k": 1}}, other | {"other_state": {"k": 2, "m": 3}}
+    assert merged([mine, theirs])["other_state"] == {"k": 1, "m": 3}
+    assert merged([one, theirs])["other_state"] == {"k": 2, "m": 3}
     by_position = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     assert merged([by_position, by_position | {"more": 1}])["param_groups"] == by_position["param_groups"]

@@ -123,6 +123,31 @@ def test_dcp_reads_it_into_live_objects(state, saved, tmp_path) -> None:
     assert_state_equal({"q": from_plain(whole["queue"])}, {"q": plain_state()["queue"]})
 
 
+def test_optimizer_state_of_no_parameter(tmp_path) -> None:
+    """What torch keeps under keys that are no parameters: torch.load has it there, and every way back brings it."""
+
+    def made(seed: int) -> dict:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state = made(0)
+    wanted = state["optimizer"]
+    wanted.state.update({"k": 3, "mean": torch.ones(2), "more": {"x": torch.zeros(1)}})
+    saved = hf.save(tmp_path / "ck", state)
+    hf.export(saved, tmp_path / "all.pt", to="torch")
+    hf.export(saved, tmp_path / "dcp", to="dcp")
+    assert_state_equal(torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"], wanted.state_dict())
+    for name in ("all.pt", "dcp"):
+        hf.import_checkpoint(tmp_path / name, tmp_path / f"from {name}")
+        other = made(1)
+        hf.load(tmp_path / f"from {name}", other)
+        assert_state_equal(other["optimizer"].state_dict(), wanted.state_dict())
+
+
 def test_loose_state_dicts_export_too(tmp_path) -> None:
     """A checkpoint of nothing but tensors, or of one item under another name, needs no item=."""
     hf.save(tmp_path / "flat", {"a": torch.ones(2), "b": torch.zeros(3)})

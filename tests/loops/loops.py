@@ -6,6 +6,7 @@ A loop gets the path of its run and ``tick``, which it calls wherever a process 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -239,6 +240,25 @@ def gradient_accumulation_on_the_index(path: Any, tick: Tick) -> Ended:
 
 
 @loop
+def epochs_of_a_part_of_the_data(path: Any, tick: Tick) -> Ended:
+    """`limit_train_batches`: each epoch is left by `break`, and one object gives the batches of all of them."""
+    torch.manual_seed(24)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with holdfast.Checkpointer(path, {"model": model, "optimizer": optimizer}, every=1) as ck:
+        batches = ck.enumerate(DataLoader(table(), 2, shuffle=True))
+        for _ in ck.epochs(3):
+            for index, (x, y) in batches:
+                if index >= 3:
+                    break
+                fit(model, optimizer, x, y)
+                ck.step()
+                tick()
+            tick()
+    return ended(model=model.state_dict())
+
+
+@loop
 def moving_average_of_the_weights(path: Any, tick: Tick) -> Ended:
     """An EMA copy updated after step, and its decay as an attribute."""
     torch.manual_seed(7)
@@ -371,6 +391,29 @@ def iterable_data(path: Any, tick: Tick) -> Ended:
                 ck.step()
                 tick()
     return ended(model=model.state_dict())
+
+
+@loop
+def a_stream_left_for_evaluations(path: Any, tick: Tick) -> Ended:
+    """An endless generator, left by `break` after every third step and taken up again."""
+    torch.manual_seed(23)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    test, seen = DataLoader(table(6), 2, shuffle=True), {}
+    stream = (torch.full((3, 4), number / 10) for number in itertools.count())
+    with holdfast.Checkpointer(path, {"model": model, "optimizer": optimizer, "seen": seen}, every=2) as ck:
+        while ck.global_step < 8:
+            for x in ck.batches(stream):
+                fit(model, optimizer, x, x.sum(1, keepdim=True))
+                tick()
+                seen[ck.global_step] = x.sum().item()
+                ck.step()
+                tick()
+                if ck.global_step % 3 == 0 or ck.global_step == 8:
+                    break
+            evaluate(model, test)
+            tick()
+    return ended(model=model.state_dict(), seen=dict(seen))
 
 
 @loop

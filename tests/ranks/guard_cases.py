@@ -19,7 +19,7 @@ STEPS = 24
 
 def train(
     root: str, poison: int = -1, leave_out: int = -1, action: str = "rollback", rescue: int | None = None,
-    kill_at: dict[str, int] | None = None,
+    kill_at: dict[str, int] | None = None, kill_how: int = signal.SIGKILL,
 ) -> dict[str, Any]:  # fmt: skip
     """Train to the end; rank 1 finds nan in its batch number ``poison``, and no rank trains ``leave_out``.
 
@@ -30,6 +30,7 @@ def train(
         action: of the guard.
         rescue: steps between snapshots.
         kill_at: steps after which ranks are killed.
+        kill_how: by which signal.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -57,7 +58,7 @@ def train(
             torch.distributed.all_reduce(mean)
             ck.step(loss=mean)
             if (kill_at or {}).get(str(rank)) == ck.global_step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), kill_how)
     weights = [value.tolist() for value in model.state_dict().values()]
     return {"step": ck.global_step, "weights": weights, "seen": seen}
 

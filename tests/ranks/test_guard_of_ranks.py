@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,16 @@ def test_ranks_that_are_killed_beside_a_bad_batch_end_as_those_that_never_had_it
         assert len(ends) < 9, (ends, [one.error or one.output for one in ended])
     twin = ranks.checked(f"{CASES}:train", str(tmp_path / "twin"), -1, bad)
     assert [one.value for one in ended] == twin, ends
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_bad_step_ends_all_ranks_with_the_requeue_status(ranks, tmp_path) -> None:
+    """SIGTERM to all, as of a scheduler, which queues the job again for 85; the next start goes back all the same."""
+    run, both = str(tmp_path / "run"), {"0": 10, "1": 10}
+    ended = ranks.ranks(f"{CASES}:train", run, 9, kill_at=both, kill_how=int(signal.SIGTERM))
+    assert [one.status for one in ended] == [85, 85], [one.error or one.output for one in ended]
+    ended = ranks.ranks(f"{CASES}:train", run, 9)
+    assert "left out from now on" in ended[0].output
 
 
 @pytest.mark.slow

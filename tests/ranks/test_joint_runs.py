@@ -31,6 +31,16 @@ def test_a_killed_run_goes_on_bit_exact(ranks, tmp_path):
     assert checkpoint.manifest.writers == (0, 1)
 
 
+def test_ranks_that_begin_at_a_named_checkpoint_go_on_from_their_own_saves(ranks, tmp_path):
+    """Killed after step 7 of a run that began at step 4 of another one: the same start goes on at 6, on all ranks."""
+    ranks.checked(f"{CASES}:train", str(tmp_path / "base"), 4)
+    options = {"resume": str(tmp_path / "base" / "step_00000004")}
+    died = ranks.ranks(f"{CASES}:train", str(tmp_path / "run"), 9, crash_at=7, **options)
+    assert [one.status for one in died] == [9, 9], died
+    again = ranks.checked(f"{CASES}:train", str(tmp_path / "run"), 9, **options)
+    assert [one["start"] for one in again] == [6, 6]
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
     """Ranks of uneven speed that never wait for each other: all save at the steps that rank 0 has proposed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from catalog_kit import index_of
@@ -23,6 +24,14 @@ with hf.Checkpointer(sys.argv[1], {"w": torch.zeros(3)}, every=5) as ck:
         if ck.global_step == 7 and rank == int(sys.argv[2]):
             os.kill(os.getpid(), 9)
 """
+
+
+def test_a_run_that_stops_because_a_rank_was_killed_has_not_stopped_in_order(ranks: Any, tmp_path: Path) -> None:
+    """Its history says which rank died: such a life counts as a failure, and its last steps are lost."""
+    ended = ranks.ranks(f"{Path(__file__).with_name('fault_cases.py')}:train_apart", str(tmp_path / "run"))
+    assert [one.status for one in ended] == [1, -9], ended
+    (attempt,) = index_of(LocalStorage(tmp_path / "run")).attempts
+    assert "was not saved: rank 1: its trainer process has died" in (attempt.reason or "")
 
 
 @pytest.mark.long

@@ -100,6 +100,7 @@ def test_only_parameters_and_their_optimizer_state_are_divided():
     other = torch.optim.SGD([lonely, state["model"].wte.weight], lr=torch.tensor(0.1), momentum=0.9)
     lonely.grad = torch.ones(3)
     other.step()
+    other.state["seen"] = torch.ones(3)  # of no parameter: who says that it is the same on all ranks?
     state["other"] = other
     sig, _ = share(state, 0, 2)
     replicated = {sig.names[number] for number in sig.replicated}
@@ -109,7 +110,10 @@ def test_only_parameters_and_their_optimizer_state_are_divided():
     assert replicated == parameters | adam | {"other/state/model/wte.weight/momentum_buffer"}
     rest = set(sig.names) - replicated
     assert {"loose", "model/body.1.running_mean", "other/state/param.0/momentum_buffer"} < rest
+    assert "other/other_state/seen" in rest
     assert any(name.startswith("other/param_groups/0/lr") for name in rest)
+    changed_by_steps = flatten(state).optimized
+    assert ("other/other_state/seen" in changed_by_steps, adam <= changed_by_steps) == (False, True)
 
 
 def test_a_plain_dict_of_weights_is_no_module():

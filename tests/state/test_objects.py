@@ -309,6 +309,73 @@ def test_hooks_after_a_load_run():
     assert seen == [(module[0], [])]
 
 
+class Packed(nn.Linear):
+    """Computes with a copy of its weight."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.pack(self.weight)
+
+    def pack(self, weight):
+        self.packed = weight.detach().clone()
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.packed, self.bias)
+
+
+class PackedByMethod(Packed):
+    """Makes the copy in the method that torch calls for each layer."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, given, prefix, versions, *rest):
+        if versions.get("version", 1) < 2:
+            given[prefix + "weight"] = given[prefix + "weight"] * 2  # what a file of long ago would need
+        super()._load_from_state_dict(given, prefix, versions, *rest)
+        self.pack(self.weight)
+
+
+class PackedByHook(Packed):
+    """Makes the copy in a hook before the load."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda one, given, prefix, *_: one.pack(given[prefix + "weight"]))
+
+
+@pytest.mark.parametrize("kind", [PackedByMethod, PackedByHook])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_make_something_of_what_they_load(kind, device):
+    """They compute with what was loaded, as after ``load_state_dict``; tensors stay the same objects."""
+    state = {"model": nn.Sequential(kind(), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()}
+    with torch.device(device):
+        other = nn.Sequential(kind(), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+    weight, probe = other[0].weight, torch.randn(2, 3)
+    place = memory_uri()
+    hf.save(place, state)
+    hf.load(place, {"model": other})
+    assert_same(other.state_dict(), state["model"].state_dict())
+    assert torch.equal(other[0].packed, state["model"][0].weight)
+    assert torch.equal(other(probe), state["model"](probe))
+    assert other[0].weight is weight
+
+
+def test_a_layer_that_loads_by_itself_beside_names_that_nobody_loads():
+    """A state_dict that names a tensor twice: torch says that nothing loads the second name, and the load is whole."""
+
+    def made():
+        model = nn.Sequential(PackedByMethod(), nn.Linear(3, 2))
+        model._register_state_dict_hook(lambda one, found, *_: found.update({"again": found["1.weight"]}))
+        return model
+
+    model, other = made(), made()
+    place = memory_uri()
+    hf.save(place, {"model": model})
+    hf.load(place, {"model": other})
+    assert_same(other.state_dict(), model.state_dict())
+    assert torch.equal(other[0].packed, model[0].weight)
+
+
 def test_module_on_the_meta_device_is_materialised():
     """A model without memory gets its tensors from the checkpoint."""
     model = net(0)

@@ -343,3 +343,123 @@ def test_a_state_of_another_dtype_is_made_anew(tmp_path):
     (state,) = live["optimizer"].state.values()
     assert state["exp_avg"].dtype == torch.float32
     assert state["exp_avg"].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps, and keeps other things, under keys that are no parameters, as MADGRAD does."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", 0) + 1
+        if self.state["k"] == 1:
+            self.state.update({"mean": torch.zeros(2), "scale": torch.ones(())})
+            self.state["block", 1] = {"rows": [torch.zeros(3)], "left": 0}
+        self.state["mean"] += 1
+        self.state["block", 1]["rows"][0] += 2
+        self.state["scale"] *= 0.5
+        return super().step(closure)
+
+
+def counting(seed=0, steps=0):
+    """Return a network and its optimizer after some steps."""
+    model = net(seed)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, steps=steps)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_under_keys_that_are_no_parameters(steps):
+    """It comes back in a new optimizer as in a used one, whose tensors are filled in place, and training goes on."""
+    state, other = counting(steps=3), counting(seed=1, steps=steps)
+    before = other["optimizer"].state.get("mean")
+    place = memory_uri()
+    hf.save(place, state)
+    hf.load(place, other)
+    assert_same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+    assert (other["optimizer"].state["k"], other["optimizer"].state["mean"].tolist()) == (3, [3, 3])
+    assert other["optimizer"].state["mean"] is before or not steps
+    same_future(*state.values(), *other.values())
+    assert_same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+
+
+def test_other_state_can_be_left_out_and_taken_alone():
+    """It is `other_state` of the optimizer for `only` and `skip`."""
+    place = memory_uri()
+    hf.save(place, counting(steps=3))
+    for options, k, mean in (
+        ({"skip": "optimizer/other_state/k"}, 1, 3),
+        ({"skip": "optimizer/other_state"}, 1, 1),
+        ({"only": "optimizer/other_state"}, 3, 3),
+        ({"only": "optimizer/other_state/mean"}, 1, 3),
+    ):
+        other = counting(seed=1, steps=1)
+        momentum = [kept["momentum_buffer"] for key, kept in other["optimizer"].state.items() if torch.is_tensor(key)]
+        before = [one.clone() for one in momentum]
+        hf.load(place, other, **options)
+        assert (other["optimizer"].state["k"], other["optimizer"].state["mean"][0].item()) == (k, mean), options
+        assert all(map(torch.equal, momentum, before)) == ("only" in options)
+
+
+def test_a_checkpoint_without_other_state_says_that_it_has_none(tmp_path, capsys):
+    """As early versions saved it: the live value stays, and the start of a run tells that it is not the saved one."""
+    state = counting(steps=3)
+    for key in ("k", "mean", "scale", ("block", 1)):
+        del state["optimizer"].state[key]
+    with hf.Checkpointer(tmp_path / "run", state) as ck:
+        ck.step()
+    other = counting(seed=1, steps=1)
+    with hf.Checkpointer(tmp_path / "run", other) as ck:
+        assert ck.global_step == 1
+    assert other["optimizer"].state["k"] == 1
+    assert "optimizer/other_state/k: not in the checkpoint" in capsys.readouterr().err
+
+
+def test_other_state_of_a_state_dict_loads_into_the_optimizer():
+    """What torch's own ``state_dict`` has under keys that are no parameters goes into the live optimizer, too."""
+    state, other = counting(steps=3), counting(seed=1)
+    place = memory_uri()
+    hf.save(place, {name: one.state_dict() for name, one in state.items()})
+    hf.load(place, other)
+    assert_same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+    saved = state["optimizer"].state_dict()
+    hf.save(place, {"optimizer": {**saved, "state": {**saved["state"], 99: {}}}}, overwrite=True)
+    with pytest.raises(hf.StateMismatchError, match="dict in the checkpoint"):
+        hf.load(place, {"optimizer": other["optimizer"]})
+
+
+def test_other_state_that_cannot_be_saved_is_refused():
+    """A module as a key: the save names it, where it was left out without a word."""
+    state = counting(steps=1)
+    state["optimizer"].state[state["model"][0]] = {"factor": torch.ones(2)}
+    with pytest.raises(hf.UnsupportedStateError, match=r"optimizer.*other_state.*Linear as a dict key"):
+        hf.save(memory_uri(), state)
+
+
+@pytest.mark.parametrize(("name", "rename"), [("model", None), ("net", {"model/*": "net/*"})])
+def test_state_of_a_parameter_that_has_another_shape_now(name, rename):
+    """A new head: its old moments would end the first step with torch's size error, so they are refused or left out."""
+
+    def made(width):
+        torch.manual_seed(width)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, width))
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made(2)
+    train(model, optimizer)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    other, again = made(7)
+    state, head = {name: other, "optimizer": again}, [f"{name}/1.*", "model/1.*"]
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, state, skip=head, rename=rename)
+    assert caught.value.problems == tuple(
+        f"wrong: optimizer/state/{name}/1.{which}: its parameter has shape {now} in the state, {was} in the checkpoint"
+        for which, now, was in (("bias", (7,), (2,)), ("weight", (7, 4), (2, 4)))
+    )
+    assert not again.state
+    for options in ({"strict": False}, {"skip": [*head, f"optimizer/state/{name}/1.*"]}):
+        other, again = made(7)
+        hf.load(place, {name: other, "optimizer": again}, rename=rename, **options)
+        assert torch.equal(again.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+        assert not again.state.get(other[1].weight)
+        train(other, again)

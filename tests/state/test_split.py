@@ -205,6 +205,18 @@ def test_len_counts_the_batches_left_for_this_rank() -> None:
         assert len(ResumableBatches(loader, position, seed=7, epoch=0, world_size=world)) == left
 
 
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("length", [48, 43])
+def test_batches_are_counted_in_the_new_layout(make: Make, length: int) -> None:
+    """After other ranks or batch sizes: those that count as done and those that come make the length of the epoch."""
+    _, position = life(make, length, 4, 2, None, stop=2)
+    for world, batch in ((4, 2), (2, 2), (3, 2), (1, 4), (4, 3)):
+        loader = make(length, 0, world, batch, False)
+        options: Any = {"seed": 7, "epoch": 0, "world_size": world, "split": True}
+        rest, whole = ResumableBatches(loader, position, **options), ResumableBatches(loader, None, **options)
+        assert rest.batches + len(list(rest)) == len(whole)
+
+
 # -- who splits
 
 

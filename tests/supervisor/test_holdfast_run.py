@@ -283,6 +283,54 @@ if first: time.sleep(60)
     assert ranks[0][4] == ranks[1][4]
 
 
+REPORTS = """
+import os, sys, time
+from pathlib import Path
+from holdfast.run.life import LifeReport
+here, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
+first = not (here / f"seen-{rank}").exists()
+(here / f"seen-{rank}").touch()
+life = LifeReport.begin(uri=str(here / "run"), attempt=1, rank=int(rank))
+life.trains(0, requeue=75, wait_s=1)
+"""
+
+
+@pytest.mark.slow
+def test_rank_0_may_take_longer_to_leave_than_the_others(tmp_path: Path) -> None:
+    """All have saved and leave, and rank 0 has uploads to finish: it is not killed, and the status is passed on."""
+    script = "if rank == '0': time.sleep(7); (here / 'uploaded').touch()\nsys.exit(75)"
+    status, _, err = finished(REPORTS + script, tmp_path, "--nproc", "2")
+    assert (status, err) == (75, "")
+    assert (tmp_path / "uploaded").exists()
+
+
+@pytest.mark.slow
+def test_a_guard_is_waited_for_that_has_yet_to_say_what_it_found(tmp_path: Path) -> None:
+    """The other ranks have left for it with 86; rank 0 writes to a slow store where the next life goes on from."""
+    script = "if not first: sys.exit(0 if (here / 'said').exists() else 3)\n"
+    script += "if rank == '0': time.sleep(7); (here / 'said').touch()\nlife.end('rolled back'); sys.exit(86)"
+    status, _, err = finished(REPORTS + script, tmp_path, "--nproc", "2")
+    assert status == 0, err
+    assert err.count("rolled back by its guard (exit status 86)") == 1
+
+
+def test_a_rank_that_does_not_leave_with_the_others_is_killed_in_the_end(tmp_path: Path) -> None:
+    """It has as long as a step may take; what the others have said counts, and not our SIGKILL."""
+    script = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit(85)"
+    status, _, err = finished(script, tmp_path, "--nproc", "2", "--hang", "1s")
+    assert (status, err.count("holdfast run:")) == (85, 1), err
+    assert "rank 0 did not end after the others, which have left in order: killed" in err
+
+
+def test_a_launcher_with_a_status_of_its_own_for_a_script_that_stopped_is_not_started_again(tmp_path: Path) -> None:
+    """As torchrun ends with 1 when its ranks, near their deadline, have saved and left with theirs."""
+    (tmp_path / "script.py").write_text(REPORTS + "life.end('stopped')\nsys.exit(75)")
+    inner = f"{sys.executable} {tmp_path}/script.py {tmp_path}; exit 1"
+    command = [sys.executable, "-m", "holdfast", "run", "--", "sh", "-c", inner]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (75, "")
+
+
 def test_one_rank_of_several_is_not_started_again_alone(tmp_path: Path) -> None:
     """Below torchrun its agent starts all ranks again, so the supervisor of a rank passes the death on, and says so."""
     script = STEPS + "advance(); sys.exit(7)"
@@ -334,6 +382,29 @@ def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path:
     events = catalog_of(tmp_path / "run").index.read_history().events
     died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
     assert died == [(1, 2, "killed by SIGKILL")]
+
+
+BEGINS = """
+import os, signal, sys, torch, holdfast as hf
+home, w = sys.argv[1], torch.zeros(4)
+if not os.path.exists(home + "/base"): hf.save(home + "/base", {"w": w}, step=10)
+with hf.Checkpointer(home + "/run", {"w": w}, every=1, resume=home + "/base") as ck:
+    print("begins at", ck.global_step, flush=True)
+    while ck.global_step < 14:
+        w += 1
+        ck.step()
+        if ck.global_step == 12 and ck.attempt == 1:
+            ck.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+print("ends with", w.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_names_where_to_begin_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+    """``resume=PATH`` of another checkpoint: the life after a kill does not begin there again."""
+    status, out, err = finished(BEGINS, tmp_path)
+    assert (status, out) == (0, "begins at 10\nbegins at 12\nends with [4.0, 4.0, 4.0, 4.0]\n"), err
 
 
 def test_a_script_interrupted_by_ctrl_c_ends_as_without_us(tmp_path: Path) -> None:

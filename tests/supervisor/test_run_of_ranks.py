@@ -69,6 +69,28 @@ def test_a_killed_rank_and_a_bad_batch_leave_nothing_behind(tmp_path: Path, kind
     assert any(name in said for name in kept), said
 
 
+DEADLINE = """
+import sys, torch, holdfast
+torch.distributed.init_process_group("gloo")
+with holdfast.Checkpointer(sys.argv[1], {"w": torch.zeros(2)}, deadline="7s") as ck:
+    while True:
+        torch.distributed.barrier()
+        ck.step()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_stop_for_their_deadline_below_torchrun_are_not_started_again(tmp_path: Path) -> None:
+    """They leave with 85 and torchrun ends with 1: the job is to be queued again, and no life makes one more step."""
+    (tmp_path / "script.py").write_text(DEADLINE)
+    command = [sys.executable, "-m", "holdfast", "run", "--", sys.executable, *TORCHRUN]
+    command += [str(tmp_path / "script.py"), str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert done.returncode == 85, done.stderr
+    assert "starting again" not in done.stderr
+
+
 HANGS = """
 import os, sys, time
 from pathlib import Path

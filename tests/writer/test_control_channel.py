@@ -19,6 +19,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.distributed import Joint
 from holdfast.writer.frames import encode
 from holdfast.writer.ranks import link
 from holdfast.writer.ranks import member as member_module
@@ -464,6 +465,58 @@ def test_last_words_are_heard_though_nothing_can_be_sent_any_more(reset: bool) -
         channel.close()
 
 
+def test_a_rank_that_leaves_as_rank_0s_writer_is_killed_is_known_to_have_left() -> None:
+    """It was said to a writer that never read it: the new one hears it again, and the others stop before the rescue."""
+    channel = Channel(2, num_members=1)
+    answers: Any = SimpleNamespace(hold=lambda fd: False)
+    joint = Joint(answers)
+    header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "token": TOKEN}
+    joint.join({**header, "addresses": [channel.address], **channel.times}, (), memoryview(bytearray(BOARD_BYTES)))
+    until(lambda: channel.server.steps.gathered)
+    server, (busy, die, said, over) = channel.server, (threading.Event() for _ in range(4))
+
+    def is_killed() -> None:
+        busy.set()
+        die.wait(LIMIT_S)
+        server._talk = server._farewell = lambda _: None  # a death hears and says nothing
+        server._ending = "killed"
+
+    def rescue() -> None:
+        said.set()
+        over.wait(LIMIT_S)
+
+    leaving = threading.Thread(target=lambda: joint.finish("ValueError: boom", dead=False, rescue=rescue))
+    try:
+        server._soon(is_killed)
+        assert busy.wait(LIMIT_S)
+        leaving.start()
+        assert said.wait(LIMIT_S)
+        member: Any = joint._member
+        until(member._outbox.empty)
+        die.set()
+        server._thread.join(LIMIT_S)
+        channel.server = channel.start_server()
+        assert channel.outcome(0) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+    finally:
+        for event in (die, over):
+            event.set()
+        leaving.join(LIMIT_S)
+        channel.close()
+
+
+def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> None:
+    """It could not be told then: it, too, stops, and does not train on to its next save."""
+    channel = Channel(3, num_members=2)
+    try:
+        channel.members[1].say({"do": "left", "why": "ValueError: boom", "offers": True})
+        until(lambda: channel.boards[0].broken)
+        channel.members.append(channel.start_member(2))
+        assert channel.outcome(2) == {"do": "broken", "why": "rank 1: ValueError: boom"}
+        until(lambda: channel.boards[2].broken)
+    finally:
+        channel.close()
+
+
 @pytest.mark.parametrize("when", ["with a beat", "with an answer"])
 def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(when: str) -> None:
     """Rank 0's writer says how saves ended and why it leaves, and is gone before a member is done with a send."""
@@ -515,28 +568,6 @@ def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(wh
         assert heard.get(timeout=LIMIT_S) == word
     assert board.broken
     member.close("done")
-
-
-def test_who_was_cut_off_when_a_rank_left_hears_of_it_on_coming_back() -> None:
-    """Its trainer would wait at the next agreed step for a rank that never comes."""
-    channel = Channel(3, num_members=1, stale_s=3000.0)
-    standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
-    cut_off, leaver = (Link(shake_hands(channel.address, rank)) for rank in (1, 2))
-    try:
-        for one in (cut_off, leaver):
-            one.send({"do": "hello", "standing": standing})
-        until(lambda: all(one.link is not None for one in channel.server._members))
-        cut_off.close()
-        until(lambda: channel.server._members[1].link is None)
-        leaver.send({"do": "left", "why": "ValueError: boom", "offers": False})
-        broken = {"do": "broken", "why": "rank 2: ValueError: boom"}
-        assert channel.outcome(0) == broken
-        channel.members.append(channel.start_member(1))
-        assert channel.outcome(1) == broken
-        until(lambda: channel.boards[1].broken)
-    finally:
-        channel.close()
-        leaver.close()
 
 
 def test_a_connection_that_was_reset_under_way_is_made_anew() -> None:

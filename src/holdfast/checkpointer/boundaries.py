@@ -35,6 +35,7 @@ _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first measured save
 _MAX_OPEN = 256  # steps in one body before each further one is a boundary: the loop may ask for no more batches
+_SOON = 100  # steps, after which it is said that no interval can come due
 
 
 class StepBoundary:
@@ -78,6 +79,7 @@ class StepBoundary:
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
         self._said_long = False  # that a body had too many of them
+        self._said_saved = False  # that `save_now` has found nothing to do
         self._per_body = 1  # steps in the last body that had any
         self._step_s = 0.0
         self._wanted = False  # a save was asked for; it is made at the boundary
@@ -106,6 +108,14 @@ class StepBoundary:
             step_s: how long the step took.
         """
         self._step_s = step_s
+        if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
+            _LOG.warning(
+                "every=%s never comes due in this loop, which does not count it: epochs are counted by ck.epochs(n) "
+                "and by passes over ck.batches(loader), samples by ck.batches(loader) alone. Take the batches from "
+                "ck.batches(loader), or give steps or a time, as in every='10min'; as it is, only the end of the run "
+                "is saved by itself",
+                intervals,
+            )  # fmt: skip
         if self._progress.in_body and self._num_open < _MAX_OPEN:
             self._open = True
             self._num_open += 1
@@ -292,13 +302,23 @@ class StepBoundary:
 
     def save_now(self, metrics: dict[str, Any]) -> None:
         """Save the current step with these metrics, or bind them to the save that it has."""
-        session, step = self._session, self._progress.step
+        session, progress = self._session, self._progress
+        step = progress.step
         if metrics:
-            self.log.add(step, self._progress.epoch, metrics)
-        if session.saves.last_step != step:
+            self.log.add(step, progress.epoch, metrics)
+        if session.saves.last_step != step or (self._before_step and not metrics):
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
+        elif session.leads and not self._said_saved and not (progress.used_epochs and progress.after_pass):
+            # (The end of the body of an epoch comes again after a resume.)
+            self._said_saved = True
+            _LOG.warning(
+                "step %d is saved already (%s), so ck.save() saves nothing: what the state has become since then is in "
+                "no checkpoint. Make the change before the step is saved (before ck.step(), or in the body over "
+                "ck.batches()), or keep it beside the run: holdfast.save(path, state)",
+                step, session.saves.last_name,
+            )  # fmt: skip
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
@@ -387,7 +407,7 @@ class StepBoundary:
             TrainingError: the run must not go on.
         """
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
-        status = self._options.exit_code if self.pace.stop_asked else GUARD_STATUS
+        status = self._options.exit_code if self.pace.stop_wished else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
         leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"))
 
@@ -458,7 +478,9 @@ class StepBoundary:
 
         def end() -> None:
             why = f"the guard: {self.left_for}" if self.left_for else reason
-            session.end("stopped" if self.pace.stopping else why, details=self._last_details())
+            # Not for a stop that failed: ranks that hear of the death of another one stop, and cannot save.
+            stopped = self._stopped or (self.pace.stopping and self.left_for)
+            session.end("stopped" if stopped else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
         for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):

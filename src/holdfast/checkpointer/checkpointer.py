@@ -63,7 +63,8 @@ class Checkpointer:
         every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
             "auto": as often as loses least, by what saves cost and how often the run fails; see docs/checkpointer.md.
         keep: which checkpoints stay.
-        resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
+        resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint to begin at: started
+            again before it is done, the run goes on from what it has saved since.
         when_busy: when the save before is still being written: "wait" or "skip".
         on_full: when the storage is full, or a remote answers nothing for minutes: "skip" (say so and train on), "wait"
             (up to ``timeout_s``) or "raise".
@@ -260,7 +261,8 @@ class Checkpointer:
             if kind is None and not course.left_for:
                 if not course.pace.stop_asked:
                     self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
-                self._progress.finish()
+                    self._remind_of_source()
+                self._progress.finish(is_saved=session.saves.last_step == self._progress.step)
                 course.watch()
                 course.end()
             elif not self._signals.impatient:
@@ -273,13 +275,30 @@ class Checkpointer:
             limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
-            if course.pace.stop_asked and session.leads and not self._signals.impatient:
-                safe = session.stats.last_durable_step
-                show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
-        if kind is None and course.pace.stop_asked:
-            raise SystemExit(self.options.exit_code)
+        exit_code = self.options.exit_code
+        if course.pace.stop_asked and session.leads and not self._signals.impatient:
+            is_ours = kind is None or (isinstance(error, SystemExit) and error.code == exit_code)
+            left_by = "" if is_ours or kind is None else kind.__name__
+            safe = session.stats.last_durable_step
+            show_stop(
+                self._signals.received, safe, self.storage, exit_code, left_by=left_by,
+                anew=self.options.resume == "never",
+            )  # fmt: skip
+        if kind is None and (course.pace.stop_asked or (course.left_for and course.pace.stop_wished)):
+            raise SystemExit(exit_code)
         if kind is None and course.left_for:
             raise RolledBack
+
+    def _remind_of_source(self) -> None:
+        """Say why a run that began at the end of another one has trained nothing."""
+        progress = self._progress
+        if self._begun_elsewhere and not progress.num_steps:
+            _LOG.warning(
+                "nothing was trained: the checkpoint that resume= names is at step %d, epoch %d, and these count here. "
+                "Ask for more: ck.epochs(%d) for one more epoch. To take weights alone and count from 0, leave resume= "
+                "out and call holdfast.load(path, {'model': model}, only='model') before",
+                progress.step, progress.epoch, progress.epoch + 1,
+            )  # fmt: skip
 
     def _reason(self, session: RunSession, error: BaseException) -> str:
         """Say why the body was left: a rank that is gone before the error that this is to the others."""
@@ -508,6 +527,7 @@ class Checkpointer:
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
+        self._begun_elsewhere = session.leads and started.is_named and not started.is_own
         if self._watcher is not None:
             progress.ledger.tell = self._watcher.mismatched
         place = self.storage.local_root
@@ -553,7 +573,7 @@ class Checkpointer:
             return None
         watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step, before=started.before)
         manifest = None if started.checkpoint is None else started.checkpoint.manifest
-        if manifest is not None and started.is_own and isinstance(self.options.resume, str):
+        if manifest is not None and started.is_own and not started.is_named:
             watch.begin(manifest.metrics, progress.place)
         return watch
 

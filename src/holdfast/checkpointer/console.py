@@ -65,7 +65,9 @@ def show_interval(news: str) -> None:
     ResumeBlock(headline=news).show()
 
 
-def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -> None:
+def show_stop(
+    signal: str | None, step: int, storage: Storage, exit_code: int, *, left_by: str = "", anew: bool = False
+) -> None:
     """Print, on stderr, how a run ended that was asked to stop, and how to go on.
 
     Args:
@@ -73,12 +75,20 @@ def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -
         step: newest step that is safe, -1 if there is none.
         storage: where the run is.
         exit_code: exit status of the process.
+        left_by: what the body raised instead of stopping; the status is another one then.
+        anew: the same command begins at step 0 again.
     """
+    why = signal or "the deadline"
     safe = f"step {step} is saved in {storage.uri}" if step >= 0 else f"there was nothing to save in {storage.uri}"
-    ResumeBlock(
-        headline=f"stopped by {signal or 'the deadline'}: {safe}; the same command goes on from there "
-        f"(exit status {exit_code})"
-    ).show()
+    headline = f"stopped by {why}: {safe}; the same command goes on from there (exit status {exit_code})"
+    if anew:
+        headline = (
+            f"stopped by {why}: {safe}; with resume='never' the same command begins anew, without it it goes on from "
+            f"there (exit status {exit_code})"
+        )
+    if left_by:
+        headline = f"{why} asked to stop, but {left_by} left the body first: {safe}; the exit status is not {exit_code}"
+    ResumeBlock(headline=headline).show()
 
 
 def show_rollback(step: int, found: str, storage: Storage, exit_code: int) -> None:

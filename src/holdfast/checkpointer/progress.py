@@ -139,7 +139,9 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         positions = dict(self._positions)
-        positions.update((name, self._position(name)) for name in self._live)
+        # All of a loader without a step is no position: an evaluation, under the name of the loader for training even.
+        counted = [name for name, batches in self._live.items() if self._is_trained(name) or not batches.done]
+        positions.update((name, self._position(name)) for name in counted)
         ledger = self.ledger.state_dict(positions)
         if self._world_size > 1:
             positions = {name: with_ranks_apart(position) for name, position in positions.items()}
@@ -228,8 +230,36 @@ class Progress:
 
     # -- passes over loaders; `Batches` calls these in this order
 
-    def turn_over(self, name: str, *, at_end: Callable[[int], None]) -> None:
-        """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`."""
+    def is_open(self, name: str, batches: ResumableBatches) -> bool:
+        """Tell whether this is the pass over ``name`` that counts: its epoch goes on, and no other loop took it up."""
+        return self._live.get(name) is batches
+
+    def take_up(self, name: str, batches: ResumableBatches, loader: Any) -> None:
+        """Let a loop go on where another loop over the same pass is.
+
+        Raises:
+            ConfigError: the pass has ended with its epoch, or the other loop is over another loader.
+        """
+        if batches.epoch != self.epoch:
+            raise ConfigError(
+                f"the pass over {name!r} ended with epoch {batches.epoch}, after {batches.batches} batches: the passes "
+                "over all loaders end with an epoch, which is one of ck.epochs(), or ends where another loader is gone "
+                "through anew. Begin them together: `for epoch in ck.epochs(n):`, and in it a loop over "
+                f"ck.batches(loader, name={name!r}), or a new iter() of it"
+            )
+        live = self._live.get(name)
+        if live is not None and not live.has_data_of(loader):
+            raise ConfigError(
+                f"another loader was gone through under the name {name!r} in the middle of a pass, after "
+                f"{batches.batches} batches: a loader for evaluation needs no ck.batches(); a second one for training "
+                "gets a name, ck.batches(other, name='other')"
+            )
+
+    def turn_over(self, name: str, loader: Any, *, at_end: Callable[[int], None]) -> None:
+        """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`.
+
+        A pass without a step that is followed by one over other data was no epoch: it was an evaluation.
+        """
         before = self._live.get(name)
         if before is None or not before.done:
             return
@@ -239,10 +269,24 @@ class Progress:
                 "ck.epochs() each loader is gone through once, under a name of its own (ck.batches(other, "
                 "name='other')); a validation loader needs no ck.batches()"
             )
+        if not self._is_trained(name) and not before.has_data_of(loader):
+            known: tuple[dict[str, Any], ...] = (self._live, self._drawn, self._trained, self._marks, self._draws)
+            for of_passes in known:
+                del of_passes[name]
+            self._remind(
+                "ck.batches() gave all of a loader, nothing was trained on it, and another loader takes its turn under "
+                f"the name {name!r}: it counts as no epoch. A loader for evaluation needs no ck.batches(); a second "
+                "one for training gets a name, ck.batches(other, name='other')"
+            )
+            return
         # A plain `for epoch in range(n)` loop: another pass over the loader is another epoch.
         self._next_epoch()
         self._remind_of_epochs()
         at_end(self.epoch)
+
+    def _is_trained(self, name: str) -> bool:
+        """Tell whether a batch of the pass over ``name`` was trained, in this life or before."""
+        return self._trained[name][1] > 0
 
     def open(self, loader: Any, name: str, *, split: bool | tuple[int, int] = True, ahead: int = 0) -> ResumableBatches:
         """Return the rest of the current epoch of ``loader``, to be iterated.
@@ -262,17 +306,13 @@ class Progress:
         if self._seed is None:
             # Kept with the run from now on.
             self._seed = self.own_seed() if self.first_seed is None and self._world_size == 1 else self.first_seed or 0
-        batches = ResumableBatches(
-            loader,
-            position,
-            seed=self._seed,
-            epoch=self.epoch,
-            seed_samples=self._seed_samples,
-            rank=self._rank,
-            world_size=self._world_size,
-            split=split,
-            mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
-        )
+        batches = before if before is not None and before.goes_on(loader) else None
+        if batches is None:
+            batches = ResumableBatches(
+                loader, position, seed=self._seed, epoch=self.epoch, seed_samples=self._seed_samples,
+                rank=self._rank, world_size=self._world_size, split=split, is_reopened=before is not None,
+                mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
+            )  # fmt: skip
         if ahead and batches.kind == "stateful":
             raise ConfigError(
                 f"ahead={ahead}: a {type(loader).__name__} keeps its own position, which cannot go back to a batch "
@@ -372,9 +412,22 @@ class Progress:
             )
         )  # fmt: skip
 
-    def finish(self) -> None:
-        """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn."""
-        if not self.used_epochs and self._live and all(batches.done for batches in self._live.values()):
+    def finish(self, *, is_saved: bool) -> None:
+        """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn.
+
+        Args:
+            is_saved: this step has a checkpoint; else one is made now, and loaders with a state are asked for it now.
+        """
+        for name, batches in self._live.items():
+            left = self._drawn[name] - self._trained[name][1]
+            if batches.kind == "stateful" and left and self.step and not (batches.done or is_saved):
+                self._remind(
+                    f"the loop was left with {left} batch(es) of {name!r} drawn and not trained, and the loader keeps "
+                    "its own position, which cannot go back: a resume leaves them out. Ask whether to stop (`if "
+                    "ck.global_step >= n: break`, ck.should_stop) behind ck.step(), not after the next batch was drawn"
+                )
+        is_over = all(batches.done for batches in self._live.values()) and any(map(self._is_trained, self._live))
+        if not self.used_epochs and is_over:
             self._next_epoch()
 
     def close(self) -> None:
@@ -481,7 +534,8 @@ class Batches:
     """The batches of the current epoch of one loader, from the position of the last trained step on.
 
     ``len()`` is the number of batches of the whole epoch, also after a resume in the middle of it. One object may be
-    iterated in every epoch: ``iter()`` goes on with a pass that was left, and begins a new one after its end.
+    iterated in every epoch: ``iter()`` goes on with a pass that was left, and begins a new one after its end, or after
+    that of its epoch.
 
     Args:
         progress: knows the position.
@@ -507,26 +561,36 @@ class Batches:
         self._progress, self._loader, self._name = progress, loader, name
         self._split, self._ahead = split, ahead
         self._ask, self._epoch_done = ask, epoch_done
+        self._pass: ResumableBatches | None = None
         self._drawn: Iterator[Any] | None = None
         self._ended = False
+        self._length: tuple[int, int] | None = None  # an epoch, and the number of its batches
 
     def __len__(self) -> int:
-        return self._progress.length(self._loader, split=self._split)
+        epoch = self._progress.epoch
+        if self._length is None or self._length[0] != epoch:  # bodies ask at every batch
+            self._length = epoch, self._progress.length(self._loader, split=self._split)
+        return self._length[1]
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ended:
-            self._drawn, self._ended = None, False
+        if self._ended or (self._pass is not None and not self._progress.is_open(self._name, self._pass)):
+            self._drawn, self._pass, self._ended = None, None, False
         return self
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        progress, name = self._progress, self._name
+        progress, name, known = self._progress, self._name, self._pass
+        if known is not None and not progress.is_open(name, known):
+            self._ask()  # raises if the run has ended
+            progress.take_up(name, known, self._loader)
+            self._drawn = self._pass = None
         if self._drawn is None:
-            progress.turn_over(name, at_end=self._epoch_done)
+            progress.turn_over(name, self._loader, at_end=self._epoch_done)
         self._ask()
         if self._drawn is None:
-            self._drawn = iter(progress.open(self._loader, name, split=self._split, ahead=self._ahead))
+            self._pass = progress.open(self._loader, name, split=self._split, ahead=self._ahead)
+            self._drawn = iter(self._pass)
         try:
             batch = next(self._drawn)
             while progress.leaves_out(name):

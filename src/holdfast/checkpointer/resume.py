@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
-from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    HoldfastError,
+    IncompleteCheckpointError,
+)
 from holdfast.run.candidates import newest_good
 from holdfast.storage.base import Storage
+from holdfast.writer.messages import RunOpened
 
 from .console import load_bar
 from .options import Fit
@@ -22,9 +30,17 @@ if TYPE_CHECKING:
     from holdfast.state.load.put_back import PutBack
     from holdfast.state.load.restore import Loaded
 
-__all__ = ["Fit", "ResumeResult", "first_good", "resume_run"]
+__all__ = ["BEGAN", "Fit", "ResumeResult", "beginning", "first_good", "resume_run", "saved_since"]
+
+BEGAN = "began"
+"""Name of the note of a run that began at a checkpoint that ``resume=`` named.
+
+Its values: ``uri``, what was named; ``id`` of the checkpoint that was taken there; ``attempt``, the life that did so:
+what it and later ones have saved follows from there. ``{}``: the run goes on from something else.
+"""
 
 Quarantine = Callable[..., object]
+_LOG = get_logger("checkpointer")
 
 
 @dataclass(slots=True)
@@ -37,6 +53,7 @@ class ResumeResult:
         skipped: (name, reason) of newer checkpoints that were set aside now.
         lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
         put_back: what became of its plain values; None before they are put back.
+        is_named: it is the one that ``resume=`` names.
     """
 
     checkpoint: Checkpoint | None = None
@@ -44,6 +61,7 @@ class ResumeResult:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     lacks_progress: bool = False
     put_back: PutBack | None = None
+    is_named: bool = False
 
 
 def resume_run(
@@ -57,6 +75,7 @@ def resume_run(
     meeting: Meeting | None = None,
     sides: Callable[[str], Sequence[Storage]] | None = None,
     fit: Fit = Fit(),  # noqa: B008 - frozen
+    since: Sequence[str] = (),
 ) -> ResumeResult:
     """Load what ``mode`` asks for into ``state``.
 
@@ -70,6 +89,8 @@ def resume_run(
         meeting: of the ranks, which all load the same; a candidate that is bad for one rank is bad for all.
         sides: the storages in which a candidate is complete, in the order to try them; default: ``storage`` alone.
         fit: how the checkpoint has to fit the state.
+        since: what the run has saved since it began at the checkpoint that ``mode`` names, see `saved_since`: the first
+            good one of these goes before it.
 
     Raises:
         CheckpointNotFoundError: "must" (or an explicit checkpoint) and there is none.
@@ -77,7 +98,8 @@ def resume_run(
         StateMismatchError: the checkpoint does not fit the state.
     """
     meeting = meeting or Alone()
-    if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
+    is_named = isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never")
+    if is_named and not since:
         return _explicit(mode, state, meeting, fit)
     if mode == "never":
         return ResumeResult()
@@ -87,22 +109,82 @@ def resume_run(
         home = checkpoint.storage.child(checkpoint.directory)
         return _try(home, state, meeting, outcome, fit)
 
-    outcome.checkpoint = first_good(
-        storage,
-        candidates=candidates,
-        quarantined=quarantined,
-        quarantine=quarantine,
-        meeting=meeting,
-        attempt=attempt,
-        what_else="name one with resume=<path>, or start afresh with resume='never'",
-        sides=sides,
-        skipped=outcome.skipped,
-    )
+    try:
+        outcome.checkpoint = first_good(
+            storage,
+            candidates=since if is_named else candidates,
+            quarantined=quarantined,
+            quarantine=quarantine,
+            meeting=meeting,
+            attempt=attempt,
+            what_else="name one with resume=<path>, or start afresh with resume='never'",
+            sides=sides,
+            skipped=outcome.skipped,
+        )
+    except CorruptCheckpointError:
+        if not is_named:
+            raise
+        if meeting.rank == 0:
+            _LOG.warning("nothing that the run has saved since it began at %s is good: it begins there again", mode)
+        return _explicit(mode, state, meeting, fit)
     if outcome.checkpoint is None and mode == "must":
         raise CheckpointNotFoundError(
             f"resume='must', but there is no checkpoint under {storage.uri}: check the path, or use resume='auto'"
         )
     return outcome
+
+
+def saved_since(named: Checkpoint, opened: RunOpened, candidates: Sequence[str], meeting: Meeting) -> list[str]:
+    """Return what a run has saved since it began at the checkpoint that ``resume=`` names; nothing once it is done.
+
+    The command that began a run there is the one that is started again when it was stopped or killed.
+
+    Args:
+        named: the checkpoint, or the run of which the newest was taken.
+        opened: the run.
+        candidates: names of its checkpoints, in the order to try them.
+        meeting: of the ranks; rank 0 looks at what is named.
+    """
+    began, finished = _began(opened), opened.finished or {}
+    if not began or finished.get("attempt", 0) >= began["attempt"]:
+        return []
+    attempts = {row[0]: row[1] for row in opened.records}
+    since = [name for name in candidates if attempts[name] >= began["attempt"]]
+    return since if since and meeting.agree("begun", lambda: meeting.rank == 0 and _is_there(named, began)) else []
+
+
+def beginning(
+    outcome: ResumeResult, named: str | Checkpoint, opened: RunOpened, *, checkpoint_id: str | None, is_own: bool
+) -> dict[str, Any]:
+    """Return the note `BEGAN` for a run that goes on from ``outcome``.
+
+    Args:
+        outcome: what it goes on from.
+        named: what ``resume=`` says.
+        opened: the run.
+        checkpoint_id: of what it goes on from.
+        is_own: that belongs to the run.
+    """
+    taken = outcome.checkpoint
+    if outcome.is_named and isinstance(named, Checkpoint) and not (is_own and taken != named):  # the run itself: "auto"
+        return {"uri": named.uri, "id": checkpoint_id, "attempt": opened.attempt}
+    began, attempts = _began(opened), {row[0]: row[1] for row in opened.records}
+    follows = is_own and taken is not None and attempts.get(taken.name, 0) >= began.get("attempt", 0)
+    return began if follows else {}
+
+
+def _began(opened: RunOpened) -> dict[str, Any]:
+    note = opened.notes.get(BEGAN)
+    return note if isinstance(note, dict) and type(note.get("attempt")) is int else {}
+
+
+def _is_there(named: Checkpoint, began: Mapping[str, Any]) -> bool:
+    """Tell whether a run began at this checkpoint."""
+    try:
+        manifest = named.manifest
+    except HoldfastError:  # a run; or it is gone or away, and nothing says that another one has taken its place
+        manifest = None
+    return bool(named.uri == began.get("uri") if manifest is None else manifest.checkpoint_id == began.get("id"))
 
 
 def first_good(
@@ -217,7 +299,7 @@ def _explicit(
     # A checkpoint of `holdfast.save` has none of the run's own entries: the run starts, and the block lists them.
     own = (RESERVED, f"{RESERVED}/*")
     home = checkpoint.storage.child(checkpoint.directory)
-    outcome = ResumeResult(checkpoint)
+    outcome = ResumeResult(checkpoint, is_named=True)
 
     def load() -> None:
         outcome.loaded = _load(home, state, meeting, fit, lacks=own)

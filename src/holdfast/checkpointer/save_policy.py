@@ -44,7 +44,7 @@ __all__ = [
 Call = Literal["save", "stop", "settle", "rollback", "keep"] | None
 _LOOK_S = 0.0005
 PRIOR_S = 4 * 3600.0
-"""Assumed time between failures until the first of them."""
+"""Most time between failures that is assumed until the first of them."""
 FIRST_S = 10.0
 """After which a run saves first, to learn what that costs."""
 MOST_S = 1800.0
@@ -73,6 +73,7 @@ class Schedule:
         self._epochs = [int(interval.value) for interval in intervals if interval.unit == "ep"]
         self._seconds = min((interval.value for interval in intervals if interval.unit == "sec"), default=None)
         self._since = now  # the last save, or the start
+        self._intervals = tuple(intervals)
         self.next_time = float("inf") if self._seconds is None else now + self._seconds
         self.auto_s: float | None = None
         self.next_step: float = float("inf")
@@ -87,6 +88,18 @@ class Schedule:
     def counts_samples(self) -> bool:
         """True when an interval is given in samples."""
         return bool(self._samples)
+
+    def never_due(self, *, epochs: bool, samples: bool) -> str:
+        """Name the intervals if none of them can ever come due; "" if one can.
+
+        Args:
+            epochs: something counts epochs.
+            samples: something counts samples.
+        """
+        counted = {"ep": epochs, "sp": samples}
+        if self.auto_s is not None or any(counted.get(interval.unit, True) for interval in self._intervals):
+            return ""
+        return ", ".join(repr(str(interval)) for interval in self._intervals)
 
     def start(self, *, step: int, samples: int) -> None:
         """Set the next multiples after a resume (or at 0)."""
@@ -173,6 +186,11 @@ class SavePolicy:
     @property
     def stop_asked(self) -> bool:
         """Whether the run is to end as after a signal."""
+        return self.stop_wished
+
+    @property
+    def stop_wished(self) -> bool:
+        """Whether this process was asked to stop, whatever the other ranks know of it."""
         return self.stopping or self._signals.received is not None
 
     def stop_details(self) -> dict[str, str]:
@@ -217,6 +235,13 @@ class SavePolicy:
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
         return self._schedule.epoch_due(epochs_done)
+
+    @property
+    def never_due(self) -> str:
+        """The intervals of saves, if none of them can come due in this loop, which does not count them; else ""."""
+        progress = self._progress
+        has_passes = progress.num_passes > 0
+        return self._schedule.never_due(epochs=progress.used_epochs or has_passes, samples=has_passes)
 
     def saved(self) -> None:
         """Count a save that was started, or left out by policy."""
@@ -445,24 +470,29 @@ class AutoInterval:
             # Lives that end before their first save would never learn: each failure halves the time until then.
             # A snapshot is one copy of memory: the first one comes at once.
             return max(_SOONEST_S, FIRST_S * 0.5**self._failures) if self._what == "save" else _SOONEST_S
+        return self._best_s(self._between_failures_s(now))
+
+    def _best_s(self, between_failures_s: float) -> float:
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        seconds = best_interval_s(cost_s, self._between_failures_s(now), durable_s=durable_s)
+        seconds = best_interval_s(cost_s, between_failures_s, durable_s=durable_s)
         return seconds if self._what == "save" else min(MOST_S, seconds)
 
     def news(self, now: float) -> str | None:
         """Return a line for people when an interval first applies, and when it has moved by a third; else None."""
         if not self._costs:
             return None
-        seconds = self.seconds(now)
+        between_s = self._between_failures_s(now)
+        seconds = self._best_s(between_s if self._failures else PRIOR_S)
         if self._said is not None and self._said / _MOVED < seconds < self._said * _MOVED:
             return None
         self._said = seconds
-        cost = format_duration(statistics.median(cost_s for cost_s, _ in self._costs))
-        failures = f"a failure every {format_duration(self._between_failures_s(now))}"
-        that = " that no snapshot covers" if self._lives.failures else ""
-        assumed = "" if self._failures else f", assumed until there is one{that}"
-        what = self._what
-        return f"{what}s every {format_duration(seconds)} from now on: a {what} costs {cost}, {failures}{assumed}"
+        what, applies = self._what, f"{self._what}s every {format_duration(self._best_s(between_s))}"
+        cost = f"a {what} costs {format_duration(statistics.median(cost_s for cost_s, _ in self._costs))}"
+        if self._failures:
+            return f"{applies} from now on: {cost}, a failure every {format_duration(between_s)}"
+        without = " without a snapshot" if self._lives.failures else ""
+        last = f"every {format_duration(seconds)} in the end"
+        return f"{applies} now, ever more rarely while nothing fails{without} ({last}): {cost}"
 
     @property
     def _failures(self) -> int:
@@ -470,5 +500,8 @@ class AutoInterval:
 
     def _between_failures_s(self, now: float) -> float:
         # One failure says more than a guess: what is wrong with it moves the interval by its root, and that is bounded.
-        # Until there were three, runs that failed every 30 s were useful for 0.39 of their time.
-        return (self._lives.seconds + now - self._begun) / self._failures if self._failures else PRIOR_S
+        # Until there were three, runs that failed every 30 s were useful for 0.39 of their time. Without any, what has
+        # lived for so long lives as long again: what fails young, as most new scripts do, loses little. With four hours
+        # assumed from the start, a run that was killed after a minute had saved once, at its beginning.
+        lived_s = self._lives.seconds + now - self._begun
+        return lived_s / self._failures if self._failures else min(PRIOR_S, 2 * lived_s)

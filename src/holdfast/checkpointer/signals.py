@@ -35,6 +35,8 @@ _INSTALLED: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 class StopSignals:
     """Catches SIGTERM, SIGUSR1 and SIGINT between `install` and `remove`; earlier handlers are called too.
 
+    What an earlier handler raises (most often it exits) is said and goes no further: the run stops once it has saved.
+
     A rank of torchrun also gets a signal when its agent dies (Linux), which is a request to stop like any other:
     without it the rank would train on for ever, unnoticed.
 
@@ -107,11 +109,18 @@ class StopSignals:
             self.received = name
             self._tell(_STOPS)
             again = "; once more to stop at once" if number == signal.SIGINT else ""
-            # The same signal may have ended the reader of our standard error (`| tee log`): no reason not to save.
-            with contextlib.suppress(OSError):
-                os.write(2, f"holdfast: {name}: saving at the next step, then stopping{again}\n".encode())
+            _say(f"{name}: saving at the next step, then stopping{again}")
         if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+            try:
+                before(number, frame)
+            except BaseException as error:
+                if isinstance(getattr(before, "__self__", None), StopSignals):
+                    raise  # of a run around this one: a second Ctrl-C
+                # A handler that exits would leave the body here, before the step is saved.
+                _say(
+                    f"{name}: the handler that was set before raises {type(error).__name__}, which is left aside: the "
+                    "step is saved first, and the exit status is that of the run"
+                )
 
     def _tell(self, word: int) -> None:
         if self._word is not None:
@@ -216,6 +225,13 @@ def _pass_on(number: int, handler: Any, frame: FrameType | None) -> None:
     elif handler != signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _say(text: str) -> None:
+    """Print a line from within a handler: nothing that takes a lock may be used there."""
+    # The same signal may have ended the reader of our standard error (`| tee log`): no reason not to save.
+    with contextlib.suppress(OSError):
+        os.write(2, f"holdfast: {text}\n".encode())
 
 
 def _settable(handler: Any) -> Any:

@@ -36,7 +36,7 @@ from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
 from .rendezvous import Meeting, same_for_all
-from .resume import Fit, ResumeResult, is_within, resume_run
+from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
 from .save_policy import FIRST_S
 
@@ -76,6 +76,7 @@ class StartedRun:
         has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
         is_own: the checkpoint is one of this run.
+        is_named: the checkpoint is the one that ``resume=`` names.
         rollbacks: what the run remembers of bad steps.
         before: step and name of the sound checkpoint of this run before the one that was resumed.
     """
@@ -84,6 +85,7 @@ class StartedRun:
     has_generators: bool
     finished_epochs: int | None
     is_own: bool
+    is_named: bool = False
     rollbacks: Sequence[Rollback] = ()
     before: tuple[int, str] | None = None
 
@@ -121,6 +123,7 @@ def start_run(
     progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
+    began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
     resumed = None
     if outcome.checkpoint is not None:
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
@@ -145,6 +148,8 @@ def start_run(
             session.ask("protect", names=[earlier[1]])  # before uploads of lives before, and what they push out, go on
         if resumed is not None:
             session.ask("resumed", **resumed)
+        if session.opened.notes.get(BEGAN, {}) != began:
+            session.ask("note", key=BEGAN, value=began)
         if session.opened.notes.get(WATCHED) != (watched := _watched(options)):
             session.ask("note", key=WATCHED, value=watched)
         room = _check_storages(session, needs, live, options, probes)
@@ -168,7 +173,8 @@ def start_run(
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(
-        outcome.checkpoint, has_generators, finished, is_own=mine, rollbacks=rollbacks, before=earlier,
+        outcome.checkpoint, has_generators, finished, is_own=mine, is_named=outcome.is_named, rollbacks=rollbacks,
+        before=earlier,
     )  # fmt: skip
 
 
@@ -271,17 +277,22 @@ def _resume(
     candidates: Sequence[str], unsound: Mapping[str, str],
 ) -> ResumeResult:  # fmt: skip
     """Load the checkpoint to go on from, and put plain values back into the mapping that the user gave."""
-    quarantined = session.opened.quarantined
+    bad, named = {**session.opened.quarantined, **unsound}, options.resume
+    since: Sequence[str] = ()
+    if isinstance(named, Checkpoint):
+        usable = [name for name in candidates if name not in bad]
+        since = saved_since(named, session.opened, usable, session.meeting)
     outcome = resume_run(
         session.root,
         live,
-        options.resume,
+        named,
         candidates=candidates,
-        quarantined={**quarantined, **unsound},
+        quarantined=bad,
         quarantine=session.quarantine,
         meeting=session.meeting,
         sides=lambda name: _sides(name, session),
         fit=fit,
+        since=since,
     )
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
@@ -525,11 +536,25 @@ def _start_block(
         )
         block.restored = outcome.loaded.restored
         block.not_restored = [*outcome.loaded.not_restored]
+        manifest = outcome.loaded.manifest
+        if outcome.is_named:
+            is_ours = manifest is not None and manifest.run_id == opened.run_id
+            order = (manifest.attempt, manifest.step or 0) if manifest is not None and is_ours else (-1, -1)
+            if num_newer := sum((row[1], row[2]) > order for row in opened.records):
+                notes.append(
+                    f"resume= names where to begin: {num_newer} checkpoint(s) of this run are not used, and "
+                    "resume='auto' goes on from them"
+                )
+                notes.extend(_not_used(opened, options))
+        elif isinstance(options.resume, Checkpoint):
+            notes.append(
+                f"resume={options.resume.uri!r} is not used again: this run began there and has got further by itself. "
+                "To begin there once more, use another directory"
+            )
         if outcome.put_back is not None:
             block.put_back = outcome.put_back.restored
             block.not_restored += outcome.put_back.lost
         notes.extend((*outcome.loaded.notes, *progress.notes()))
-        manifest = outcome.loaded.manifest
         if manifest is not None and (why := manifest.extra.get("rescued")):
             notes.append(f"its writer has rescued it: {why}")
         if progress.batch:
@@ -537,7 +562,7 @@ def _start_block(
                 f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
                 "from there, enumerate() counts from 0"
             )
-    skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
+    skipped = {**opened.quarantined, **dict(outcome.skipped)} if not outcome.is_named else {}
     for name, reason in skipped.items():
         notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
     if opened.copies:
@@ -574,12 +599,7 @@ def _start_block(
 
 def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: CheckpointerOptions) -> str:
     if opened.records:
-        notes.append(f"the newest one not used is {opened.records[0][0]}")
-        if rules_of(options.keep):
-            notes.append(
-                "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
-                "Pin them, or use another directory, to keep them"
-            )
+        notes.extend(_not_used(opened, options))
         if options.resume != "never":
             return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} may hold a bad step"
         return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
@@ -590,3 +610,14 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
     if strangers := sorted(found.others.keys() - found.guests.keys()):
         notes.append(f"not of this run, so not picked (name one with resume=): {listed(strangers)}")
     return f"fresh start: no checkpoint under {storage.uri}"
+
+
+def _not_used(opened: RunOpened, options: CheckpointerOptions) -> list[str]:
+    """Say what becomes of the checkpoints of a run that a start does not go on from."""
+    found = [f"the newest one not used is {opened.records[0][0]}"]
+    if rules_of(options.keep):
+        found.append(
+            "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
+            "Pin them, or use another directory, to keep them"
+        )
+    return found

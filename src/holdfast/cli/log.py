@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from holdfast._outgoing import strict
 from holdfast.errors import ConfigError, UnknownMetricError
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER, read_rings
@@ -24,7 +25,7 @@ from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, complete_metric, reach, run_at, span_option
-from .terminal import console, fits, number, print_json, printable, strict, table
+from .terminal import console, fits, number, print_json, printable, table
 
 __all__ = ["log"]
 

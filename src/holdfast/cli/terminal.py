@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import textwrap
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._outgoing import brief, masked, on_one_line
+from holdfast._outgoing import brief, masked, on_one_line, strict
 from holdfast.storage.local.ops import translate
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ __all__ = [
     "print_json",
     "printable",
     "replace_file",
-    "strict",
     "table",
 ]
 
@@ -43,9 +41,7 @@ Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
-_LONG_BITS = 14_000  # Python writes no more than 4 300 digits
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
-_AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 
 
 def console() -> Console:
@@ -153,21 +149,6 @@ def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document, indented unless it is very long."""
     is_long = any(isinstance(value, list) and len(value) > _LONG for value in document.values())
     click.echo(json.dumps(strict(document), indent=None if is_long else 2, allow_nan=False, default=str))
-
-
-def strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their names, and numbers of thousands of digits by their hex."""
-    if type(value) in _AS_THEY_ARE:
-        if type(value) is int and value.bit_length() > _LONG_BITS:
-            return hex(value)
-        return masked(value) if type(value) is str and "://" in value else value
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): strict(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [strict(inner) for inner in value]
-    return value
 
 
 def printable(value: Any) -> Any:

@@ -13,12 +13,13 @@ from typing import Any, cast
 
 import click
 
+from holdfast._outgoing import strict
 from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
 from .targets import PATH, span_option
-from .terminal import printable, strict
+from .terminal import printable
 
 __all__ = ["watch"]
 

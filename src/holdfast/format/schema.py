@@ -81,6 +81,7 @@ def check_object(kind: str, state: Any) -> None:
         good = isinstance(states, Mapping) and isinstance(groups, list)
         good = good and all(isinstance(entry, Mapping) for entry in (*states.values(), *groups))  # type: ignore[union-attr, misc]
         good = good and all(type(key) is str for key in states)  # type: ignore[union-attr]
+        good = good and isinstance(mapping.get("other_state", {}), Mapping)
         if not good or not all(_are_names(group.get("params")) for group in groups or ()):
             raise ValueError("the state of an optimizer is no mapping of states and parameter groups by name")
 

@@ -177,7 +177,7 @@ def _build(optimizer: Any, home: Any) -> None:
 
 
 class Position:
-    """Where `model.fit` is.
+    """Where `model.fit` is, which trains ``per_call`` batches in a call of its train function.
 
     Attributes:
         epoch: number of the epoch to go on with.
@@ -187,7 +187,8 @@ class Position:
         logs: running metrics of the epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_call: int) -> None:
+        self._per_call = per_call
         self.epoch, self.batch, self.stopped = 0, 0, False
         self.logs: dict[str, Any] = {}
         self.begin: dict[str, Any] = capture()
@@ -207,11 +208,20 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain data; generators are those of each rank."""
         fields = {"epoch": self.epoch, "batch": self.batch, "stopped": self.stopped, "logs": self.logs}
-        return {**fields, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
+        return {**fields, "per_call": self._per_call, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
-        self.epoch, self.batch, self.stopped = int(state["epoch"]), int(state["batch"]), bool(state["stopped"])
+        """Take over what was saved.
+
+        Raises:
+            StateMismatchError: no call ends at this batch any more.
+        """
+        self.epoch, self.stopped = int(state["epoch"]), bool(state["stopped"])
+        batches = int(state["batch"]) * int(state.get("per_call", self._per_call))  # older checkpoints lack it
+        self.batch, rest = divmod(batches, self._per_call)
+        if rest:
+            what = f"the checkpoint lies {batches} batches into epoch {self.epoch + 1}, where no call of "
+            raise StateMismatchError(f"{what}{self._per_call} batches ends: compile(steps_per_execution=...) as before")
         self.logs, self.begin = dict(state["logs"]), _of_rank(state["begin"])
         if "seeds" in state:
             set_seeds(_of_rank(state["seeds"]))
@@ -335,7 +345,7 @@ class FitRun:
 
     def __init__(self, model: Callable[[], Any], counters: Counters, arguments: Mapping[str, Any]) -> None:
         self._model, self._counters = model, counters
-        self._position = Position()
+        self._position = Position(int(model().steps_per_execution))
         self._metrics = Variables("metrics", lambda: model().metrics_variables, later=True)
         self._skip: _Skip | None = None
         self._fresh = True  # nothing was trained since the resume

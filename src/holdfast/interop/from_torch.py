@@ -161,6 +161,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     if not all(isinstance(kept, Mapping) for kept in states.values()):
         return None
     return {
+        **optimizer,
         "state": {prefix + name_of[key]: kept for key, kept in states.items()},
         "param_groups": [{**group, "params": [prefix + name_of[key] for key in group["params"]]} for group in groups],
     }

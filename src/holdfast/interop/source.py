@@ -22,6 +22,7 @@ from holdfast.state.load.stored import open_stored
 from holdfast.state.load.targets import box_of
 from holdfast.state.save.torch_file import MARK, to_plain
 from holdfast.state.tree import arrays
+from holdfast.state.tree.optimizers import OTHER_STATE
 from holdfast.state.tree.values import ObjectNode, PerRankNode, TensorRef
 from holdfast.storage.base import FileReader, Storage
 
@@ -192,7 +193,9 @@ class OpenedCheckpoint:
 def _positions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Number the parameters of an optimizer in the order of its groups."""
     names = [name for group in state["param_groups"] for name in group["params"]]
-    return _renamed(state, {name: at for at, name in enumerate(names)})
+    found = _renamed(state, {name: at for at, name in enumerate(names)})
+    others = found.pop(OTHER_STATE, {})
+    return {**found, "state": {**others, **found["state"]}}
 
 
 def _short_names(state: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
@@ -204,6 +207,7 @@ def _short_names(state: Mapping[str, Any], modules: list[str]) -> dict[str, Any]
 
 def _renamed(state: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {
+        **state,
         "state": {new[name]: kept for name, kept in state["state"].items()},
         "param_groups": [
             {**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast._ranks import rank_list
 from holdfast._units import format_duration
 from holdfast.errors import HoldfastError
 from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, REQUEUE_STATUS, RunReport, read_reports
@@ -134,16 +135,19 @@ class Supervisor:
         try:
             hang = self._watch(processes, folder)
         finally:
+            ended = dict(processes.statuses)  # by themselves: that others end now says nothing
             processes.end()
         if spare is not None and spare.has_refused():  # it was still importing when it was to begin: no life was lost
             self._look_at(spare)
             shutil.rmtree(folder, ignore_errors=True)
             return None if self._stopping is None else self._stopped_between()
-        reports = read_reports(folder)
-        self._requeue = next((report.requeue for report in reports if report.requeue >= 0), self._requeue)
-        failed = [status for _, status in sorted(processes.statuses.items()) if status != 0]
+        reports = self._read(folder)
+        statuses = ended if any(ended.values()) else processes.statuses
+        failed = [status for _, status in sorted(statuses.items()) if status != 0]
         worst = min(failed, key=lambda status: (status == self._requeue, status == -signal.SIGKILL), default=0)
         if hang is None and (status := self._last_status(worst, reports)) is not None:
+            if killed := processes.statuses.keys() - ended:
+                _say(f"{rank_list(killed)} did not end after the others, which have left in order: killed")
             return status
         death = self._death(number, time.monotonic() - began, worst, reports, folder, hang)
         self._deaths.append(death)
@@ -167,14 +171,15 @@ class Supervisor:
         others_until = float("inf")
         while not processes.poll():
             self._take_signals(processes)
-            now = time.monotonic()
-            if processes.statuses and others_until == float("inf") and any(processes.statuses.values()):
-                others_until = now + _OTHERS_S
-            if now >= others_until:
-                if self._stopping is None:
-                    return None
+            now, reports = time.monotonic(), self._read(folder)
+            if self._stopping is not None:
                 others_until = float("inf")  # ranks that save before they stop take the time they need
-            if self._stopping is None and (why := self._hang(read_reports(folder), now)) is not None:
+            elif any(processes.statuses.values()):
+                others_until = min(others_until, now + self._others_s(processes.statuses, reports))
+            if now >= others_until:
+                return None
+            running = [report for report in reports if report.rank not in processes.statuses]
+            if self._stopping is None and (why := self._hang(running, now)) is not None:
                 _say(f"{why}: this is a hang. The Python stacks of all threads:")
                 stacks = processes.stacks() or "(no Python process of this life has registered to write them)\n"
                 sys.stderr.write(stacks)
@@ -191,6 +196,23 @@ class Supervisor:
                 self._take_signals(processes, rest)
                 self._sleep(0.1)
         return None
+
+    def _read(self, folder: Path) -> list[RunReport]:
+        """Return what the processes of a life have reported; the requeue status is among it."""
+        reports = read_reports(folder)
+        self._requeue = next((report.requeue for report in reports if report.requeue >= 0), self._requeue)
+        return reports
+
+    def _others_s(self, statuses: Mapping[int, int], reports: Sequence[RunReport]) -> float:
+        """Return how long the other ranks may take where these have ended, not all of them with 0.
+
+        After a death they wait for the dead one. Where ranks have left in order the others leave, too, and rank 0 may
+        have uploads to finish: as long as a step may take, and a save that holds it.
+        """
+        left = {report.rank for report in reports if report.stopped or report.rolled_back}
+        if any(status not in (0, self._requeue) and rank not in left for rank, status in statuses.items()):
+            return _OTHERS_S
+        return (self._hang_s or _HANG_S) + max((report.wait_s for report in reports), default=0.0)
 
     def _get_ready(self, folder: Path) -> None:
         """Start a spare interpreter once this life has made a step: its imports would slow the start and that step."""
@@ -240,7 +262,9 @@ class Supervisor:
         if worst == self._requeue:
             return worst
         if self._stopping is None:
-            return None
+            # A launcher (torchrun) has its own status for ranks that were told to stop, or whose deadline was near.
+            last = {report.pid: report for report in reports}.values()
+            return self._requeue if worst > 0 and last and all(report.stopped for report in last) else None
         has_stopped = any(report.stopped or report.rolled_back for report in reports)
         if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or has_stopped):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own

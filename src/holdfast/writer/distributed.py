@@ -121,7 +121,8 @@ class Joint:
         self._staged: StagedParts | None = None
         self._lost: str | None = None
         self._broken = ""  # which rank left first, and why
-        self._newest = -1  # on rank 0: the newest step that is committed
+        self._newest = -1  # on rank 0: the newest committed step that a start goes on from
+        self._left: Message | None = None  # that our trainer has ended
         self._offered: Message | None = None  # what our trainer has left
         self._chosen: str | None = None  # of what was offered
 
@@ -281,7 +282,8 @@ class Joint:
             return
         if dead:
             why = f"its trainer process has died{how_it_ended(self._trainer)}"
-        self._say({"do": "left", "why": why, "offers": rescue is not None})
+        self._left = {"do": "left", "why": why, "offers": rescue is not None}
+        self._say(self._left)
         if rescue is not None:
             rescue()
         until = time.monotonic() + self._timeout_s + _MARGIN_S
@@ -356,7 +358,7 @@ class Joint:
                     messages.append(pending.report)
             messages += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
             messages += [{"do": "want", "kind": kind} for kind in self._wants]
-            messages += [] if self._offered is None else [self._offered]
+            messages += [one for one in (self._left, self._offered) if one is not None]
             messages += [{"do": "ask", "about": about} for about in self._asked]
         return messages
 
@@ -450,7 +452,8 @@ class Joint:
                 server.tell({"do": "clear", "save": save, "directory": pending.job.directory})
         else:
             pending.committed = result.manifest
-            self._newest = max(self._newest, pending.manifest.get("step") or -1)
+            if pending.job.may_be_resumed:
+                self._newest = max(self._newest, pending.manifest.get("step") or -1)
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:

@@ -226,6 +226,11 @@ class SaveJob(WireValue):
     joint: bool = False
     container: Container = DIRECTORY
 
+    @property
+    def may_be_resumed(self) -> bool:
+        """Whether a start of the open run may go on from it, which weights alone do not allow."""
+        return self.run and self.manifest.get("extra", {}).get("content") != "weights"
+
 
 def is_incoming(path: str) -> bool:
     """Tell whether the path of a reported directory is one in the storage of the run, not of this machine."""

@@ -410,7 +410,7 @@ class WriterLoop:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
             else:
-                if job.run and job.manifest.get("extra", {}).get("content") != "weights":  # else no start goes on there
+                if job.may_be_resumed:
                     self._committed_step = max(self._committed_step, job.manifest["step"])
                 self.say_done(call, result.to_json(), (result.manifest,))
 

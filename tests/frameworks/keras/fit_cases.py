@@ -31,10 +31,21 @@ def stack(units: int = 8) -> list[Any]:
     return [keras.layers.Input((6,)), dense, keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), last]
 
 
-def make(units: int = 8, *, drop: bool = True) -> Any:
+class Several(keras.Sequential):
+    """Trains several batches in a call, as other backends do; that of torch in Keras 3.15 leaves it to the user."""
+
+    def make_train_function(self, force: bool = False) -> None:
+        def call(batches: Any) -> Any:
+            return [self.train_step(batch) for batch in batches][-1]
+
+        self.train_function = call
+
+
+def make(units: int = 8, *, drop: bool = True, per_call: int = 1) -> Any:
     keras.utils.set_random_seed(3)
-    model = keras.Sequential([layer for layer in stack(units) if drop or "Dropout" not in type(layer).__name__])
-    model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    kind = Several if per_call > 1 else keras.Sequential
+    model = kind([layer for layer in stack(units) if drop or "Dropout" not in type(layer).__name__])
+    model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], steps_per_execution=per_call)
     return model
 
 
@@ -101,9 +112,10 @@ def fit(
     units: int = 8,
     keep: dict[str, Any] | None = None,
     patience: int | None = None,
+    per_call: int = 1,
 ) -> dict[str, Any]:
     """Train, perhaps up to a signal; tell what came of it."""
-    model = make(units)
+    model = make(units, per_call=per_call)
     counting = []
     if patience is not None:  # Keras turns the sign of min_delta round: no improvement is that large, any other way all
         counting = [keras.callbacks.EarlyStopping("loss", patience=patience, baseline=1.0, min_delta=1000.0)]
@@ -263,6 +275,7 @@ def refusals(run: str) -> list[str]:
     for act in (
         lambda: fit(run, units=9, epochs=4),
         lambda: HoldfastCallback(run, every="1tok"),
+        lambda: HoldfastCallback(run, every=["1ep", "1000sp"]),
         lambda: HoldfastCallback(run, callbacks=[3]),
         lambda: ReportCallback(every_n_epochs=1, every_n_steps=1),
         lambda: ReportCallback(every_n_steps=0),
@@ -276,14 +289,15 @@ def refusals(run: str) -> list[str]:
 
 
 def reported(
-    root: str, *, epochs: int, fails_at: int | None, workers: int = 1, storage: str | None = None, **options: Any
-) -> dict[str, Any]:
+    root: str, *, epochs: int, fails_at: int | None, workers: int = 1, storage: str | None = None, batch_size: int = 8,
+    per_call: int = 1, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """`fit` on workers of the function trainer."""
 
     def train(config: dict[str, Any]) -> None:
         checkpoint = hf.get_checkpoint()
         if checkpoint is None:
-            model, first = make(drop=False), 0  # .keras has no generators
+            model, first = make(drop=False, per_call=per_call), 0  # .keras has no generators
         else:
             model, first = load_model(checkpoint), int(checkpoint.metrics["epoch"]) + 1
         x, y = arrays()
@@ -294,7 +308,7 @@ def reported(
                     os.kill(os.getpid(), signal.SIGKILL)
 
         model.fit(
-            x, y, batch_size=8, epochs=config["epochs"], initial_epoch=first, verbose=0, shuffle=False,
+            x, y, batch_size=batch_size, epochs=config["epochs"], initial_epoch=first, verbose=0, shuffle=False,
             callbacks=[ReportCallback(**config["options"]), Fail()],
         )  # fmt: skip
         with open(f"{root}-{hf.get_context().get_world_rank()}", "w") as file:
@@ -319,7 +333,7 @@ def reported(
         trained = file.read()
     return {
         "digest": trained,
-        "stored": digest(load_model(stored)),
+        "stored": digest(load_model(stored, custom_objects={"Several": Several})),
         "attempts": len(result.attempts),
         "epochs": list(result.metrics_dataframe["epoch"]),
         "steps": list(result.metrics_dataframe["step"]),

@@ -54,6 +54,22 @@ def test_other_data(server: ForkServer, tmp_path: Path, data: str) -> None:
     assert again["digest"] == alone["digest"]
 
 
+def test_several_batches_in_a_call(server: ForkServer, tmp_path: Path) -> None:
+    """`every` and `Keep` count batches, however many Keras trains in a call; so does the place in the epoch."""
+    whole = server.run(f"{CASES}fit", str(tmp_path / "whole"), data="dataset", every=4, per_call=2).checked()
+    assert [step for step, _ in whole["kept"]] == [2, 4, 6]
+    run = str(tmp_path / "run")
+    assert server.run(f"{CASES}fit", run, data="dataset", every=2, stop=7).status == -signal.SIGKILL
+    keep = {"every": "4ba", "last": 1}
+    again = server.run(f"{CASES}fit", run, data="dataset", every=3, keep=keep, per_call=2).checked()
+    assert (again["from"], again["digest"]) == (6, whole["digest"])
+    assert [step for step, _ in again["kept"]][:3] == [2, 4, 6]
+    other = str(tmp_path / "other")
+    assert server.run(f"{CASES}fit", other, data="dataset", every=3, stop=4).status == -signal.SIGKILL
+    refused = server.run(f"{CASES}fit", other, data="dataset", per_call=2)
+    assert "the checkpoint lies 3 batches into epoch 1, where no call of 2 batches ends" in refused.error
+
+
 def test_remote_and_best(server: ForkServer, whole: dict[str, Any]) -> None:
     """In a bucket: killed, resumed, and the best by val_loss is kept beside the newest."""
     run = f"s3://{BUCKET}/keras/run"
@@ -129,10 +145,11 @@ def test_weights_and_refusals(server: ForkServer, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     server.run(f"{CASES}fit", run, epochs=1).checked()
     assert server.run(f"{CASES}weights_elsewhere", run).checked()
-    mismatch, every, callbacks, both, zero, outside = server.run(f"{CASES}refusals", run).checked()
+    mismatch, every, samples, callbacks, both, zero, outside = server.run(f"{CASES}refusals", run).checked()
     assert mismatch.startswith("StateMismatchError")
     assert "kernel: (6, 8) stored, (6, 9) in the model" in mismatch
     assert every.startswith("ConfigError")
+    assert "give batches, epochs or a time" in samples
     assert "EarlyStopping" in callbacks
     assert "give one of them" in both
     assert "give one of them" in zero
@@ -158,6 +175,14 @@ def test_report_by_steps(server: ForkServer, tmp_path: Path) -> None:
     ).checked()
     assert found["steps"] == [4, 5, 8, 10]
     assert found["files"] == ["manifest.json", "model.keras"]
+
+
+def test_report_by_steps_of_several_in_a_call(server: ForkServer, tmp_path: Path) -> None:
+    """A checkpoint for each four batches, of which Keras trains two in a call; and the metrics of each epoch."""
+    found = server.run(
+        f"{CASES}reported", str(tmp_path / "a"), epochs=2, fails_at=None, batch_size=10, per_call=2, every_n_steps=4
+    ).checked()
+    assert found["steps"] == [4, 4, 8, 8]
 
 
 def test_plain_files(tmp_path: Path) -> None:

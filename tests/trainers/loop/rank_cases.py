@@ -74,17 +74,17 @@ def train(folder: str, *, crash_at: int | None = None, suffix: str = "", **optio
 class KillAt(Callback):
     """Kills ranks where they would begin a batch, after so many in all."""
 
-    def __init__(self, ranks: dict[str, int]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: dict[str, int], how: int = signal.SIGKILL) -> None:
+        self.ranks, self.how = ranks, how
 
     def batch_start(self, state: Any, logger: Any) -> None:
         if self.ranks.get(str(state.ranks.rank)) == int(state.timestamp.batch):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.how)
 
 
 def guarded(
     folder: str, bad: int | None = None, without: int | None = None, kill_at: dict[str, int] | None = None,
-    **options: Any,
+    kill_how: int = signal.SIGKILL, weights: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train an epoch of 20 batches under a guard: a sample of one of them is nan, or all of its samples are not there.
 
@@ -93,6 +93,8 @@ def guarded(
         bad: number of the batch with that sample.
         without: number of the batch that a twin never had.
         kill_at: ranks that are killed after so many batches.
+        kill_how: by which signal.
+        weights: how often weights alone are saved beside the rest.
         **options: of the trainer.
     """
     x = torch.randn(240, 4, generator=torch.Generator().manual_seed(7))
@@ -102,9 +104,13 @@ def guarded(
     if without is not None:
         x, y = (torch.cat([one[: 12 * without], one[12 * without + 12 :]]) for one in (x, y))
     data = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    callbacks: list[Callback] = [KillAt(kill_at or {}, kill_how)]
+    if weights is not None:
+        saver = CheckpointSaver(folder, "w{batch}", None, None, save_interval=weights, weights_only=True)
+        callbacks.append(saver)
     options = {
         "train_dataloader": data, "max_duration": "1ep", "save_interval": "3ba", "autoresume": True,
-        "save_num_checkpoints_to_keep": 1, "guard": hf.Guard(), "seed": 3, "callbacks": KillAt(kill_at or {}),
+        "save_num_checkpoints_to_keep": 1, "guard": hf.Guard(), "seed": 3, "callbacks": callbacks,
         **options,
     }  # fmt: skip
     trainer = plain(folder, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from loop_kit import Crash, CrashAt, loader, plain
 import holdfast as hf
 from holdfast.callbacks import Callback, EarlyStopper
 from holdfast.core import DataSpec, Evaluator, Event, Time
+from holdfast.trainers.loop.training import save_policy
 
 
 class Events(Callback):
@@ -214,3 +217,25 @@ def test_early_stops_in_batches() -> None:
     trainer = plain(None, train_metrics={"zeros": Zeros()}, callbacks=stop, max_duration="2ep")
     trainer.fit()
     assert int(trainer.state.timestamp.batch) == 5  # the first look is the best one; 4 after it are more than 3
+
+
+def test_the_clock_goes_on_over_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A duration in time counts what is done between two epochs, too; what lies between two trainings it does not."""
+    now = 0.0
+
+    class Takes(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            nonlocal now
+            now += 1.0
+
+        def eval_start(self, state: Any, logger: Any) -> None:
+            nonlocal now
+            now += 3600.0
+
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+    monkeypatch.setattr(save_policy, "time", clock)
+    trainer = plain(None, callbacks=[Takes(), CrashAt(20)], eval_dataloader=loader(6), max_duration="2h")
+    trainer.fit()
+    assert (int(trainer.state.timestamp.batch), trainer.state.timestamp.total_wct.total_seconds()) == (13, 7213.0)
+    trainer.fit("1ba")
+    assert trainer.state.timestamp.total_wct.total_seconds() == 7214.0

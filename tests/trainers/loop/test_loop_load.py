@@ -39,6 +39,32 @@ def test_load_path_resumes(saved: Path, tmp_path: Path) -> None:
         assert_state_equal(again.state.model, whole.state.model)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps under a key that is no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_optimizer_state_of_no_parameter(tmp_path: Path, suffix: str) -> None:
+    """It is in a directory as in a file, and a resumed training counts on."""
+
+    def made(duration: str) -> hf.Trainer:
+        model = torch.nn.Linear(4, 3)
+        return plain(
+            tmp_path, model=model, optimizers=Counting(model.parameters(), lr=0.1), max_duration=duration,
+            save_filename="ep{epoch}" + suffix, autoresume=True,
+        )  # fmt: skip
+
+    for number in (1, 2):
+        trainer = made(f"{number}ep")
+        trainer.fit()
+        trainer.close()
+        assert trainer.state.optimizers[0].state["k"] == number * 6
+
+
 def test_own_objects_are_respected(saved: Path) -> None:
     """An optimizer of another class, or a model of another shape, is an error before anything changes."""
     model = torch.nn.Linear(4, 3)

@@ -159,6 +159,22 @@ def test_early_stopping(tmp_path: Path) -> None:
         EarlyStopping("loss", comp="sideways")
 
 
+@pytest.mark.parametrize("interval", ["1ep", "12ba"])
+def test_patience_in_epochs_is_the_same_for_every_save_interval(tmp_path: Path, interval: str) -> None:
+    """An evaluation may come before the end of its epoch, for a save of its last batch: it is that of the epoch."""
+
+    class Second(Callback):
+        def eval_end(self, state: Any, logger: Any) -> None:
+            state.eval_metric_values["eval"]["loss"] = torch.tensor(float(int(state.timestamp.batch) != 12))
+
+    trainer = plain(
+        tmp_path, callbacks=[Second(), EarlyStopping("loss", patience="1ep")], eval_dataloader=loader(6),
+        max_duration="9ep", save_interval=interval,
+    )  # fmt: skip
+    trainer.fit()
+    assert trainer.state.timestamp.epoch == Time("4ep")
+
+
 def test_early_stopping_without_data(caplog: pytest.LogCaptureFixture) -> None:
     """It would look at an evaluation that there is none of: that is said when training begins."""
     plain(None, callbacks=EarlyStopping("loss", dataloader_label="valid"), max_duration="1ba").fit()
@@ -377,3 +393,14 @@ def test_json_lines_are_written_with_each_save(tmp_path: Path) -> None:
     assert seen == [0, 0, 2]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
     trainer.close()
+
+
+def test_rows_are_json(tmp_path: Path) -> None:
+    """A loss that is not finite is written as any parser of JSON takes it; a metric called "step" hides no step."""
+    path = tmp_path / "rows.jsonl"
+    with plain(None, loggers=JSONLLogger(path)) as trainer:
+        rates = [1.0, float("inf")]
+        trainer.logger.log_metrics({"loss": torch.tensor(float("nan")), "rates": rates, "step": 7, "time": "noon"}, 3)
+    row = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert isinstance(row.pop("time"), float)
+    assert row == {"step": 3, "loss": "NaN", "rates": [1.0, "Infinity"], "metrics/step": 7, "metrics/time": "noon"}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -76,6 +77,17 @@ def test_killed_ranks_lose_no_batch_that_all_had_kept(ranks: Any, tmp_path: Path
     assert not any("rescued" in hf.Checkpoint(path.parent).manifest.extra for path in run.glob("*-ba20/manifest.json"))
 
 
+def test_weights_saved_later_stop_no_rescue(ranks: Any, tmp_path: Path) -> None:
+    """A snapshot of batch 3, weights of batch 4, all killed after 5: batch 3 is saved, for no start goes on from 4."""
+    run = tmp_path / "run"
+    options = {"rescue": "3ba", "weights": "4ba", "save_interval": "1ep", "guard": None}
+    ended = ranks.ranks(f"{CASES}guarded", str(run), kill_at={"0": 5, "1": 5}, **options)
+    assert [one.status for one in ended] == [-9, -9]
+    assert wait_until(lambda: index_of(run).attempts[-1].ended is not None)
+    assert hf.Checkpoint(run / "w4").verify().ok
+    assert "trainer process has died" in hf.Checkpoint(run / "ep0-ba3").manifest.extra["rescued"]
+
+
 @pytest.mark.parametrize("bad", [9, pytest.param(19, marks=slow), pytest.param(0, marks=slow)])
 def test_all_ranks_go_back_and_leave_out_the_same_batch(ranks: Any, tmp_path: Path, bad: int) -> None:
     """A bad sample of one rank: both end with 86, twice, and then as ranks that never had that batch."""
@@ -88,6 +100,16 @@ def test_all_ranks_go_back_and_leave_out_the_same_batch(ranks: Any, tmp_path: Pa
         assert "rolled back" not in ended[1].output
     end = ranks.checked(f"{CASES}guarded", run, bad)
     assert end == ranks.checked(f"{CASES}guarded", str(tmp_path / "twin"), None, bad, guard=None)
+
+
+@slow
+def test_a_signal_in_a_bad_batch_ends_all_ranks_with_the_requeue_status(ranks: Any, tmp_path: Path) -> None:
+    """SIGTERM to all, as of a scheduler, which queues the job again for 85; the next start goes back all the same."""
+    run, both = str(tmp_path / "run"), {"0": 10, "1": 10}  # where the bad batch has been seen
+    ended = ranks.ranks(f"{CASES}guarded", run, 9, kill_at=both, kill_how=int(signal.SIGTERM))
+    assert [one.status for one in ended] == [85, 85], [one.error or one.output for one in ended]
+    ended = ranks.ranks(f"{CASES}guarded", run, 9)
+    assert "left out from now on" in ended[0].output
 
 
 @slow

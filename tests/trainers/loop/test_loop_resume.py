@@ -10,7 +10,7 @@ import torch
 from loop_kit import Crash, Seen, everything, loader, names, plain, rich
 
 import holdfast as hf
-from holdfast.callbacks import Callback
+from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.testing import assert_state_equal
 
 
@@ -121,3 +121,46 @@ def test_max_duration_counts_from_the_beginning(tmp_path: Path, capsys: pytest.C
     assert int(more.state.timestamp.batch) == 18
     more.fit("2ba")
     assert int(more.state.timestamp.batch) == 20
+
+
+class Evaluations(Callback):
+    """Counts evaluations, as one does that steps a scheduler at each; with ``dies`` it ends training after an epoch."""
+
+    def __init__(self, *, dies: bool = False) -> None:
+        self.dies, self.batches = dies, list[int]()
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        self.batches.append(int(state.timestamp.batch))
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        if self.dies:
+            raise Crash
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": list(self.batches)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_an_evaluation_is_done_once(tmp_path: Path, suffix: str) -> None:
+    """Saved after the last batch of an epoch, with its evaluation: the next life has that, and what came of it."""
+
+    def make(folder: str, watch: Evaluations) -> hf.Trainer:
+        ends = CheckpointSaver(tmp_path / folder / "ends", "ep{epoch}", save_interval="1ep", weights_only=True)
+        return plain(
+            tmp_path / folder, save_interval="3ba", save_filename="b{batch}" + suffix, callbacks=[watch, ends],
+            eval_dataloader=loader(9, shuffle=False), autoresume=True,
+        )  # fmt: skip
+
+    whole = make("whole", Evaluations())
+    whole.fit()
+    with pytest.raises(Crash):
+        make("twin", Evaluations(dies=True)).fit()
+    with make("twin", watch := Evaluations()) as again:
+        assert (int(again.state.timestamp.batch), int(again.state.timestamp.epoch)) == (6, 0)
+        loss = float(again.state.eval_metric_values["eval"]["loss"])
+        again.fit()
+    assert watch.batches == [6, 12] == whole.state.callbacks[0].batches
+    assert hf.Checkpoint(tmp_path / "twin" / "ends" / "ep1").metrics["eval"] == {"loss": loss}

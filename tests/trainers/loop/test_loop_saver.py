@@ -196,6 +196,16 @@ def test_keep_by_metric(tmp_path: Path) -> None:
         assert hf.Checkpoint(folder / best).metrics["eval"]["loss"] == pytest.approx(losses.found[best])
 
 
+def test_a_metric_that_no_checkpoint_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Under the name that it is logged by nothing ranks: it is said once, with the names there are."""
+    keep = hf.Keep(best=1, metric="metrics/eval/loss", mode="min")
+    saver = CheckpointSaver(tmp_path, "ep{epoch}", keep=keep)
+    plain(None, callbacks=saver, eval_dataloader=loader(8), max_duration="3ep").fit()
+    assert names(tmp_path) == ["ep3"]
+    assert caplog.text.count("no checkpoint of") == 1
+    assert "they have: eval/loss, loss" in caplog.text
+
+
 @pytest.mark.parametrize(
     "filename", ["ep{epoch}-ba{batch}", "ba{batch}.pt", "ep{epoch}/ba{batch}", "deep/ba{batch}.pt", "same", "same.pt"]
 )

@@ -80,6 +80,26 @@ def test_a_schedule_goes_on(tmp_path: Path) -> None:
     assert late.rates[:3] == [0, 1, 2]
 
 
+class Used(Rates):
+    """Notes the rate that each batch is trained with."""
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        super().batch_end(state, logger)
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("every_batch", [True, False])
+def test_an_optimizer_that_is_not_loaded_has_the_rate_of_the_moment(tmp_path: Path, every_batch: bool) -> None:
+    """From its first batch on, not from the first step of the schedule on."""
+    options: dict[str, Any] = {"schedule": optim.ExponentialScheduler(0.5), "step_schedulers_every_batch": every_batch}
+    make(tmp_path, rates=(whole := Used()), **options).fit()
+    left_out = {"load_path": tmp_path / "ep1-ba6", "load_ignore_keys": ["state/optimizers"]}
+    make(None, rates=(late := Used()), **left_out, **options).fit()
+    assert late.rates == pytest.approx(whole.rates[6:])
+
+
 def test_by_epochs_and_several_optimizers() -> None:
     """They step after each epoch if asked to, and for every optimizer."""
     rates, model = Rates(), torch.nn.Linear(4, 3)

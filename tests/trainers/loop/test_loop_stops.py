@@ -9,17 +9,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_kit import everything, names, rich
+from loop_kit import everything, loader, names, plain, rich
 
 import holdfast as hf
-from holdfast.callbacks import Callback
-from holdfast.core import State
+from holdfast.callbacks import Callback, CheckpointSaver
+from holdfast.core import Event, State
+from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
 from holdfast.trainers.loop.saving.folder import FileLeases
@@ -78,6 +80,102 @@ def test_sigterm(tmp_path: Path, event: str, batch: int, saved: int) -> None:
     again.fit()
     assert_state_equal(everything(again), everything(whole))
     assert again.state.eval_metric_values == values
+
+
+class Count(Callback):
+    """Counts events by name."""
+
+    def __init__(self) -> None:
+        self.seen = Counter[str]()
+
+    def run_event(self, event, state, logger) -> None:  # type: ignore[no-untyped-def]
+        self.seen[event.name] += 1
+
+
+def left_with_85(trainer: hf.Trainer) -> None:
+    """Train until a signal ends that."""
+    with pytest.raises(SystemExit) as left:
+        trainer.fit()
+    assert left.value.code == 85
+    trainer.close()
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path: Path, suffix: str) -> None:
+    """Saved by a signal within the evaluation of its epoch: the next life completes it, here and among the uploads.
+
+    It is the best one, so it has to stay.
+    """
+
+    def make(*callbacks: Callback) -> hf.Trainer:
+        def score(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+            return {1: 0.5, 2: 0.75, 3: 0.25, 4: 0.125}[int(trainer.state.timestamp.epoch)]
+
+        keep = hf.Keep(best=1, metric="eval/score", mode="max")
+        saver = CheckpointSaver(tmp_path / "runs", "ep{epoch}" + suffix, save_interval="1ep", keep=keep)
+        trainer = plain(
+            None, callbacks=[saver, *callbacks], eval_dataloader=loader(9, shuffle=False),
+            eval_metrics={"score": score}, loggers=RemoteUploaderDownloader(str(tmp_path / "bucket")), run_name="r",
+            max_duration="4ep", autoresume=True,
+        )  # fmt: skip
+        return trainer
+
+    left_with_85(make(Term("eval_batch_start", 12)))
+    assert names(tmp_path / "runs") == [f"ep1{suffix}", f"ep2{suffix}"]
+    with make() as again:
+        assert int(again.state.timestamp.batch) == 12
+        again.fit()
+    assert names(tmp_path / "runs") == [f"ep2{suffix}", f"ep4{suffix}"]
+    if not suffix:
+        for folder in ("runs", "bucket/r/checkpoints"):
+            best = hf.Checkpoint(tmp_path / folder / "ep2")
+            assert best.metrics["eval"]["score"] == 0.75
+            assert "loss" in best.metrics
+            assert best.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("interval", ["1ep", lambda state, event: False])
+def test_a_training_that_was_left_in_its_last_evaluation_ends_once(
+    tmp_path: Path, interval: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next start evaluates and ends it, also where no save is due; the start after that has nothing to do."""
+    options: dict[str, Any] = {
+        "eval_dataloader": loader(9, shuffle=False), "save_filename": "ep{epoch}", "save_interval": interval,
+        "autoresume": True,
+    }  # fmt: skip
+    left_with_85(plain(tmp_path, callbacks=Term("eval_batch_start", 12), **options))
+    seen = []
+    for _ in range(2):
+        with plain(tmp_path, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            seen.append([trainer.state.callbacks[0].seen[event] for event in ("EVAL_END", "FIT_END")])
+    assert seen == [[1, 1], [0, 0]]
+    assert "nothing to do" in caplog.text
+    assert "loss" in hf.Checkpoint(tmp_path / "ep2").metrics["eval"]
+
+
+@pytest.mark.parametrize(
+    ("event", "duration", "suffix"),
+    [("eval_batch_start", "2ep", ""), ("epoch_checkpoint", "2ep", ".pt"), ("batch_checkpoint", "12ba", "")],
+)
+def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str, suffix: str) -> None:
+    """In an evaluation at the end too: it ends with 85, and the next life does what was left of the end, once."""
+    options: dict[str, Any] = {
+        "eval_dataloader": loader(9, shuffle=False), "eval_interval": lambda state, event: event is Event.FIT_END,
+        "save_interval": "12ba", "save_filename": "ep{epoch}-ba{batch}" + suffix, "max_duration": duration,
+        "autoresume": True,
+    }  # fmt: skip
+    left_with_85(plain(tmp_path, callbacks=Term(event, 12), **options))
+    seen = []
+    for _ in range(2):
+        with plain(tmp_path, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            found = trainer.state.callbacks[0].seen
+            seen.append([found[name] for name in ("BATCH_START", "EPOCH_END", "EVAL_END", "FIT_END")])
+    assert seen == [[0, int(event == "batch_checkpoint"), 1, 1], [0, 0, 0, 0]]
+    assert int(trainer.state.timestamp.epoch) == 2
+    assert names(tmp_path) == [f"ep1-ba12{suffix}"]
+    assert suffix or hf.Checkpoint(tmp_path / "ep1-ba12").verify(deep=True).ok
 
 
 SCRIPT = """

@@ -71,6 +71,7 @@ class ResumableBatches:
         remarks: log warnings about this loader; False for a loader of which only the length is needed.
         mismatch: called with a text where a sampler does not give the order again in which the epoch was begun, or a
             loader counts otherwise; it may raise. None: the text is logged.
+        is_reopened: the position is that of a pass of this process: its batches are numbered on, whatever their size.
 
     Raises:
         ConfigError: the loader cannot be split, or its position cannot be read.
@@ -97,6 +98,7 @@ class ResumableBatches:
         split: bool | tuple[int, int] = False,
         remarks: bool = True,
         mismatch: Callable[[str], None] | None = None,
+        is_reopened: bool = False,
     ) -> None:
         # Not a bound method: in a cycle the loader's workers would be left to the garbage collector, which takes the
         # feeder threads of their queues first, and torch then waits 5 s for each of them.
@@ -107,6 +109,7 @@ class ResumableBatches:
         self._seed_samples = seed_samples
         self._rank = rank
         self._world_size = world_size
+        self._is_reopened = is_reopened
         self._samples = self._batches = 0
         self._indices = 0
         self._prefixes: dict[int, int] = {}  # digest of the indices up to a number of samples, of the last batches
@@ -114,6 +117,7 @@ class ResumableBatches:
         self._done = False
         self._inner: Any = None
         self._live: Any = None  # the loader while its state is that of this epoch
+        self._iterator: Any = None  # of a loader without a state, while a loop over it is left
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
         self._elastic = bool(getattr(loader, "elastic", False))
@@ -184,6 +188,18 @@ class ResumableBatches:
     def done(self) -> bool:
         """Whether the epoch was exhausted."""
         return self._done
+
+    def has_data_of(self, loader: Any) -> bool:
+        """Tell whether this pass is over the data set of ``loader``, or the loader itself if it has none."""
+        return getattr(self._loader, "dataset", self._loader) is getattr(loader, "dataset", loader)
+
+    def goes_on(self, loader: Any) -> bool:
+        """Tell whether iterating again goes on with the iterator of ``loader`` that has given the batches so far.
+
+        A loader without a state would be drawn again from its begin, and a generator has none: what it gives next is
+        what comes next.
+        """
+        return self.kind == "count" and self._loader is loader and not self._done
 
     def state_dict(self, *, at: tuple[int, int] | None = None, is_over: bool = False) -> dict[str, Any]:
         """Describe how far the epoch is, as plain data. Batches that workers have prepared ahead do not count.
@@ -347,12 +363,17 @@ class ResumableBatches:
         )
 
     def _iterate_count(self) -> Iterator[Any]:
-        self._compare_passes()
-        with self._stream:
-            iterator = iter(self._loader)
-            if self._batches:
-                self._leave_out(iterator, "has no state_dict")
-        yield from self._draw(iterator)
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            self._compare_passes()
+            with self._stream:
+                iterator = iter(self._loader)
+                if self._batches:
+                    self._leave_out(iterator, "has no state_dict")
+        for batch in self._draw(iterator):
+            self._iterator = iterator  # of a loop that is left here; one that the loader breaks begins anew
+            yield batch
+            self._iterator = None
 
     def _counter(self) -> Any:
         """Return what may count its own passes, in this process and unknown to anybody: a data set without a state."""
@@ -477,14 +498,25 @@ class ResumableBatches:
                     f"the rest of the epoch cannot hold each sample exactly once"
                 )
         before = int(begun.get("replicas", position.get("world_size", order.replicas)))
-        if before == order.replicas:
-            return
-        if not self._done:
+        is_moved = before != order.replicas
+        if is_moved and not self._done:
             # Ranks that get the same samples (a tensor-parallel group, a pipeline) count once.
             moved = {**position, "world_size": before, "inner": {**begun, **now}}
             self._warn(elsewhere(moved, order.replicas), once=True)
-        if not order.divides:
+        if is_moved and not order.divides:
             self._samples -= self._samples % order.replicas
+        is_resized = begun.get("batch_size", now["batch_size"]) != now["batch_size"]
+        if not (self._done or self._is_reopened) and (is_moved or is_resized):
+            self._count_anew(order)
+
+    def _count_anew(self, order: MapOrder) -> None:
+        """Count in batches of this layout what was trained in another one, so that index and length belong together."""
+        total, left = order.num_batches(0), order.num_batches(self._samples)
+        size = _batch_option(self._loader, "batch_size")
+        if total is not None and left is not None:
+            self._batches = total - left
+        elif size:
+            self._batches = self._samples // (size * order.replicas)
 
     def _remarks(self, split: bool | tuple[int, int]) -> None:
         meant = isinstance(split, tuple)

@@ -94,14 +94,12 @@ class MapOrder:
         if self.recipe is not None and begun is not None:
             self.recipe = dict(begun)
         self.divides = self._split is not None or (self.replicas == 1 and self._batch_sampler is None)
-        self._known = None if self._batch_sampler is not None else self._known_order()
         # Draws of torch's sampler that no recipe describes (with replacement, part of an epoch, several rounds of it).
         self._torchs_draws = (
-            self._known is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
+            self.recipe is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
         )
-        self._draws_twice = self._known is None or self.recipe is None
         self.memory: SamplerMemory | None = None
-        if self._known is None and not self._torchs_draws:
+        if self.recipe is None and not self._torchs_draws:
             owners = [self._batch_sampler, self._sampler]
             self.memory = SamplerMemory(owners, given=memory, is_mid_epoch=is_mid_epoch)
         self.prefix = self.skipped = 0
@@ -123,7 +121,7 @@ class MapOrder:
             if self._batch_sampler is not None:
                 # Batches of unknown sizes: exact at the start only.
                 return len(self._batch_sampler) if start == 0 else None
-            length = len(self._known) if self._known is not None else len(self._sampler)
+            length = self._num_samples() if self.recipe is not None else len(self._sampler)
         except (TypeError, NotImplementedError):
             return None
         if self._split is not None:
@@ -143,8 +141,8 @@ class MapOrder:
         key, split = self._epoch_key, self._split
         if self._batch_sampler is not None:
             yield from self._custom_batches(start // self.replicas)
-        elif self._known is not None and not self._draws_twice:
-            mine = split.share(self._known, start) if split is not None else self._known[start // self.replicas :]
+        elif (known := self._known_order()) is not None:
+            mine = split.share(known, start) if split is not None else known[start // self.replicas :]
             for group in self._slices(mine):
                 yield group, [mix(key, index_id(index)) for index in group] if seeded else []
         else:
@@ -163,7 +161,7 @@ class MapOrder:
         if self._torchs_draws:
             source: Iterable[Any] = self._random_draws()
         else:
-            source = self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known
+            source = self._drawn(self._sampler, _SAMPLES_AHEAD)
         drawn = _numbered(source, seen)
         if split is not None:
             return split.deal(drawn, start)
@@ -253,12 +251,16 @@ class MapOrder:
         whole = sampler.num_samples == len(sampler.data_source)
         return {"order": "shuffle", "seed": self._epoch_key} if whole else None
 
+    def _num_samples(self) -> int:
+        """Number of samples of the data set whose order there is a recipe for."""
+        sampler = self._sampler
+        return len(sampler.dataset if _is_torchs_split(sampler) else sampler.data_source)
+
     def _known_order(self) -> Sequence[int] | torch.Tensor | None:
         """Return the order of the whole data set if there is a recipe for it, else None."""
-        sampler = self._sampler
         if self.recipe is None:
             return None
-        length = len(sampler.dataset if _is_torchs_split(sampler) else sampler.data_source)
+        length = self._num_samples()
         if self.recipe["order"] == "sequence":
             return range(length)
         return torch.randperm(length, generator=torch.Generator().manual_seed(int(self.recipe["seed"])))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,11 @@ from torch.optim import Optimizer
 from holdfast._log import get_logger
 from holdfast._outgoing import brief
 from holdfast.errors import CorruptCheckpointError
+from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
 from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import apply_groups, empty_beside, live_names, state_device
+from ..tree.optimizers import OTHER_STATE, apply_groups, empty_beside, live_names, state_device
 from ..tree.sharded import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
@@ -82,10 +85,11 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             plan.problems.unexpected.append(prefix + name)
     if memory is not None:
         plan.actions.append(memory.install)
-    if copies:
+    if copies or (direct and _loads_by_itself(module)):
         tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
         assign = not in_place and any(tensor.is_meta for tensor in tensors)
-        plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), assign=assign))
+        versions = getattr(raw, "_metadata", None)
+        plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), versions, assign=assign))
     elif direct:
         plan.actions.append(lambda: _run_hooks(module))
     if memory is not None:
@@ -121,14 +125,39 @@ def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], *, assign: bool) -> None:
-    """Let the module load what cannot be read in place, with the rest, so that its hooks see all tensors."""
-    values = copies if assign else {**direct, **copies}
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Tell whether a part of a module has code of its own for loading, which may make something of the tensors.
+
+    What torch itself has there only renames keys and fills in what old files lack.
+    """
+    for part in module.modules():
+        for call in (part._load_from_state_dict, *part._load_state_dict_pre_hooks.values()):
+            if not str(getattr(call, "__module__", "")).startswith("torch."):
+                return True
+    return False
+
+
+def _load_rest(
+    module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], versions: Any, *, assign: bool
+) -> None:
+    """Let the module load what cannot be read in place, with the rest, so that its code and hooks see all tensors.
+
+    Args:
+        module: gets them through ``load_state_dict``.
+        direct: its own tensors, which have been read already.
+        copies: what is to be loaded.
+        versions: those of its parts, as ``state_dict`` gives them: without them, code that brings old files up to date
+            would change tensors of today.
+        assign: tensors of the module have no memory.
+    """
+    values = OrderedDict(copies if assign else {**direct, **copies})
+    if versions is not None:
+        values._metadata = versions  # type: ignore[attr-defined]
     accepted = inspect.signature(module.load_state_dict).parameters
     anything = any(option.kind is inspect.Parameter.VAR_KEYWORD for option in accepted.values())
     wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
     outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
-    if unexpected := getattr(outcome, "unexpected_keys", None):
+    if unexpected := [key for key in getattr(outcome, "unexpected_keys", ()) if key not in direct]:
         raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
 
 
@@ -221,6 +250,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         return live
     rename = plan.selection.renamed
     states = {rename(name): state for name, state in saved.state["state"].items()}
+    stored_name = {rename(name): name for name in saved.state["state"]}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
@@ -228,24 +258,33 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         for param, name in zip(group["params"], row, strict=True):
             if name in known:
                 where = f"{path}/state/{name}"
-                fresh[param] = _match_state(plan, live, group, param, states.get(name, {}), where, saved.spread)
+                have, state = live.state.get(param, {}), states.get(name, {})
+                if flaw := _of_another_shape(plan, param, have, state, where, stored_name.get(name, name)):
+                    plan.problems.wrong.append(f"{where}: {flaw}")
+                    continue
+                new = partial(_new_state, plan, group, param, saved.spread)
+                fresh[param] = _match_state(plan, have, state, where, new)
             elif not plan.takes(f"{path}/state/{name}"):
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
                 plan.not_restored.append((f"{path}/state/{name}", "a parameter the checkpoint does not have"))
             else:
                 plan.problems.missing.append(f"{path}/state/{name}")
+    others = _match_others(plan, live, saved.state.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
     _unused(plan, known - {name for row in rows for name in row}, path)
     if plan.takes(f"{path}/param_groups"):
         _check_hyper(plan, live, groups, path)
 
     def put_back() -> None:
         for param, values in fresh.items():
-            filled = {key: _move(plan.filled(value), key, param, live) for key, value in values.items()}
+            filled = {key: _move(plan.filled(value), key, param.device) for key, value in values.items()}
             if filled:
                 live.state[param] = filled
             else:
                 live.state.pop(param, None)
+        for key, value in others.items():
+            whole = plan.filled(value)
+            live.state[key] = whole if isinstance(whole, torch.Tensor) else _move(whole, key, _first(live).device)
         if plan.takes(f"{path}/param_groups"):
             hyper = [plan.filled(group) for group in groups]
             plan.not_restored.extend((path, why) for why in apply_groups(live, rows, hyper))
@@ -280,7 +319,9 @@ def _check_hyper(plan: MatchPlan, live: Optimizer, groups: Sequence[Mapping[str,
 
 def _wanted(plan: MatchPlan, rows: list[list[str]], path: str) -> bool:
     takes = plan.takes
-    if takes(path) or takes(f"{path}/param_groups") or plan.selection.partly(f"{path}/state"):
+    if takes(path) or takes(f"{path}/param_groups") or takes(f"{path}/{OTHER_STATE}"):
+        return True
+    if plan.selection.partly(f"{path}/state") or plan.selection.partly(f"{path}/{OTHER_STATE}"):
         return True
     return any(takes(f"{path}/state/{name}") for row in rows for name in row)
 
@@ -291,8 +332,8 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
     Takes the dict of ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or
     positions as text.
     """
-    groups, states = saved.get("param_groups"), saved.get("state", {})
-    if not isinstance(groups, list) or not isinstance(states, Mapping):
+    groups, states, others = saved.get("param_groups"), saved.get("state", {}), saved.get(OTHER_STATE, {})
+    if not (isinstance(groups, list) and isinstance(states, Mapping) and isinstance(others, Mapping)):
         return saved
     keys = [key for group in groups for key in group["params"]]
     names = [name for row in rows for name in row]
@@ -306,29 +347,42 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
         name_of = {key: short.get(key, key) if unique and key not in known else key for key in keys}
     else:
         return saved
-    if not name_of.keys() >= states.keys():
-        return saved
+    others, by_name = dict(others), bool(keys) and type(keys[0]) is str
+    for key, state in states.items():
+        if key not in name_of:
+            if isinstance(state, Mapping) if by_name else str(key).isdecimal():
+                return saved  # it seems to be of a parameter that is in no group
+            others[key] = state
     return ObjectNode(
         kind,
         "optimizer",
         {
-            "state": {name_of[key]: state for key, state in states.items()},
+            "state": {name_of[key]: state for key, state in states.items() if key in name_of},
             "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
+            OTHER_STATE: others,
         },
     )
 
 
 def _match_state(
     plan: MatchPlan,
-    live: Optimizer,
-    group: dict[str, Any],
-    param: torch.Tensor,
-    saved: Mapping[str, Any],
+    have: Mapping[Any, Any],
+    saved: Mapping[Any, Any],
     path: str,
-    spread: Mapping[str, list[int | None]],
-) -> dict[str, Any]:
-    """Plan the state of one parameter; returns its values with placeholders."""
-    have = live.state.get(param, {})
+    new: Callable[[Any, str, TensorEntry, torch.dtype], torch.Tensor],
+) -> dict[Any, Any]:
+    """Plan the state of one parameter, or what belongs to none.
+
+    Args:
+        plan: of the load.
+        have: the live state.
+        saved: the stored state.
+        path: of both.
+        new: makes a tensor for (key, stored name, entry, dtype) where the live state has none that fits.
+
+    Returns:
+        The values, with placeholders.
+    """
     values = {key: item for key, item in have.items() if not plan.takes(f"{path}/{key}")}
     for key, item in saved.items():
         where = f"{path}/{key}"
@@ -341,18 +395,71 @@ def _match_state(
         dtype = arrays.dtype_of(entry.dtype)
         target = have.get(key)
         if not (isinstance(target, torch.Tensor) and target.dtype == dtype and target.shape == tuple(entry.shape)):
-            if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
-                target = torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
-            elif hasattr(param, "device_mesh") and (item.name in spread or plan.stored.in_boxes(entry)):
-                target = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
-            else:
-                device = state_device(key, group, param)
-                target = torch.empty(
-                    entry.shape, dtype=dtype, device=plan.home_of(param) if device.type == "meta" else device
-                )
+            target = new(key, item.name, entry, dtype)
         if plan.read(item, target, where):
             values[key] = target
     return values
+
+
+def _of_another_shape(
+    plan: MatchPlan, param: torch.Tensor, have: Mapping[str, Any], saved: Mapping[str, Any], path: str, name: str
+) -> str | None:
+    """Say why the stored state of a parameter, ``name`` in the checkpoint, is of no use: it has another shape now.
+
+    State of another shape than its parameter is usual (factored moments): the shape that the parameter had decides.
+    """
+    now = tuple(param.shape)
+    for key, item in saved.items():
+        if key != "step" and isinstance(item, TensorRef) and item.kind == "tensor" and plan.takes(f"{path}/{key}"):
+            shape = tuple(plan.stored.entry(item.name).shape)
+            if shape not in (now, getattr(have.get(key), "shape", now)):
+                break
+    else:
+        return None
+    if name not in plan.stored.refs:
+        return None
+    was = tuple(plan.stored.entry(name).shape)
+    return f"its parameter has shape {now} in the state, {was} in the checkpoint" if was != now else None
+
+
+def _new_state(
+    plan: MatchPlan, group: dict[str, Any], param: torch.Tensor, spread: Mapping[str, list[int | None]],
+    key: Any, name: str, entry: TensorEntry, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Return memory for a tensor of a parameter's state, spread over the ranks as the parameter is."""
+    if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
+        return torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
+    if hasattr(param, "device_mesh") and (name in spread or plan.stored.in_boxes(entry)):
+        return empty_beside(param, tuple(entry.shape), dtype, spread.get(name))
+    device = state_device(key, group, param)
+    return torch.empty(entry.shape, dtype=dtype, device=plan.home_of(param) if device.type == "meta" else device)
+
+
+def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+    """Plan what an optimizer keeps under keys that are no parameters; returns the values with placeholders."""
+    have = {
+        key: kept
+        for key, kept in live.state.items()
+        if not isinstance(key, torch.Tensor) and plan.takes(f"{path}/{key}")
+    }
+    for key in have:
+        if key not in saved:  # early versions stored none
+            plan.not_restored.append((f"{path}/{key}", "not in the checkpoint: the live value stays"))
+    first = _first(live)
+
+    def new(_key: Any, _name: str, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+        if hasattr(first, "device_mesh") and plan.stored.in_boxes(entry):
+            return empty_beside(first, tuple(entry.shape), dtype, None)
+        home = plan.home_of(first) if entry.shape else torch.device("cpu")  # torch keeps counters there, too
+        return torch.empty(entry.shape, dtype=dtype, device=home)
+
+    return _match_state(plan, have, saved, path, new)
+
+
+def _first(optimizer: Optimizer) -> torch.Tensor:
+    """Return the first parameter: its device is that of what belongs to none."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next(params, torch.empty(0))
 
 
 def _unused(plan: MatchPlan, names: set[str], path: str) -> None:
@@ -365,12 +472,14 @@ def _unused(plan: MatchPlan, names: set[str], path: str) -> None:
             plan.problems.unexpected.append(f"{path}/state/{name}")
 
 
-def _move(value: Any, key: str, param: torch.Tensor, live: Optimizer) -> Any:
+def _move(value: Any, key: Any, device: torch.device) -> Any:
     """Bring freshly read values (nested ones, such as LBFGS keeps) to the parameter's device."""
     if isinstance(value, torch.Tensor):
-        if value.device == param.device or key == "step" or param.is_meta:
+        if value.device == device or key == "step" or device.type == "meta":
             return value
-        return value.to(param.device)
+        return value.to(device)
     if isinstance(value, list):
-        return [_move(item, key, param, live) for item in value]
+        return [_move(item, key, device) for item in value]
+    if type(value) is dict:
+        return {inner: _move(item, inner, device) for inner, item in value.items()}
     return value

@@ -425,12 +425,16 @@ def _groups(
     totals: dict[str, int] = {}
     for item, size in zip(sig.files, sizes, strict=True):
         totals[item] = totals.get(item, 0) + size
-    labels: dict[str, str] = {"": _LOOSE}
+    labels, taken = {"": _LOOSE}, {_LOOSE}
     for item, total in totals.items():
         if item and item != _LOOSE and (total >= _OWN_FILE or item == "model" or item in apart):
             safe = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or _LOOSE
-            taken = safe in labels.values() or safe.endswith(_FROZEN)
-            labels[item] = f"{safe}.{len(labels)}" if taken else safe
+            label, number = safe, len(labels)
+            # Disks of macOS, Windows and some shares do not tell "G" from "g".
+            while label.lower() in taken or label.lower().endswith(_FROZEN):
+                label, number = f"{safe}.{number}", number + 1
+            labels[item] = label
+            taken.add(label.lower())
     groups: dict[str, list[int]] = {}
     for number, (item, name) in enumerate(zip(sig.files, sig.names, strict=True)):
         if number in sig.aliases if writes is None else number not in writes:

@@ -264,14 +264,15 @@ class _Walker:
         named = optimizers.to_named(optimizer, self.parameter_names)
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
+        prefix = f"{name}/" if name else ""
         if self.spread and (layouts := optimizers.odd_layouts(optimizer, self.parameter_names, self.spread)):
-            prefix = f"{name}/state/" if name else "state/"
-            node["spread"] = {prefix + key: layout for key, layout in layouts.items()}
+            node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
+        while added and added[-1].startswith(f"{prefix}{optimizers.OTHER_STATE}/"):
+            added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
         self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
         if self.shared:
-            prefix = f"{name}/state/" if name else "state/"
-            self.flat.replicated.extend(self._states(named["state"], added, start, prefix))
+            self.flat.replicated.extend(self._states(named["state"], added, start, f"{prefix}state/"))
         return node
 
     def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:

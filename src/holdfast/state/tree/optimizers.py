@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "IMPLEMENTATION_FLAGS",
+    "OTHER_STATE",
     "apply_groups",
     "empty_beside",
     "is_plain",
@@ -27,6 +28,8 @@ __all__ = [
 # How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
+# Where a stored optimizer has what is in ``Optimizer.state`` under keys that are no parameters.
+OTHER_STATE = "other_state"
 
 # The live optimizer also keeps its own parameters in each group, and their names.
 _OWN = frozenset({"params", "param_names"})
@@ -55,7 +58,11 @@ def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
 
 
 def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` with the live tensors in it."""
+    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` with the live tensors in it.
+
+    `OTHER_STATE` is there too if the optimizer keeps anything under keys that are no parameters (MADGRAD counts steps
+    so).
+    """
     groups = live_names(optimizer, names)
     state = {}
     for group, row in zip(optimizer.param_groups, groups, strict=True):
@@ -66,7 +73,8 @@ def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
         {**{key: value for key, value in group.items() if key != "params"}, "params": row}
         for group, row in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return {"state": state, "param_groups": hyper}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {"state": state, "param_groups": hyper, **({OTHER_STATE: others} if others else {})}
 
 
 def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:

@@ -198,12 +198,12 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric; there are "
                 f"{', '.join(sorted(values)) or 'none'}"
             )
-        new = float(values[self.monitor])
+        new, now = float(values[self.monitor]), _with_epoch(state)
         if self.best_at is None or self._improved(new):
-            self.best, self.best_at = (None if math.isnan(new) else new), state.timestamp
+            self.best, self.best_at = (None if math.isnan(new) else new), now
             return
         unit = self.patience.unit
-        if state.timestamp.value(unit) - self.best_at.value(unit) > self.patience.value:
+        if now.value(unit) - self.best_at.value(unit) > self.patience.value:
             _LOG.warning(
                 "%s %s has not been better than %s since batch %d: training ends at batch %d",
                 self.dataloader_label, self.monitor, self.best, int(self.best_at.batch), int(state.timestamp.batch),
@@ -246,6 +246,13 @@ class EarlyStopping(Callback):
         """Go on waiting where the earlier life was."""
         self.best, self.stopped = state["best"], state.get("stopped", False)
         self.best_at = None if state["best_at"] is None else Timestamp.from_state_dict(state["best_at"])
+
+
+def _with_epoch(state: State) -> Timestamp:
+    """Return where training is; an epoch counts from its last batch on, for its evaluation may come before its end."""
+    now, length = state.timestamp, state.num_batches
+    is_over = length is not None and now.count("batch_in_epoch") == length - state.dataset_state.num_left_out
+    return now.to_next_epoch() if is_over else now
 
 
 EarlyStopper = EarlyStopping

@@ -13,6 +13,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._optional import require
+from holdfast._outgoing import strict
 
 from .callbacks import Logger, LoggerDestination
 from .state import State
@@ -28,6 +29,9 @@ _LINE_S = (10.0, 60.0)  # until the first line, and between two of them
 
 class JSONLLogger(LoggerDestination):
     """Appends one JSON object a line: {"step", "time", name: value, ...}.
+
+    NaN and infinities, which JSON lacks, are the texts "NaN", "Infinity" and "-Infinity". A metric that is called
+    "step" or "time" itself becomes "metrics/step" or "metrics/time".
 
     Rows are read from their devices and written every ``buffer`` rows, at the end of each epoch and before each save.
 
@@ -68,8 +72,9 @@ class JSONLLogger(LoggerDestination):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run lasts
         rows, self._rows = self._rows, []
         for step, when, metrics in rows:
-            row = {"step": step, "time": round(when, 3), **{name: plain(value) for name, value in metrics.items()}}
-            self._file.write(json.dumps(row, default=str) + "\n")
+            row: dict[str, Any] = {"step": step, "time": round(when, 3)}
+            row.update({f"metrics/{name}" if name in row else name: plain(value) for name, value in metrics.items()})
+            self._file.write(json.dumps(strict(row), allow_nan=False, default=str) + "\n")
         self._file.flush()
 
     def epoch_end(self, state: State, logger: Logger) -> None:

@@ -232,6 +232,9 @@ class State:
         for name in self.serialized_attributes:
             if name not in ATTRIBUTES and name in loaded:
                 setattr(self, name, loaded[name])
+        for label, values in self.dataset_state.evaluated.items():  # before the moment that training goes on from
+            self.eval_metric_values[label] = dict(values)
+            self.evaluated_at[label] = self.timestamp.count("batch")
 
 
 class _TimestampOf:

@@ -257,6 +257,7 @@ class Trainer:
             strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
         )  # fmt: skip
         self._generators: Mapping[str, Any] | None = self._load(start)
+        self._sets_rates = start.lacks_rates  # until training begins
 
     def _measure(self, train_metrics: Any, eval_metrics: Any, *, with_loss: bool) -> None:
         """Choose the metrics: those given, else the model's own."""
@@ -332,12 +333,13 @@ class Trainer:
                 f"fit() of a {type(state.model).__name__} without parameters: there is nothing to train; assign layers "
                 "to attributes of the module (those in a plain list are not seen), or call eval()"
             )
-        if not state.timestamp.count("batch"):
-            refresh(state.schedulers)
+        if self._sets_rates or not state.timestamp.count("batch"):
+            refresh(state)
         for every in self._evals:
             if isinstance(every, Every):
                 every.check(state.span)
         self._group.open()
+        self._sets_rates = False
         self._left_for, self._signals = None, StopSignals()
         if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
             self._signals.install()
@@ -373,6 +375,7 @@ class Trainer:
             )  # fmt: skip
             engine.run(Event.FIT_START)
             self._go_on()
+            was_left = state.is_finished and state.dataset_state.stage == "fit_end"
             complete = loop.run()
             if not complete:
                 self._left_for = self._signals.received or "another rank"
@@ -382,6 +385,8 @@ class Trainer:
             else:
                 if self._guard is not None:
                     self._guard.judge_rest()
+                if was_left:  # no other checkpoint says that this is done now
+                    self._group.save_all()
                 self._group.history.leave()  # what callbacks do at the end takes as long as it takes
                 engine.run(Event.FIT_END)
             self._group.finish("finished" if complete else "stopped")

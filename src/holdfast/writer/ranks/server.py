@@ -95,7 +95,7 @@ class ControlServer:
         # Ranks whose connection broke: when they have to have joined again, and what it means if they have not.
         self._back_by: dict[int, tuple[float, str]] = {}
         self._early: list[tuple[int, str]] = []  # questions of before all ranks had joined
-        self._broken: Message | None = None  # which rank left first, and why
+        self._broken: Message | None = None  # which rank is gone first, and why
         self._strangers: dict[Link, _Stranger] = {}  # the oldest first
         self._ranks: dict[Link, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -223,9 +223,8 @@ class ControlServer:
         self._break(rank, why)
 
     def _break(self, rank: int, why: str) -> None:
-        broken: Message = {"do": "broken", "why": f"rank {rank}: {why}"}
-        self._broken = self._broken or broken
-        self._post([(to, broken if one["do"] == "broken" else one) for to, one in self.steps.broken()])
+        self._broken = self._broken or {"do": "broken", "why": f"rank {rank}: {why}"}
+        self._post([(to, self._broken if one["do"] == "broken" else one) for to, one in self.steps.broken()])
 
     # -- connections
 
@@ -336,7 +335,7 @@ class ControlServer:
         if (order := self.uploads.order) is not None:
             self._send(rank, order)
         self._post(self.steps.joined(rank, RankStanding(**message["standing"])))
-        if self._broken is not None:  # it may have been cut off when the others heard
+        if self._broken is not None:  # it may have been cut off when the others were told
             self._send(rank, self._broken)
         if self.steps.gathered:
             early, self._early = self._early, []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -38,7 +38,17 @@ from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
 from .files import check_ignore_keys, ignored
-from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
+from .finder import (
+    Destinations,
+    FolderEntry,
+    NameTemplate,
+    SaverNames,
+    container_of,
+    is_in_the_way,
+    look_at,
+    names_in,
+    run_variables,
+)
 from .folder import SaveFolder, check_link
 from .guard import TrainerGuard
 from .saves import AsyncSaver, PostCommit
@@ -146,6 +156,20 @@ _LONGEST = 240  # of a name; the counters in it, and what is added to it while i
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
+class _LastSave(NamedTuple):
+    """What a saver has saved last.
+
+    Attributes:
+        entry: the checkpoint.
+        destinations: its further names.
+        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done.
+    """
+
+    entry: FolderEntry
+    destinations: Destinations
+    stage: str
+
+
 @removed(**OF_SAVER)
 class CheckpointSaver(Callback):
     """Saves the training at an interval into a folder. A trainer may have several.
@@ -225,7 +249,8 @@ class CheckpointSaver(Callback):
         self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
-        self._last_batch = self._last_kept = -1
+        self._last: _LastSave | None = None
+        self._last_kept = -1
         self.keeps: Every | None = None  # see `rescue_with`
         self._ready = False
         self._looked: set[str] = set()
@@ -282,7 +307,7 @@ class CheckpointSaver(Callback):
                 can be no ``model_files`` of this state.
         """
         self._context_given, self._folder, self._is_source = context, folder, is_source
-        self._post_commit, self._last_batch, self._ready, self._parent = None, -1, False, None
+        self._post_commit, self._last, self._ready, self._parent = None, None, False, None
         for template in (self.filename, self.latest_filename):
             if template is not None:
                 _check_name(template, template.shape(context.variables), beside_run=self.container == "directory")
@@ -414,8 +439,11 @@ class CheckpointSaver(Callback):
             folder.ranks.lead("sweep", lambda: folder.sweep(names.pattern.fullmatch, nested=names.nested))
         if self.model_files is not None:
             self._in_place = set(folder.ranks.lead("in place", lambda: self._to_be_replaced(now)))
-        if context.resumed and post_commit.find_earlier(now, weights_only=self.weights_only):
-            self._last_batch = now.count("batch")  # this moment is safe already
+        found = post_commit.find_earlier(now, weights_only=self.weights_only) if context.resumed else None
+        if found is not None and found.step != self._last_batch:  # this moment is safe already
+            is_this = self._is_source or (self.is_full and found.name == names.at(now))
+            stage = context.state.dataset_state.stage if is_this else ""
+            self._last = _LastSave(found, names.destinations(now), stage)
 
     def _to_be_replaced(self, now: Timestamp) -> list[str]:
         """Return the names of what a save will replace: damaged, or of a later moment."""
@@ -450,7 +478,7 @@ class CheckpointSaver(Callback):
         assert saves is not None
         saves.glance()
         is_due = self.is_due(event) if isinstance(self.every, Every) else self.every(state, event)
-        if is_due or (self._is_source and self._is_before_a_bad_one(event)):
+        if is_due or self._is_incomplete or (self._is_source and self._is_before_a_bad_one(event)):
             self.save_now()
         elif self._ready and self.keeps is not None and self._is_crossed(self.keeps, event):
             self._keep()
@@ -484,20 +512,38 @@ class CheckpointSaver(Callback):
         if self.is_due(event) and not self._post_commit.has(now):
             self.save_now()
 
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether the checkpoint of this batch was saved before an evaluation that belongs to it."""
+        return self._last is not None and self._last.stage != "" and self._last.entry.step == self._batch
+
+    @property
+    def _batch(self) -> int:
+        return self._context.state.timestamp.count("batch")
+
+    @property
+    def _last_batch(self) -> int:
+        return -1 if self._last is None else self._last.entry.step
+
     def save_now(self) -> None:
-        """Save, once for one batch."""
+        """Save, once for one batch; again, in its place, if an evaluation of that batch was left when it was saved."""
         assert self._saves is not None
         assert self._post_commit is not None
         context, post_commit, is_source = self._context, self._post_commit, self._is_source
         state = context.state
-        batch = state.timestamp.count("batch")
-        if batch == self._last_batch:
+        batch, stage = self._batch, state.dataset_state.stage if self.is_full else ""
+        last = self._last if self._last_batch == batch else None
+        if last is not None and (last.stage == stage or self.model_files is not None):  # whose names cannot be replaced
             return
         if context.guard is not None:
             context.guard.check(waits=True)
         about, extra = self._described()
+        name, destinations = self.names.at(state.timestamp), self.names.destinations(state.timestamp)
+        if last is not None:
+            name, destinations = last.entry.name, last.destinations
+            about["metrics"] = {**last.entry.metrics, **about["metrics"]}  # a resumed state has no loss yet
         saved = FolderEntry(
-            name=self.names.at(state.timestamp), container=self.container, attempt=self.place.attempt, step=batch,
+            name=name, container=self.container, attempt=self.place.attempt, step=batch,
             created=time.time(), weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
         )  # fmt: skip
         context.flush_logs()
@@ -506,7 +552,6 @@ class CheckpointSaver(Callback):
             files = [*self.model_files.files, *self.model_files.indexes, *self.model_files.named]
             context.ranks.lead("replace", lambda: self.place.clear(saved.name, files))
             self._in_place.discard(saved.name)
-        destinations = self.names.destinations(state.timestamp)
 
         def committed(manifest: bytes) -> None:
             context.begun |= is_source
@@ -516,7 +561,7 @@ class CheckpointSaver(Callback):
             context.guard.saving(saved.name)
         with context.holding():
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
-        self._last_batch = batch
+        self._last = _LastSave(saved, destinations, stage)
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return step, epoch and metrics of this moment, and what its manifest says beside them."""
@@ -563,7 +608,7 @@ class CheckpointSaver(Callback):
         # Of single files rank 0 alone knows; parts of a directory are lost together.
         if ranks.lead("lost", is_lost, work_s=TIMEOUT_S + ANSWER_MARGIN_S):
             saves.settle()
-            self._last_batch = -1
+            self._last = None
             self.save_now()
 
     def _live(self) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class SaverGroup:
         Of several savers due at once one may have been killed before the other, which training now goes on from.
         """
         state = self.state
-        if not self.context.resumed or state.dataset_state.stage:  # in a stage an evaluation comes first, then savers
+        if not self.context.resumed or state.dataset_state.stage.endswith("_eval"):  # that comes first, then savers
             return
         ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
         for saver in self.savers:
@@ -243,7 +243,7 @@ class SaverGroup:
                 saver.make_up(Event.EPOCH_CHECKPOINT if ended else Event.BATCH_CHECKPOINT)
 
     def save_all(self) -> None:
-        """Save with every saver that saves everything: this process is asked to go."""
+        """Save with every saver that saves everything, at a moment that is not theirs to choose."""
         for saver in self.savers:
             if saver.is_full:
                 saver.save_now()
@@ -371,6 +371,9 @@ class StartingPoint:
         object_store: where it lies.
         weights_only, strict, ignore_keys, progress_bar: how to load it.
         autoresume: look for a checkpoint of an earlier start first.
+
+    Attributes:
+        lacks_rates: everything was loaded but the optimizers, which have the learning rates of that moment.
     """
 
     def __init__(
@@ -386,6 +389,7 @@ class StartingPoint:
         self._saver = self._reference() if autoresume else None
         self._resumed = False  # of autoresume
         self._own: SaveFolder | None = None  # the folder among ours that holds what was loaded
+        self.lacks_rates = False
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
@@ -407,11 +411,12 @@ class StartingPoint:
             report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
         if report is None:
             return None
+        self.lacks_rates = report.full and not any(path.startswith("state/optimizers") for path in report.restored)
         self._context.parent = report.checkpoint_id if report.full else None
         self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._context.resumed = report.full and (self._resumed or self._own is not None)
-        if self._context.state.is_finished:
+        if self._context.state.is_finished and not self._context.state.dataset_state.stage:
             report.notes.append(
                 f"this run has lasted for {self._context.state.max_duration}, as long as it should: nothing to do "
                 "unless more is asked for"

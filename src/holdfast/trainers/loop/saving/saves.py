@@ -18,7 +18,7 @@ from holdfast.checkpointer.run_session import NamedSave
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.model_files import ModelFiles
-from holdfast.run.retention import decide
+from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
 
 from ..times.timestamp import Timestamp
@@ -274,6 +274,7 @@ class PostCommit:
         self._lock = threading.Lock()
         self._found: list[FolderEntry] = []  # oldest first
         self._uploading: list[str] = []
+        self._says_unranked = True
         self._unlinked = False  # the link means an older checkpoint than the newest: nothing is deleted meanwhile
 
     @property
@@ -292,7 +293,7 @@ class PostCommit:
 
     # -- when training goes on
 
-    def find_earlier(self, now: Timestamp, *, weights_only: bool) -> bool:
+    def find_earlier(self, now: Timestamp, *, weights_only: bool) -> FolderEntry | None:
         """Take over what earlier lives have left, and finish what they had begun to do with it.
 
         Args:
@@ -300,7 +301,7 @@ class PostCommit:
             weights_only: the saver saves nothing but weights.
 
         Returns:
-            Whether the checkpoint of that moment is there.
+            The checkpoint of that moment, if it is there.
         """
         ranks = self._folder.ranks
         found = ranks.lead("kept", lambda: self._earlier(weights_only=weights_only))
@@ -310,7 +311,7 @@ class PostCommit:
             if self._keeps_none:  # what an earlier life has left was never uploaded
                 self._found = [newest] if newest is not None else []
         ranks.lead("links", lambda: self._finish_begun(newest, self._names.destinations(now)))
-        return newest is not None
+        return newest
 
     def _finish_begun(self, newest: FolderEntry | None, destinations: Destinations) -> None:
         if newest is not None:
@@ -420,8 +421,11 @@ class PostCommit:
                 doomed = {entry.name for entry in self._found} - protect
             else:
                 protect |= frozenset() if self._guard is None else self._guard.protected
-                verdicts = decide(self._keep, [entry.record(self._folder.storage) for entry in self._found], protect)
-                doomed = {verdict.name for verdict in verdicts if not verdict.keep}
+                records = [entry.record(self._folder.storage) for entry in self._found]
+                doomed = {verdict.name for verdict in decide(self._keep, records, protect) if not verdict.keep}
+                if doomed and self._keep.best is not None and self._keep.metric is not None and self._says_unranked:
+                    self._says_unranked = False
+                    warn_unranked(self._keep.metric, records, self._folder.storage.uri)
             for entry in [entry for entry in self._found if entry.name in doomed]:
                 if self._folder.delete(entry, claim=self._claim):
                     self._found.remove(entry)

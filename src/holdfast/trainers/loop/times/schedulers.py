@@ -325,12 +325,19 @@ def compiled(schedulers: Sequence[Any], state: State) -> list[Any]:
     return found
 
 
-def refresh(schedulers: Sequence[Any]) -> None:
-    """Set the rates of a training that begins now: how long it lasts was not known when its schedulers were made."""
-    for scheduler in schedulers:
-        names = {getattr(factor, "__qualname__", "") for factor in getattr(scheduler, "lr_lambdas", ())}
-        if names == {f"{_factor.__qualname__}.<locals>.factor"}:
-            for group, base, factor in zip(
-                scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-            ):
-                group["lr"] = base * factor(scheduler.last_epoch)
+def refresh(state: State) -> None:
+    """Set the rates of optimizers that begin now to what the step before would have set them to.
+
+    How long training lasts was not known when the schedulers were made.
+    """
+    now, state.timestamp = state.timestamp, state.previous_timestamp
+    try:
+        for scheduler in state.schedulers:
+            names = {getattr(factor, "__qualname__", "") for factor in getattr(scheduler, "lr_lambdas", ())}
+            if names == {f"{_factor.__qualname__}.<locals>.factor"}:
+                for group, base, factor in zip(
+                    scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+                ):
+                    group["lr"] = base * factor(scheduler.last_epoch)
+    finally:
+        state.timestamp = now

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpointer.guard import Judge
+from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
@@ -29,13 +30,15 @@ class DataPosition:
     """Where training is in its data: part of every checkpoint as ``dataset_state``.
 
     Attributes:
-        stage: what was going on when the state was saved: "" (between batches), or the evaluation that has to be done
-            again ("batch_eval", "epoch_eval").
+        stage: what was going on when the state was saved: "" (between batches), the evaluation that has to be done
+            again ("batch_eval", "epoch_eval"), or what comes after the last batch ("fit_end").
+        evaluated: metrics, by label, of the evaluations that were due after the last batch and are done.
         judge: judges the metric that a guard watches; its window is part of the state.
     """
 
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self.stage = ""
+        self.evaluated: dict[str, Mapping[str, Any]] = {}
         self.judge: Judge | None = None
         self._left_out: set[BatchSpan] = set()  # batches that no life trains
         self._rank, self._world_size = rank, world_size
@@ -108,7 +111,7 @@ class DataPosition:
         if train is not None and self._world_size > 1:
             train = with_ranks_apart(train)
         return {
-            "train": train, "eval": {}, "stage": self.stage,
+            "train": train, "eval": {}, "stage": self.stage, "evaluated": plain_metrics(self.evaluated),
             "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
             "guard": None if self.judge is None else self.judge.state_dict(),
         }  # fmt: skip
@@ -117,7 +120,7 @@ class DataPosition:
         """Go on from where an earlier life was."""
         train = state["train"]
         self._stored, self._live = None if train is None else of_this_rank(train), None
-        self.stage = state.get("stage", "")
+        self.stage, self.evaluated = state.get("stage", ""), dict(state.get("evaluated", {}))
         num_ranks, left_out = state.get("left_out", (0, ()))
         if num_ranks == self._world_size:  # each rank counts its own batches
             self.leave_out(map(BatchSpan.from_json, left_out))

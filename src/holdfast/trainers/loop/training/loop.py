@@ -58,7 +58,6 @@ class TrainingLoop:
         self._step, self._evaluation, self._pace = step, evaluation, pace
         self._eval_every, self._schedule_by_batch, self._saves = eval_every, schedule_by_batch, saves
         self._logs_metrics = logs_metrics
-        self._evaluated_at: dict[str, int] = {}
         self._counted = True  # all ranks know beforehand how many batches an epoch has
         self._before = 0  # samples of the epoch before the batch drawn last
 
@@ -67,21 +66,20 @@ class TrainingLoop:
         state = self._state
         stage, state.dataset_state.stage = state.dataset_state.stage, ""
         state.model.train()
+        self._pace.begin()
         if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
             for optimizer in state.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-        again = self._due(_EVAL_EVENTS[stage]) or list(state.eval_dataloaders) if stage else []
-        if stage == "batch_eval" and not (self._evaluated(stage, again) and self._after_batch()):
-            return False
-        if stage == "epoch_eval" and not (self._evaluated(stage, again) and self._after_epoch()):
-            return False
-        while not state.is_finished:
+        if stage in _EVAL_EVENTS:
+            event = _EVAL_EVENTS[stage]
+            again = self._due(event) or list(state.eval_dataloaders)
+            if not (self._evaluated(stage, again) and self._after(event)):
+                return False
+        while not state.is_finished or (stage and self._length == state.timestamp.count("batch_in_epoch")):
             if not self._epoch():
                 return False
         ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
-        if ended:
-            self._evaluation.run(ended)
-        return True
+        return not ended or self._evaluated("fit_end", ended)
 
     def _epoch(self) -> bool:
         """Train the rest of the current epoch; False if asked to stop."""
@@ -94,7 +92,6 @@ class TrainingLoop:
         batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
         self._check_even(batches, epoch)
         source = iter(batches)
-        self._pace.begin()
         while True:
             engine.run(Event.BEFORE_DATALOADER)
             batch = self._next(source, batches)
@@ -109,6 +106,7 @@ class TrainingLoop:
             samples, tokens = self._counts(batches, batches.samples - self._before)
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
+            state.dataset_state.evaluated.clear()
             self._logger.log_metrics({f"loss/train/{name}": loss for name, loss in self._step.losses.items()})
             if self._logs_metrics and state.train_metrics:
                 now = computed(state.train_metrics, state.ranks)
@@ -117,7 +115,7 @@ class TrainingLoop:
             engine.run(Event.BATCH_END)
             if (due := self._due(Event.BATCH_CHECKPOINT)) and not self._evaluated("batch_eval", due):
                 return False
-            if not self._after_batch():
+            if not self._after(Event.BATCH_CHECKPOINT):
                 return False
             if state.is_finished:
                 if self._length != state.timestamp.count("batch_in_epoch"):
@@ -185,15 +183,16 @@ class TrainingLoop:
         engine.run(Event.EPOCH_END)
         if (due := self._due(Event.EPOCH_CHECKPOINT)) and not self._evaluated("epoch_eval", due):
             return False
-        return self._after_epoch()
+        return self._after(Event.EPOCH_CHECKPOINT)
 
-    def _after_batch(self) -> bool:
-        self._engine.run(Event.BATCH_CHECKPOINT)
-        return not self._pace.stopping
-
-    def _after_epoch(self) -> bool:
-        self._engine.run(Event.EPOCH_CHECKPOINT)
-        return not self._pace.stopping
+    def _after(self, event: Event) -> bool:
+        """Let savers have their turn; False if training has to be left now."""
+        self._engine.run(event)
+        if not self._pace.stopping:
+            return True
+        if self._state.is_finished:  # what comes after the last batch is left to the next life
+            self._state.dataset_state.stage = "fit_end"
+        return False
 
     def _whens(self) -> Iterator[tuple[str, When]]:
         for label in self._state.eval_dataloaders:
@@ -202,8 +201,8 @@ class TrainingLoop:
 
     def _due(self, event: Event) -> list[str]:
         """Return what to evaluate on: when a multiple was crossed, always at the end, and once for one batch."""
-        batch = self._state.timestamp.count("batch")
-        rest = [(label, when) for label, when in self._whens() if self._evaluated_at.get(label) != batch]
+        done = self._state.dataset_state.evaluated
+        rest = [(label, when) for label, when in self._whens() if label not in done]
         return [label for label, when in rest if when is not None and self._is_due(when, event)]
 
     def _is_due(self, when: Every | Callable[[State, Event], bool], event: Event) -> bool:
@@ -224,10 +223,11 @@ class TrainingLoop:
 
     def _evaluated(self, stage: str, labels: Sequence[str]) -> bool:
         """Evaluate; False, and noted in the state, if it was left: then the next life has to do it again."""
+        state = self._state
         if not self._pace.stopping and self._evaluation.run(labels):
-            self._evaluated_at.update(dict.fromkeys(labels, self._state.timestamp.count("batch")))
+            state.dataset_state.evaluated.update({label: state.eval_metric_values[label] for label in labels})
             return True
-        self._state.dataset_state.stage = stage
+        state.dataset_state.stage = stage
         return False
 
     def _step_schedulers(self) -> None:

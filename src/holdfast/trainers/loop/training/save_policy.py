@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.save_policy import agreed
@@ -64,6 +64,9 @@ class StopPolicy:
 
     def _go_back(self) -> None:
         """Leave training for a bad batch, at once."""
+        self._leave()
+
+    def _leave(self) -> NoReturn:
         assert self._guard is not None
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
         self._guard.leave(GUARD_STATUS if self._signals.received is None else REQUEUE_STATUS)
@@ -74,11 +77,11 @@ class StopPolicy:
         return self._signals.received is not None
 
     def begin(self) -> None:
-        """Start the clock of an epoch."""
+        """Start the clock: what comes from now on counts, between batches too."""
         self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """A batch is trained: return how many seconds to count for it."""
+        """A batch is trained: return how many seconds to count for it, and for what came before it."""
         now = time.perf_counter()
         took, self._last = now - self._last, now
         return took
@@ -147,7 +150,7 @@ class DistributedStopPolicy(StopPolicy):
             self._want("settle")
         kind = agreed(self._team, self._moment)
         if kind == "rollback" and self._guard is not None:
-            self._guard.leave()  # whoever has left before
+            self._leave()  # whoever has left before
         if (trouble := self._team.trouble()) is not None:
             raise trouble
         if kind is None:
