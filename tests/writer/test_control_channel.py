@@ -616,8 +616,16 @@ def test_a_member_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch, ch
     gone_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + gone_s, sleep=time.sleep)
     monkeypatch.setattr(member_module, "time", clock)
-    gone_s = 60.0
+    quiet = threading.Event()
+
+    def be_quiet() -> None:  # else a beat may come right then, as a sign of life
+        channel.server._next_beat = time.monotonic() + LIMIT_S
+        quiet.set()
+
+    channel.server._soon(be_quiet)
+    assert quiet.wait(LIMIT_S)
     beats = [member._heard for member in channel.members]
+    gone_s = 60.0
     until(lambda: all(member._heard > before + 30 for member, before in zip(channel.members, beats, strict=True)))
     works(channel, "s-1")
     assert not any(member.lost for member in channel.members)
