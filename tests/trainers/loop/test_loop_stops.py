@@ -122,6 +122,7 @@ def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path:
 
     left_with_85(make(Term("eval_batch_start", 12)))
     assert names(tmp_path / "runs") == [f"ep1{suffix}", f"ep2{suffix}"]
+    first = None if suffix else hf.Checkpoint(tmp_path / "runs" / "ep1").manifest
     with make() as again:
         assert int(again.state.timestamp.batch) == 12
         again.fit()
@@ -132,6 +133,7 @@ def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path:
             assert best.metrics["eval"]["score"] == 0.75
             assert "loss" in best.metrics
             assert best.verify(deep=True).ok
+            assert best.manifest.parent == first.checkpoint_id
 
 
 @pytest.mark.parametrize("interval", ["1ep", lambda state, event: False])
@@ -175,7 +177,10 @@ def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str
     assert seen == [[0, int(event == "batch_checkpoint"), 1, 1], [0, 0, 0, 0]]
     assert int(trainer.state.timestamp.epoch) == 2
     assert names(tmp_path) == [f"ep1-ba12{suffix}"]
-    assert suffix or hf.Checkpoint(tmp_path / "ep1-ba12").verify(deep=True).ok
+    if not suffix:
+        last = hf.Checkpoint(tmp_path / "ep1-ba12")
+        assert last.verify(deep=True).ok
+        assert last.manifest.parent is None  # not what it has replaced
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -38,20 +38,10 @@ from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
 from .files import check_ignore_keys, ignored
-from .finder import (
-    Destinations,
-    FolderEntry,
-    NameTemplate,
-    SaverNames,
-    container_of,
-    is_in_the_way,
-    look_at,
-    names_in,
-    run_variables,
-)
+from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
 from .guard import TrainerGuard
-from .saves import AsyncSaver, PostCommit
+from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "SaverContext", "check_guard", "default_saver", "rescue_with"]
@@ -156,20 +146,6 @@ _LONGEST = 240  # of a name; the counters in it, and what is added to it while i
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
-class _LastSave(NamedTuple):
-    """What a saver has saved last.
-
-    Attributes:
-        entry: the checkpoint.
-        destinations: its further names.
-        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done.
-    """
-
-    entry: FolderEntry
-    destinations: Destinations
-    stage: str
-
-
 @removed(**OF_SAVER)
 class CheckpointSaver(Callback):
     """Saves the training at an interval into a folder. A trainer may have several.
@@ -249,7 +225,7 @@ class CheckpointSaver(Callback):
         self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
-        self._last: _LastSave | None = None
+        self._last: LastSave | None = None
         self._last_kept = -1
         self.keeps: Every | None = None  # see `rescue_with`
         self._ready = False
@@ -443,7 +419,8 @@ class CheckpointSaver(Callback):
         if found is not None and found.step != self._last_batch:  # this moment is safe already
             is_this = self._is_source or (self.is_full and found.name == names.at(now))
             stage = context.state.dataset_state.stage if is_this else ""
-            self._last = _LastSave(found, names.destinations(now), stage)
+            parent = post_commit.parent_of(found) if stage else None
+            self._last = LastSave(found, names.destinations(now), stage, parent)
 
     def _to_be_replaced(self, now: Timestamp) -> list[str]:
         """Return the names of what a save will replace: damaged, or of a later moment."""
@@ -560,8 +537,10 @@ class CheckpointSaver(Callback):
         if context.guard is not None and is_source:
             context.guard.saving(saved.name)
         with context.holding():
+            if last is not None:
+                self._saves.replace(last)
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
-        self._last = _LastSave(saved, destinations, stage)
+        self._last = LastSave(saved, destinations, stage, self._saves.parent if last is None else last.parent)
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return step, epoch and metrics of this moment, and what its manifest says beside them."""
