@@ -144,6 +144,7 @@ class SaverContext:
 _LOG = get_logger("trainers.loop")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
+_LAST_BATCH = "last_batch"  # a stage, see `LastSave`
 
 
 @removed(**OF_SAVER)
@@ -418,7 +419,7 @@ class CheckpointSaver(Callback):
         found = post_commit.find_earlier(now, weights_only=self.weights_only) if context.resumed else None
         if found is not None and found.step != self._last_batch:  # this moment is safe already
             is_this = self._is_source or (self.is_full and found.name == names.at(now))
-            stage = context.state.dataset_state.stage if is_this else ""
+            stage = self._stage if is_this else ""
             parent = post_commit.parent_of(found) if stage else None
             self._last = LastSave(found, names.destinations(now), stage, parent)
 
@@ -492,7 +493,15 @@ class CheckpointSaver(Callback):
     @property
     def _is_incomplete(self) -> bool:
         """Whether the checkpoint of this batch was saved before an evaluation that belongs to it."""
-        return self._last is not None and self._last.stage != "" and self._last.entry.step == self._batch
+        last = self._last
+        return last is not None and last.stage not in ("", _LAST_BATCH) and last.entry.step == self._batch
+
+    @property
+    def _stage(self) -> str:
+        """What has to come yet before the checkpoint of this batch is whole, as `LastSave` has it."""
+        state = self._context.state
+        ends_epoch = state.timestamp.count("batch_in_epoch") == state.num_batches  # an epoch not counted yet
+        return state.dataset_state.stage or _LAST_BATCH * ends_epoch
 
     @property
     def _batch(self) -> int:
@@ -540,7 +549,9 @@ class CheckpointSaver(Callback):
             if last is not None:
                 self._saves.replace(last)
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
-        self._last = LastSave(saved, destinations, stage, self._saves.parent if last is None else last.parent)
+        self._last = LastSave(saved, destinations, stage, self._saves.parent)
+        if last is not None:
+            self._last = self._last._replace(stage=self._stage, parent=last.parent)
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return step, epoch and metrics of this moment, and what its manifest says beside them."""

@@ -42,7 +42,8 @@ class LastSave(NamedTuple):
     Attributes:
         entry: the checkpoint.
         destinations: its further names.
-        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done.
+        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done. For a
+            life that goes on from before the end of its epoch "last_batch": saved again if that is due.
         parent: id of the checkpoint that it goes on from.
     """
 
