@@ -22,7 +22,7 @@ from loop_kit import Crash, CrashAt, Points, Seen, accuracy, everything, loader,
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
-from holdfast.core import EMA
+from holdfast.core import EMA, Event
 from holdfast.loggers import JSONLLogger, RemoteUploaderDownloader
 
 
@@ -311,8 +311,8 @@ def tokens(counts: list[int]) -> dict[str, Any] | str:
     return {"tokens": int(now.token), "samples": int(now.sample), "batch": int(now.batch)}
 
 
-def leaves_evaluation(folder: str, rank: int | None) -> dict[str, Any]:
-    """An evaluation after every batch; a signal comes to a rank in that of the second one."""
+def leaves_evaluation(folder: str, rank: int | None, *, at_end: bool = False) -> dict[str, Any]:
+    """An evaluation after every batch, or at the end; a signal comes to a rank in that of the second one."""
 
     class Watch(Callback):
         evaluations = 0
@@ -334,7 +334,8 @@ def leaves_evaluation(folder: str, rank: int | None) -> dict[str, Any]:
 
     watch = Watch()
     trainer = plain(
-        folder, eval_dataloader=loader(200, batch_size=1, shuffle=False), eval_interval="1ba", max_duration="4ba",
+        folder, eval_dataloader=loader(200, batch_size=1, shuffle=False), max_duration="2ba" if at_end else "4ba",
+        eval_interval=(lambda state, event: event is Event.FIT_END) if at_end else "1ba",
         callbacks=watch, save_interval="100ba", autoresume=True,
     )  # fmt: skip
     left = None

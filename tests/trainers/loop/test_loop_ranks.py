@@ -180,6 +180,16 @@ def test_signal_in_an_evaluation(ranks: Any, tmp_path: Path, rank: int) -> None:
 
 
 @slow
+def test_signal_in_the_evaluation_at_the_end(ranks: Any, tmp_path: Path) -> None:
+    """After the last batch: what is left of the end they leave to the next life, which does it, once."""
+    found = ranks.checked(f"{CASES}leaves_evaluation", str(tmp_path), 1, at_end=True)
+    assert [(one["left"], one["stage"]) for one in found] == [(85, "fit_end")] * 2
+    for _ in range(2):
+        again = ranks.checked(f"{CASES}leaves_evaluation", str(tmp_path), None, at_end=True)
+        assert [(one["left"], one["stage"], one["evaluations"]) for one in again] == [(None, "", 1)] * 2
+
+
+@slow
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_goes(ranks: Any, tmp_path: Path, rank: int, how: str) -> None:

@@ -122,6 +122,7 @@ def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path:
 
     left_with_85(make(Term("eval_batch_start", 12)))
     assert names(tmp_path / "runs") == [f"ep1{suffix}", f"ep2{suffix}"]
+    first = None if suffix else hf.Checkpoint(tmp_path / "runs" / "ep1").manifest
     with make() as again:
         assert int(again.state.timestamp.batch) == 12
         again.fit()
@@ -132,6 +133,7 @@ def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path:
             assert best.metrics["eval"]["score"] == 0.75
             assert "loss" in best.metrics
             assert best.verify(deep=True).ok
+            assert best.manifest.parent == first.checkpoint_id
 
 
 @pytest.mark.parametrize("interval", ["1ep", lambda state, event: False])
@@ -156,7 +158,12 @@ def test_a_training_that_was_left_in_its_last_evaluation_ends_once(
 
 @pytest.mark.parametrize(
     ("event", "duration", "suffix"),
-    [("eval_batch_start", "2ep", ""), ("epoch_checkpoint", "2ep", ".pt"), ("batch_checkpoint", "12ba", "")],
+    [
+        ("eval_batch_start", "2ep", ""),
+        ("epoch_checkpoint", "2ep", ".pt"),
+        ("batch_checkpoint", "12ba", ""),
+        ("batch_checkpoint", "2ep", ""),
+    ],
 )
 def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str, suffix: str) -> None:
     """In an evaluation at the end too: it ends with 85, and the next life does what was left of the end, once."""
@@ -175,7 +182,27 @@ def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str
     assert seen == [[0, int(event == "batch_checkpoint"), 1, 1], [0, 0, 0, 0]]
     assert int(trainer.state.timestamp.epoch) == 2
     assert names(tmp_path) == [f"ep1-ba12{suffix}"]
-    assert suffix or hf.Checkpoint(tmp_path / "ep1-ba12").verify(deep=True).ok
+    if not suffix:
+        last = hf.Checkpoint(tmp_path / "ep1-ba12")
+        assert last.verify(deep=True).ok
+        assert last.manifest.parent is None  # not what it has replaced
+
+
+def test_a_signal_in_the_evaluation_of_the_last_batch(tmp_path: Path) -> None:
+    """It comes before the end of its epoch, for a save: the next life ends the training, the one after does nothing."""
+    options: dict[str, Any] = {
+        "eval_dataloader": loader(9, shuffle=False), "save_interval": "12ba", "save_filename": "b{batch}",
+        "autoresume": True,
+    }  # fmt: skip
+    left_with_85(plain(tmp_path, callbacks=Term("eval_batch_start", 12), **options))
+    seen = []
+    for _ in range(2):
+        with plain(tmp_path, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            seen.append([trainer.state.callbacks[0].seen[name] for name in ("EVAL_END", "EPOCH_END", "FIT_END")])
+    assert seen == [[1, 1, 1], [0, 0, 0]]
+    assert names(tmp_path) == ["b12"]
+    assert hf.Checkpoint(tmp_path / "b12").metrics["eval"]["loss"] > 0
 
 
 SCRIPT = """

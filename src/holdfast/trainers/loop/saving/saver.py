@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -38,20 +38,10 @@ from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
 from .files import check_ignore_keys, ignored
-from .finder import (
-    Destinations,
-    FolderEntry,
-    NameTemplate,
-    SaverNames,
-    container_of,
-    is_in_the_way,
-    look_at,
-    names_in,
-    run_variables,
-)
+from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
 from .guard import TrainerGuard
-from .saves import AsyncSaver, PostCommit
+from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "SaverContext", "check_guard", "default_saver", "rescue_with"]
@@ -154,20 +144,7 @@ class SaverContext:
 _LOG = get_logger("trainers.loop")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
-
-
-class _LastSave(NamedTuple):
-    """What a saver has saved last.
-
-    Attributes:
-        entry: the checkpoint.
-        destinations: its further names.
-        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done.
-    """
-
-    entry: FolderEntry
-    destinations: Destinations
-    stage: str
+_LAST_BATCH = "last_batch"  # a stage, see `LastSave`
 
 
 @removed(**OF_SAVER)
@@ -249,7 +226,7 @@ class CheckpointSaver(Callback):
         self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
-        self._last: _LastSave | None = None
+        self._last: LastSave | None = None
         self._last_kept = -1
         self.keeps: Every | None = None  # see `rescue_with`
         self._ready = False
@@ -442,8 +419,9 @@ class CheckpointSaver(Callback):
         found = post_commit.find_earlier(now, weights_only=self.weights_only) if context.resumed else None
         if found is not None and found.step != self._last_batch:  # this moment is safe already
             is_this = self._is_source or (self.is_full and found.name == names.at(now))
-            stage = context.state.dataset_state.stage if is_this else ""
-            self._last = _LastSave(found, names.destinations(now), stage)
+            stage = self._stage if is_this else ""
+            parent = post_commit.parent_of(found) if stage else None
+            self._last = LastSave(found, names.destinations(now), stage, parent)
 
     def _to_be_replaced(self, now: Timestamp) -> list[str]:
         """Return the names of what a save will replace: damaged, or of a later moment."""
@@ -515,7 +493,15 @@ class CheckpointSaver(Callback):
     @property
     def _is_incomplete(self) -> bool:
         """Whether the checkpoint of this batch was saved before an evaluation that belongs to it."""
-        return self._last is not None and self._last.stage != "" and self._last.entry.step == self._batch
+        last = self._last
+        return last is not None and last.stage not in ("", _LAST_BATCH) and last.entry.step == self._batch
+
+    @property
+    def _stage(self) -> str:
+        """What has to come yet before the checkpoint of this batch is whole, as `LastSave` has it."""
+        state = self._context.state
+        ends_epoch = state.timestamp.count("batch_in_epoch") == state.num_batches  # an epoch not counted yet
+        return state.dataset_state.stage or _LAST_BATCH * ends_epoch
 
     @property
     def _batch(self) -> int:
@@ -560,8 +546,12 @@ class CheckpointSaver(Callback):
         if context.guard is not None and is_source:
             context.guard.saving(saved.name)
         with context.holding():
+            if last is not None:
+                self._saves.replace(last)
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
-        self._last = _LastSave(saved, destinations, stage)
+        self._last = LastSave(saved, destinations, stage, self._saves.parent)
+        if last is not None:
+            self._last = self._last._replace(stage=self._stage, parent=last.parent)
 
     def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return step, epoch and metrics of this moment, and what its manifest says beside them."""

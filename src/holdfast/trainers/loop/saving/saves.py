@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
@@ -17,6 +17,7 @@ from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, Pen
 from holdfast.checkpointer.run_session import NamedSave
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
+from holdfast.format.commit import read_manifest
 from holdfast.model_files import ModelFiles
 from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
@@ -29,10 +30,27 @@ from .folder import SaveFolder, link_latest
 from .guard import TrainerGuard
 from .uploads import RemoteUploaderDownloader
 
-__all__ = ["AsyncSaver", "PostCommit"]
+__all__ = ["AsyncSaver", "LastSave", "PostCommit"]
 
 
 _LOG = get_logger("trainers.loop")
+
+
+class LastSave(NamedTuple):
+    """What a saver has saved last.
+
+    Attributes:
+        entry: the checkpoint.
+        destinations: its further names.
+        stage: what training was in, see `DataPosition`; one of an evaluation is saved again once that is done. For a
+            life that goes on from before the end of its epoch "last_batch": saved again if that is due.
+        parent: id of the checkpoint that it goes on from.
+    """
+
+    entry: FolderEntry
+    destinations: Destinations
+    stage: str
+    parent: str | None
 
 
 class AsyncSaver:
@@ -124,6 +142,12 @@ class AsyncSaver:
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
             self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
+
+    def replace(self, last: LastSave) -> None:
+        """Let the next save take the place of the last one, which is waited for, and have the parent of that."""
+        with _in_our_words():
+            self._saves.settle()
+        self._saves.parent = last.parent
 
     def keep(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str]
@@ -317,6 +341,14 @@ class PostCommit:
         if newest is not None:
             self._send_again(newest, destinations)
         self._repair_link()
+
+    def parent_of(self, found: FolderEntry) -> str | None:
+        """Return the id of the checkpoint that this one goes on from, if it says so; all ranks call it."""
+        folder = self._folder
+        if found.container != "directory":
+            return None
+        parent: str | None = folder.ranks.lead("parent", lambda: read_manifest(folder.storage, found.name).parent)
+        return parent
 
     def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
