@@ -292,12 +292,15 @@ class SaveFolder:
             # The savers decide what stays: it is not held.
             self._session.ask("resumed", name=name, step=step, hold=False)
 
-    def close(self, reason: str, *, patient: bool = True, step: int | None = None, epoch: int = 0) -> None:
+    def close(
+        self, reason: str, *, patient: bool = True, wait_s: float = 0.0, step: int | None = None, epoch: int = 0
+    ) -> None:  # fmt: skip
         """Give the leases back and end the writer, after all it was given is durable; idempotent.
 
         Args:
             reason: how this life ended, for the run.
             patient: wait for what is under way.
+            wait_s: for the writer to end, if not patient.
             step: batches trained, if that is to be recorded.
             epoch: epochs trained.
         """
@@ -311,17 +314,17 @@ class SaveFolder:
             if session is not None:
                 details = {} if step is None else {"last_step": step}
                 finished = {"step": step, "epoch": epoch} if reason == "finished" and step is not None else None
-                self._end_session(session, reason, patient=patient, details=details, finished=finished)
+                limit_s = TIMEOUT_S if patient and not self.rescues_later else wait_s
+                self._end_session(session, reason, patient=patient, limit_s=limit_s, details=details, finished=finished)
 
     def _end_session(
-        self, session: RunSession, reason: str, *, patient: bool, details: Mapping[str, Any],
+        self, session: RunSession, reason: str, *, patient: bool, limit_s: float, details: Mapping[str, Any],
         finished: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         try:
             if patient and not session.client.closed:
                 session.end(reason, details=details, finished=finished)
         finally:
-            limit_s = TIMEOUT_S if patient and not self.rescues_later else 0.0
             session.close(f"it has left the training ({reason})", timeout_s=limit_s)
 
 

@@ -164,8 +164,9 @@ class SaverGroup:
             for saver in self.savers:
                 saver.open()
             self._begin_history()
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            # Nothing is under way: who mends what is wrong and tries again finds the folder free.
+            self.abandon(wait_s=TIMEOUT_S if isinstance(error, Exception) else 0.0)
             raise
         self._open = True
 
@@ -337,14 +338,14 @@ class SaverGroup:
         if problem is not None:
             raise problem
 
-    def abandon(self) -> None:
-        """Give everything back without waiting: what writers were given they still commit."""
+    def abandon(self, *, wait_s: float = 0.0) -> None:
+        """Give everything back, without waiting for more than ``wait_s``: what writers were given they still commit."""
         self.ranks.watch(None)
         for saver in self.savers:
             saver.release()
         self.history.begin(None)
         for folder in self._folders.values():
-            folder.close("abandoned", patient=False)
+            folder.close("abandoned", patient=False, wait_s=wait_s)
         self._let_go("abandoned")
         self._open = False
 
