@@ -471,7 +471,10 @@ def test_two_iterators_of_one_loader_share_its_batches() -> None:
         for iterator in (one, two, one, two):
             seen += next(iterator).tolist()
             ck.step()
-    assert sorted(seen) == list(range(12))
+        assert sorted(seen) == list(range(12))
+        assert next(two, None) is None
+        assert next(one, None) is None, "it ends with the pass, and begins no other epoch"
+        assert ck.epoch == 0
 
 
 def test_a_length_that_nobody_knows() -> None:

@@ -310,15 +310,19 @@ class StepBoundary:
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
-        elif session.leads and not self._said_saved and not (progress.used_epochs and progress.after_pass):
-            # (The end of the body of an epoch comes again after a resume.)
+        elif session.leads and not (self._said_saved or self._comes_again):
             self._said_saved = True
             _LOG.warning(
-                "step %d is saved already (%s), so ck.save() saves nothing: what the state has become since then is in "
-                "no checkpoint. Make the change before the step is saved (before ck.step(), or in the body over "
+                "step %d is saved already (%s), so ck.save() saves nothing: if the state was changed since then, the "
+                "change is in no checkpoint. Make it before the step is saved (before ck.step(), or in the body over "
                 "ck.batches()), or keep it beside the run: holdfast.save(path, state)",
                 step, session.saves.last_name,
             )  # fmt: skip
+
+    @property
+    def _comes_again(self) -> bool:
+        """Whether this is the end of the body of an epoch, which comes again after a resume."""
+        return self._progress.used_epochs and self._progress.after_pass
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""

@@ -234,8 +234,8 @@ class Progress:
         """Tell whether this is the pass over ``name`` that counts: its epoch goes on, and no other loop took it up."""
         return self._live.get(name) is batches
 
-    def take_up(self, name: str, batches: ResumableBatches, loader: Any) -> None:
-        """Let a loop go on where another loop over the same pass is.
+    def take_up(self, name: str, batches: ResumableBatches, loader: Any) -> bool:
+        """Let a loop go on where another loop over the same pass is; False where that is at its end.
 
         Raises:
             ConfigError: the pass has ended with its epoch, or the other loop is over another loader.
@@ -254,6 +254,7 @@ class Progress:
                 f"{batches.batches} batches: a loader for evaluation needs no ck.batches(); a second one for training "
                 "gets a name, ck.batches(other, name='other')"
             )
+        return live is None or not live.done
 
     def turn_over(self, name: str, loader: Any, *, at_end: Callable[[int], None]) -> None:
         """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`.
@@ -583,8 +584,10 @@ class Batches:
         progress, name, known = self._progress, self._name, self._pass
         if known is not None and not progress.is_open(name, known):
             self._ask()  # raises if the run has ended
-            progress.take_up(name, known, self._loader)
+            self._ended = not progress.take_up(name, known, self._loader)
             self._drawn = self._pass = None
+            if self._ended:
+                raise StopIteration
         if self._drawn is None:
             progress.turn_over(name, self._loader, at_end=self._epoch_done)
         self._ask()

@@ -50,6 +50,7 @@ __all__ = ["SaverGroup", "StartingPoint"]
 
 _LOG = get_logger("trainers.loop")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
+_FREE_S = 10.0  # for a writer that has nothing to do to give a folder back; one that hangs is not waited for
 
 
 class SaverGroup:
@@ -166,7 +167,7 @@ class SaverGroup:
             self._begin_history()
         except BaseException as error:
             # Nothing is under way: who mends what is wrong and tries again finds the folder free.
-            self.abandon(wait_s=TIMEOUT_S if isinstance(error, Exception) else 0.0)
+            self.abandon(wait_s=_FREE_S if isinstance(error, Exception) else 0.0)
             raise
         self._open = True
 
