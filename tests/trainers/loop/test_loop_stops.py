@@ -22,6 +22,7 @@ import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import Event, State
 from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
 from holdfast.trainers.loop.saving.folder import FileLeases
@@ -186,6 +187,21 @@ def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str
         last = hf.Checkpoint(tmp_path / "ep1-ba12")
         assert last.verify(deep=True).ok
         assert last.manifest.parent is None  # not what it has replaced
+
+
+def test_a_signal_after_the_last_batch_where_one_is_left_out(tmp_path: Path) -> None:
+    """The epoch is at its end with one batch less: the next life ends it once, the one after has nothing to do."""
+    options = {"save_interval": "100ba", "save_filename": "ba{batch}", "max_duration": "2ep", "autoresume": True}
+    first = plain(tmp_path, callbacks=Term("batch_checkpoint", 11), **options)
+    first.state.dataset_state.leave_out([BatchSpan("train", 1, 0, 1)])
+    left_with_85(first)
+    seen = []
+    for _ in range(2):
+        with plain(tmp_path, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            seen.append([trainer.state.callbacks[0].seen[name] for name in ("BATCH_START", "EPOCH_END", "FIT_END")])
+    assert seen == [[0, 1, 1], [0, 0, 0]]
+    assert names(tmp_path) == ["ba11"]
 
 
 def test_a_signal_in_the_evaluation_of_the_last_batch(tmp_path: Path) -> None:

@@ -99,8 +99,9 @@ class DataPosition:
 
     @property
     def num_left_out(self) -> int:
-        """How many batches of this epoch are left out, on this rank."""
-        epoch = None if self._live is None else self._live.epoch
+        """How many batches of this epoch, or of the one that training goes on in, are left out, on this rank."""
+        stored = self._stored or {}
+        epoch = stored.get("epoch") if self._live is None else self._live.epoch
         places = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
         return len(set().union(*places))
 
