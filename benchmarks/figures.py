@@ -82,7 +82,8 @@ def _block(words: Sequence[str], up: str) -> str:
 def _circumstances(measured: dict[str, Any]) -> str:
     machine = measured["hardware"]
     load = machine.get("load_average_before") or measured["load_average"]["before"]
-    turns = f", {repeat} turns" if (repeat := measured.get("settings", {}).get("repeat")) else ""
+    taken = (len(values) for kinds in measured.get("samples", {}).values() for values in kinds.values())
+    turns = f", {number} turn{'s' * (number > 1)}" if (number := max(taken, default=0)) else ""
     where = machine.get("machine") or f"{machine['cores']} cores ({machine['cpu']})"
     return f"Measured on {measured['date'][:10]}, {where}, load {load[0]:.1f} before{turns}:"
 
