@@ -89,7 +89,7 @@ def run_random(context: Context) -> Outcome:
         (got,) = _training(folder, "holdfast", every, width, until=(short_s,), kills=iter(at))
         _add(context, outcome, f"every {every} steps", got)
     best = _best(outcome, [name for name in outcome.samples if name.startswith("every")])
-    value = outcome.median(f"auto, first {short_s:g} s", "useful") / best[1]
+    value = outcome.median(f"auto, first {short_s:g} s", "useful") / (best[1] or 1.0)  # none in a quick run, perhaps
     outcome.goals.append(
         Goal(what=f"useful part, auto, over the best interval ({best[0]})", value=value, at_least=0.95)
     )
@@ -162,5 +162,6 @@ def _steps(folder: Path) -> int:
 
 def _gaps(folder: Path) -> list[float]:
     """Return the time between the ends of each step and the one before it, of the steps that count but the first."""
-    ends = array("d", (folder / "steps").read_bytes()[8 : 8 * _steps(folder) + 8])
+    done = _steps(folder)  # before the rest is read: the training goes on
+    ends = array("d", (folder / "steps").read_bytes()[8 : 8 * done + 8])
     return [after - before for before, after in itertools.pairwise(ends)]

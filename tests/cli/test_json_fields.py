@@ -209,8 +209,9 @@ def test_attacking_a_script(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_verifying_a_resume(tmp_path) -> None:
+def test_verifying_a_resume(tmp_path, monkeypatch) -> None:
     """An exact one, one that is not, and a script that fails."""
+    monkeypatch.chdir(tmp_path)  # the current folder is copied for each life
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["verify-resume", "--kills", 1, "--json", "--", sys.executable, tmp_path / "train.py"]
     documents = [told(*options), told(*options, "odd", code=1)]
