@@ -540,10 +540,10 @@ def _start_block(
         if outcome.is_named:
             is_ours = manifest is not None and manifest.run_id == opened.run_id
             order = (manifest.attempt, manifest.step or 0) if manifest is not None and is_ours else (-1, -1)
-            newer = [row[0] for row in opened.records if (row[1], row[2]) > order]
-            if num_newer := len([name for name in newer if name not in session.quarantined]):
+            newer = [row for row in opened.records if (row[1], row[2]) > order and row[0] not in session.quarantined]
+            if newer:
                 notes.append(
-                    f"resume= names where to begin: {num_newer} checkpoint(s) of this run are not used, and "
+                    f"resume= names where to begin: {len(newer)} checkpoint(s) of this run are not used, and "
                     "resume='auto' goes on from them"
                 )
                 notes.extend(_not_used(opened, options))

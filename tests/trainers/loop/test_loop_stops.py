@@ -101,6 +101,16 @@ def left_with_85(trainer: hf.Trainer) -> None:
     trainer.close()
 
 
+def two_lives(folder: Path, events: list[str], **options: Any) -> tuple[hf.Trainer, list[list[int]]]:
+    """Train to the end, and start once more; return the last trainer, and how often each life saw these events."""
+    seen = []
+    for _ in range(2):
+        with plain(folder, callbacks=Count(), **options) as trainer:
+            trainer.fit()
+            seen.append([trainer.state.callbacks[0].seen[event] for event in events])
+    return trainer, seen
+
+
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_a_checkpoint_gets_the_metrics_of_the_evaluation_that_was_left(tmp_path: Path, suffix: str) -> None:
     """Saved by a signal within the evaluation of its epoch: the next life completes it, here and among the uploads.
@@ -147,11 +157,7 @@ def test_a_training_that_was_left_in_its_last_evaluation_ends_once(
         "autoresume": True,
     }  # fmt: skip
     left_with_85(plain(tmp_path, callbacks=Term("eval_batch_start", 12), **options))
-    seen = []
-    for _ in range(2):
-        with plain(tmp_path, callbacks=Count(), **options) as trainer:
-            trainer.fit()
-            seen.append([trainer.state.callbacks[0].seen[event] for event in ("EVAL_END", "FIT_END")])
+    _, seen = two_lives(tmp_path, ["EVAL_END", "FIT_END"], **options)
     assert seen == [[1, 1], [0, 0]]
     assert "nothing to do" in caplog.text
     assert "loss" in hf.Checkpoint(tmp_path / "ep2").metrics["eval"]
@@ -174,12 +180,7 @@ def test_a_signal_after_the_last_batch(tmp_path: Path, event: str, duration: str
         "autoresume": True,
     }  # fmt: skip
     left_with_85(plain(tmp_path, callbacks=Term(event, 12), **options))
-    seen = []
-    for _ in range(2):
-        with plain(tmp_path, callbacks=Count(), **options) as trainer:
-            trainer.fit()
-            found = trainer.state.callbacks[0].seen
-            seen.append([found[name] for name in ("BATCH_START", "EPOCH_END", "EVAL_END", "FIT_END")])
+    trainer, seen = two_lives(tmp_path, ["BATCH_START", "EPOCH_END", "EVAL_END", "FIT_END"], **options)
     assert seen == [[0, int(event == "batch_checkpoint"), 1, 1], [0, 0, 0, 0]]
     assert int(trainer.state.timestamp.epoch) == 2
     assert names(tmp_path) == [f"ep1-ba12{suffix}"]
@@ -195,11 +196,7 @@ def test_a_signal_after_the_last_batch_where_one_is_left_out(tmp_path: Path) -> 
     first = plain(tmp_path, callbacks=Term("batch_checkpoint", 11), **options)
     first.state.dataset_state.leave_out([BatchSpan("train", 1, 0, 1)])
     left_with_85(first)
-    seen = []
-    for _ in range(2):
-        with plain(tmp_path, callbacks=Count(), **options) as trainer:
-            trainer.fit()
-            seen.append([trainer.state.callbacks[0].seen[name] for name in ("BATCH_START", "EPOCH_END", "FIT_END")])
+    _, seen = two_lives(tmp_path, ["BATCH_START", "EPOCH_END", "FIT_END"], **options)
     assert seen == [[0, 1, 1], [0, 0, 0]]
     assert names(tmp_path) == ["ba11"]
 
@@ -211,11 +208,7 @@ def test_a_signal_in_the_evaluation_of_the_last_batch(tmp_path: Path) -> None:
         "autoresume": True,
     }  # fmt: skip
     left_with_85(plain(tmp_path, callbacks=Term("eval_batch_start", 12), **options))
-    seen = []
-    for _ in range(2):
-        with plain(tmp_path, callbacks=Count(), **options) as trainer:
-            trainer.fit()
-            seen.append([trainer.state.callbacks[0].seen[name] for name in ("EVAL_END", "EPOCH_END", "FIT_END")])
+    _, seen = two_lives(tmp_path, ["EVAL_END", "EPOCH_END", "FIT_END"], **options)
     assert seen == [[1, 1, 1], [0, 0, 0]]
     assert names(tmp_path) == ["b12"]
     assert hf.Checkpoint(tmp_path / "b12").metrics["eval"]["loss"] > 0

@@ -250,9 +250,8 @@ class EarlyStopping(Callback):
 
 def _with_epoch(state: State) -> Timestamp:
     """Return where training is; an epoch counts from its last batch on, for its evaluation may come before its end."""
-    now, length = state.timestamp, state.num_batches
-    is_over = length is not None and now.count("batch_in_epoch") == length - state.dataset_state.num_left_out
-    return now.to_next_epoch() if is_over else now
+    now = state.timestamp
+    return now.to_next_epoch() if state.is_epoch_over else now
 
 
 EarlyStopper = EarlyStopping

@@ -148,6 +148,12 @@ class State:
         return self.dataset_state.num_batches(self.train_dataloader)
 
     @property
+    def is_epoch_over(self) -> bool:
+        """True when the last batch of the epoch is trained, on this rank; False if nobody knows how many it has."""
+        trained = self.timestamp.count("batch_in_epoch") + self.dataset_state.num_left_out
+        return trained == self.num_batches
+
+    @property
     def dataloader_len(self) -> Time | None:
         """Batches of one epoch as a `Time`."""
         count = self.num_batches

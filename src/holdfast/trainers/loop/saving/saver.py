@@ -499,9 +499,8 @@ class CheckpointSaver(Callback):
     @property
     def _stage(self) -> str:
         """What has to come yet before the checkpoint of this batch is whole, as `LastSave` has it."""
-        state, data = self._context.state, self._context.state.dataset_state
-        trained = state.timestamp.count("batch_in_epoch") + data.num_left_out
-        return data.stage or _LAST_BATCH * (trained == state.num_batches)  # of an epoch not counted yet
+        state = self._context.state
+        return state.dataset_state.stage or _LAST_BATCH * state.is_epoch_over  # of an epoch not counted yet
 
     @property
     def _batch(self) -> int:

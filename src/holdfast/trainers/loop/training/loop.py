@@ -75,7 +75,7 @@ class TrainingLoop:
             again = self._due(event) or list(state.eval_dataloaders)
             if not (self._evaluated(stage, again) and self._after(event)):
                 return False
-        while not state.is_finished or (stage and self._length == state.timestamp.count("batch_in_epoch")):
+        while not state.is_finished or (stage and state.is_epoch_over):
             if not self._epoch():
                 return False
         ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
@@ -118,7 +118,7 @@ class TrainingLoop:
             if not self._after(Event.BATCH_CHECKPOINT):
                 return False
             if state.is_finished:
-                if self._length != state.timestamp.count("batch_in_epoch"):
+                if not state.is_epoch_over:
                     return True
                 self._next(source, batches)  # this was its last batch; a loader with a state of its own learns of it
                 break
@@ -138,12 +138,6 @@ class TrainingLoop:
             if 0 < count < ranks.world_size:
                 ranks.agree("ended", lambda: batch is _END, _refuse_ended)
         return batch
-
-    @property
-    def _length(self) -> int | None:
-        """Batches of this epoch that are trained, on this rank; None if the loader does not know."""
-        num_batches = self._state.num_batches
-        return None if num_batches is None else num_batches - self._state.dataset_state.num_left_out
 
     def _check_even(self, batches: ResumableBatches, epoch: int) -> None:
         """Refuse an epoch of which ranks have unequal numbers of batches: gradients are exchanged with each of them."""
@@ -216,7 +210,7 @@ class TrainingLoop:
     def _eval_follows(self, every: Every) -> bool:
         """Tell whether this epoch has ended and is evaluated next: what is saved now should have those metrics."""
         state, now = self._state, self._state.timestamp
-        if self._length != now.count("batch_in_epoch"):
+        if not state.is_epoch_over:
             return False
         after = now.to_next_epoch()
         return every.due(Event.EPOCH_CHECKPOINT, now, after, state.span)
