@@ -18,7 +18,7 @@ from holdfast.checkpointer import save_policy
 def train(
     run: str, total: int, *, kill_at: dict[str, int] | None = None, raise_at: int | None = None,
     after_s: dict[str, float] | None = None, every: int | None = None, rescue: Any = 1, width: int = 16,
-    soonest_s: float = 1.0,
+    soonest_s: float = 1.0, kill_within: dict[str, int] | None = None, save_at: int = 0,
 ) -> int:  # fmt: skip
     """Train to the end, or until this rank is killed: at a step, or so many seconds after its training has begun."""
     rank = int(os.environ["RANK"])
@@ -40,8 +40,12 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             state["seen"].value.append(ck.global_step)
+            if kill_within is not None and kill_within.get(str(rank)) == ck.global_step + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             ck.step(loss=float(loss.detach()))
             os.pwrite(done, f"{ck.global_step:8d}".encode(), 0)
+            if save_at == ck.global_step:
+                ck.save()
             if kill_at is not None and kill_at.get(str(rank)) == ck.global_step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if raise_at == ck.global_step and rank == 0:

@@ -58,6 +58,36 @@ def test_a_rank_whose_body_raises_does_not_wait_for_the_others(ranks: RankServer
     assert "ZeroDivisionError" in found.manifest.extra["rescued"]
 
 
+@pytest.mark.parametrize("killed", ["0", "1"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"total": 10, "every": 5},
+        {"total": 10},
+        pytest.param({"total": 10, "width": 1300}, id="no memory for a third copy"),
+        {"total": 30, "save_at": 10},
+    ],
+    ids=", ".join,
+)
+def test_a_rank_killed_before_a_save_of_the_others_loses_its_step_alone(
+    ranks: RankServer, tmp_path: Path, killed: str, how: dict[str, Any]
+) -> None:
+    """One rank is killed within step 10, which the other saves, at its end or before: step 9 is there, and says why."""
+    run = tmp_path / "run"
+    outcomes = ranks.ranks(CASES, str(run), **how, kill_within={killed: 10})
+    other = outcomes[1 - int(killed)]
+    assert other.status == 1
+    found = newest(run)
+    assert found.step == 9
+    assert found.verify(deep=True).ok
+    assert found.manifest is not None
+    assert "trainer process has died" in found.manifest.extra["rescued"]
+    (attempt,) = index_of(run).attempts
+    assert "trainer process has died" in (attempt.reason or "")
+    ranks.checked(CASES, str(run), **how)
+    assert newest(run).step == how["total"]
+
+
 def test_an_end_in_order_rescues_nothing(ranks: RankServer, tmp_path: Path) -> None:
     """Two ranks train to the end: one checkpoint, an ordinary one."""
     for rescue in (1, "auto"):

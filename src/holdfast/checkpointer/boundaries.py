@@ -456,11 +456,11 @@ class StepBoundary:
             self.judge_rest(alone=False)
         if self.guard is not None:
             self.guard.ended()
-        self._say_lost()
         if step > 0 and session.saves.last_step != step:
             error = session.saves.lost.error
             lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
             raise passing_error(error, lost)
+        self._say_lost()
         self._wait_for_remote()
         finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)

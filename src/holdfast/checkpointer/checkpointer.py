@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,22 +251,8 @@ class Checkpointer:
         reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
-                try:
-                    course.boundary()
-                    course.judge_rest(alone=True)
-                except SystemExit:  # a stop at the last boundary: raised below, in the end
-                    pass
-                except TrainingError as ended:
-                    course.end_after(str(ended))
-                    raise
-            if kind is None and not course.left_for:
-                if not course.pace.stop_asked:
-                    self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
-                    self._remind_of_source()
-                self._progress.finish(is_saved=session.saves.last_step == self._progress.step)
-                course.watch()
-                course.end()
-            elif not self._signals.impatient:
+                self._leave_in_order(session, course)
+            if (kind is not None or course.left_for) and not self._signals.impatient:
                 course.end_after(reason)
         finally:
             self._signals.remove()
@@ -288,6 +275,24 @@ class Checkpointer:
             raise SystemExit(exit_code)
         if kind is None and course.left_for:
             raise RolledBack
+
+    def _leave_in_order(self, session: RunSession, course: StepBoundary) -> None:
+        """Make what is durable of a body that has ended by itself; of one that a guard has stopped nothing."""
+        try:
+            with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised at the very end
+                course.boundary()
+                course.judge_rest(alone=True)
+            if course.left_for:
+                return
+            if not course.pace.stop_asked:
+                self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
+                self._remind_of_source()
+            self._progress.finish(is_saved=session.saves.last_step == self._progress.step)
+            course.watch()
+            course.end()
+        except Exception as failed:  # of the final save, say, as another rank has died: the last snapshot counts
+            course.end_after(str(failed) if isinstance(failed, TrainingError) else self._reason(session, failed))
+            raise
 
     def _remind_of_source(self) -> None:
         """Say why a run that began at the end of another one has trained nothing."""

@@ -104,6 +104,7 @@ class Snapshotter:
         self.rescues = rescues
         self._spares: list[Arena] = []  # take turns with `arena`
         self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
+        self._kept_step: int | None = None  # its step
         self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
         self._sealing: Future[None] | None = None  # of the last save, while tensors on a device are still copied
         self._given_up: Future[Any] | None = None  # a save that was waited for too long
@@ -204,7 +205,7 @@ class Snapshotter:
             job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
             division=self._division(flat, layout, wait=True),
         )  # fmt: skip
-        arena = self._turn(layout, client, _RELEASE_S)
+        arena = self._turn(layout, client, _RELEASE_S, job)
         if arena is None:
             waits = self._given_up is not None and not self._given_up.done()
             late = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
@@ -226,6 +227,7 @@ class Snapshotter:
             hand_over()
         arena.prefault()
         self._forget_kept(arena)
+        self._kept_step = job.manifest.get("step")
         return True
 
     @property
@@ -236,16 +238,18 @@ class Snapshotter:
             return False
         return layout is not None and layout.arena_bytes >= _SMALL_COPY
 
-    def _turn(self, layout: Layout, client: WriterClient, release_s: float | None) -> Arena | None:
+    def _turn(self, layout: Layout, client: WriterClient, release_s: float | None, job: SaveJob) -> Arena | None:
         """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
 
         There is no third copy of a big state: the next one waits until the save is written, for the newest snapshot is
-        all that is left of its step until another one is sealed.
+        all that is left of its step until another one is sealed. Where it is of the step that is to be copied, and
+        there are other ranks, the snapshot before it stays instead: a rank that has not done this step holds that one.
 
         Args:
             layout: of the state.
             client: the writer.
             release_s: how long it may take to tell the writer that the snapshot there counts no more.
+            job: of the copy.
 
         Returns:
             None if that takes longer, or the save that is being written longer than ``timeout_s``.
@@ -260,9 +264,12 @@ class Snapshotter:
             written = None if self._writing is None or self._writing[1].done() else self._writing[0]
             pool = [one for one in (self.arena, *self._spares) if one is not None]
             taken = [one for one in (written, self._kept_in) if one is not None]  # perhaps of the layout before
-            free = [one for one in pool if one not in taken]
+            again = self.world_size > 1 and self._kept_in in pool and self._kept_step == job.manifest.get("step")
+            free = [one for one in pool if one not in taken and not (again and one in pool[:2])]  # the last two
             if not free and len({*pool, *taken}) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
                 free = [self._more(layout)]
+            elif not free and again and pool[1:]:
+                free, self._kept_in, self._kept_step = pool[:1], pool[1], None
             if free:
                 break
             assert self._writing is not None
@@ -281,8 +288,8 @@ class Snapshotter:
         if before is not None and before not in (self.arena, *self._spares):
             before.close()  # of a layout that is gone
 
-    def _turn_for_save(self, layout: Layout, client: WriterClient) -> Arena:
-        arena = self._turn(layout, client, self.timeout_s)
+    def _turn_for_save(self, layout: Layout, client: WriterClient, job: SaveJob) -> Arena:
+        arena = self._turn(layout, client, self.timeout_s, job)
         if arena is None:
             raise HoldfastError(
                 f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
@@ -371,7 +378,7 @@ class Snapshotter:
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
-            arena, blobs = self._turn_for_save(layout, client), [content() for content in contents]
+            arena, blobs = self._turn_for_save(layout, client, job), [content() for content in contents]
             self.copies = self.copies or device_copies.DeviceCopies()
             future = self.copies.submit(
                 flat,
@@ -382,7 +389,7 @@ class Snapshotter:
                 lazy=lazy,
             )
         else:
-            arena = self._turn_for_save(layout, client)
+            arena = self._turn_for_save(layout, client, job)
             future = self._copy(flat, layout, arena, client, partial(hand_over, arena))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if self.rescues and not windowed and self.arena is not None:
