@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "save", "first", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
-    "growth_local", "growth", "goodput", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
-    "restart",
+    "growth_local", "growth", "goodput", "goodput_random", "frozen", "startup", "startup_trainer", "trainer", "remote",
+    "loop", "restart",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -39,6 +39,7 @@ METHODS = {
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
     "loop": {"by hand", "Trainer", "directory", "pt"},
     "goodput": {"holdfast, every auto", "torch.save, every 20", "DCP async_save, every 20"},
+    "goodput_random": {"auto, first 12 s", "auto, 24 s", "every 20 steps"},
     "growth": {"enter a run of 30 checkpoints", "save and keep 2 of 30 checkpoints", "commit 20 ranks"},
     "remote": {"limit", "save_async", "save_async to disk", "push", "pull", "load", "push process", "pull process"},
 }
