@@ -53,9 +53,7 @@ def holdfast() -> None:
     interval, _, rescue = every.partition("+")
     state = {"model": model, "optimizer": optimizer}
     options: dict[str, Any] = {"rescue": "auto"} if rescue else {}
-    with hf.Checkpointer(
-        folder / "run", state, every=int(interval) if interval.isdigit() else interval, **options
-    ) as ck:
+    with hf.Checkpointer(folder / "run", state, every=interval, **options) as ck:
         while not ck.should_stop:
             step()
             ck.step()

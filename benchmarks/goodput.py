@@ -86,7 +86,7 @@ def run_random(context: Context) -> Outcome:
     _add(context, outcome, f"auto, first {short_s:g} s", short)
     _add(context, outcome, f"auto, {wall_s:g} s", whole)
     for every in ("20", "60", "180"):
-        (got,) = _training(folder, "holdfast", every, width, until=(short_s,), kills=iter(at))
+        (got,) = _training(folder, "holdfast", f"{every}ba", width, until=(short_s,), kills=iter(at))
         _add(context, outcome, f"every {every} steps", got)
     best = _best(outcome, [name for name in outcome.samples if name.startswith("every")])
     value = outcome.median(f"auto, first {short_s:g} s", "useful") / (best[1] or 1.0)  # none in a quick run, perhaps

@@ -31,6 +31,17 @@ def done(run: Path) -> int:
     return min(int(Path(f"{run}-{rank}").read_text()[:8]) for rank in range(2))
 
 
+def check_rescued(run: Path, step: int) -> None:
+    """The newest checkpoint is whole and of this step; it and the only attempt so far say that a trainer has died."""
+    found = newest(run)
+    assert found.step == step
+    assert found.verify(deep=True).ok
+    assert found.manifest is not None
+    assert "trainer process has died" in found.manifest.extra["rescued"]
+    (attempt,) = index_of(run).attempts
+    assert "trainer process has died" in (attempt.reason or "")
+
+
 @pytest.mark.parametrize("killed", [{"0": 7}, {"1": 7}, {"0": 7, "1": 7}])
 def test_a_killed_rank_loses_no_step_that_all_had_kept(
     ranks: RankServer, tmp_path: Path, killed: dict[str, int]
@@ -39,13 +50,7 @@ def test_a_killed_rank_loses_no_step_that_all_had_kept(
     run = tmp_path / "run"
     outcomes = ranks.ranks(CASES, str(run), 30, kill_at=killed)
     assert [outcome.status == -signal.SIGKILL for outcome in outcomes] == [str(rank) in killed for rank in range(2)]
-    found = newest(run)
-    assert found.step == 7
-    assert found.verify(deep=True).ok
-    assert found.manifest is not None
-    assert "trainer process has died" in found.manifest.extra["rescued"]
-    (attempt,) = index_of(run).attempts
-    assert "trainer process has died" in (attempt.reason or "")
+    check_rescued(run, 7)
 
 
 def test_a_rank_whose_body_raises_does_not_wait_for_the_others(ranks: RankServer, tmp_path: Path) -> None:
@@ -77,13 +82,7 @@ def test_a_rank_killed_before_a_save_of_the_others_loses_its_step_alone(
     outcomes = ranks.ranks(CASES, str(run), **how, kill_within={killed: 10})
     other = outcomes[1 - int(killed)]
     assert other.status == 1
-    found = newest(run)
-    assert found.step == 9
-    assert found.verify(deep=True).ok
-    assert found.manifest is not None
-    assert "trainer process has died" in found.manifest.extra["rescued"]
-    (attempt,) = index_of(run).attempts
-    assert "trainer process has died" in (attempt.reason or "")
+    check_rescued(run, 9)
     ranks.checked(CASES, str(run), **how)
     assert newest(run).step == how["total"]
 

@@ -16,7 +16,7 @@ from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror
-from holdfast.errors import ConfigError, HoldfastError, SessionError, TrainingError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run import costs, retention
 from holdfast.run.candidates import MirrorView
@@ -291,7 +291,8 @@ class Checkpointer:
             course.watch()
             course.end()
         except Exception as failed:  # of the final save, say, as another rank has died: the last snapshot counts
-            course.end_after(str(failed) if isinstance(failed, TrainingError) else self._reason(session, failed))
+            if not self._signals.impatient:
+                course.end_after(self._reason(session, failed))
             raise
 
     def _remind_of_source(self) -> None:

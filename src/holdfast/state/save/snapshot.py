@@ -264,12 +264,14 @@ class Snapshotter:
             written = None if self._writing is None or self._writing[1].done() else self._writing[0]
             pool = [one for one in (self.arena, *self._spares) if one is not None]
             taken = [one for one in (written, self._kept_in) if one is not None]  # perhaps of the layout before
-            again = self.world_size > 1 and self._kept_in in pool and self._kept_step == job.manifest.get("step")
-            free = [one for one in pool if one not in taken and not (again and one in pool[:2])]  # the last two
+            # The pool begins with what was copied last: the snapshot of this step, then the one before it.
+            repeats = self.world_size > 1 and self._kept_in in pool and self._kept_step == job.manifest.get("step")
+            before = pool[1:2] if repeats else []
+            free = [one for one in pool if one not in (*taken, *before)]
             if not free and len({*pool, *taken}) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
                 free = [self._more(layout)]
-            elif not free and again and pool[1:]:
-                free, self._kept_in, self._kept_step = pool[:1], pool[1], None
+            elif not free and before:
+                free, self._kept_in, self._kept_step = pool[:1], before[0], None
             if free:
                 break
             assert self._writing is not None
