@@ -395,6 +395,17 @@ def test_no_way_into_a_run_leads_to_what_its_guard_refuses(tmp_path: Path, caplo
         assert (ck.global_step, ck.latest()) == (6, ck.resumed_from)
 
 
+def test_a_rollback_of_a_start_afresh_says_that_the_next_one_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``resume='never'``: without it the same command goes on, and `holdfast run` is no help."""
+    with pytest.raises(SystemExit):
+        live(tmp_path / "run", poison={(0, 2): "nan"}, resume="never")
+    said = capsys.readouterr().err
+    assert "from before that step without resume='never', with it it begins anew (exit status 86)" in said
+    assert "`holdfast run` starts it again" not in said
+
+
 @pytest.mark.slow
 def test_a_fresh_start_that_is_asked_for_knows_nothing_of_bad_steps(tmp_path: Path) -> None:
     """``resume='never'``: other data, other batches."""

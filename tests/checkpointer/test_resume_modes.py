@@ -16,6 +16,7 @@ import torch
 from catalog_kit import index_of
 
 import holdfast as hf
+from holdfast.run.life import VARIABLE
 
 
 def parents(path: Path) -> dict[str, str | None]:
@@ -66,6 +67,20 @@ def test_never_starts_at_zero_and_leaves_the_old_ones(tmp_path: Path) -> None:
     assert kit.names(tmp_path)[0] == "step_00000002-a2"
     assert parents(tmp_path)["step_00000002-a2"] is None
     assert kit.train(tmp_path, 2).resumed_from.name == "step_00000002-a2"
+
+
+def test_never_under_holdfast_run_says_what_a_death_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each life begins at step 0: that is said with the first one."""
+    (tmp_path / "life").mkdir()
+    kit.train(tmp_path / "run", 2, resume="never")
+    assert "each life begins at step 0" not in capsys.readouterr().err
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "life"))
+    kit.train(tmp_path / "run", 2)
+    assert "each life begins at step 0" not in capsys.readouterr().err
+    kit.train(tmp_path / "run", 2, resume="never")
+    assert "with resume='never' each life begins at step 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", ["path", "uri", "checkpoint", "text"])

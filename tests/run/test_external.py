@@ -14,6 +14,7 @@ from catalog_kit import begin, names, save
 from holdfast import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.run import catalog as catalog_module
 from holdfast.run import external
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import EXTERNAL, External
@@ -28,6 +29,7 @@ LAST = Keep(last=1)
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch) -> None:
     monkeypatch.setattr(external, "_DECIDED_S", 0.0)
+    monkeypatch.setattr(catalog_module, "_BITE_S", 60.0)  # on a busy machine a disk may take half a second to delete
 
 
 @pytest.fixture(params=["local", "memory"])

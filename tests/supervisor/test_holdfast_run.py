@@ -462,3 +462,47 @@ def test_a_script_that_its_guard_gives_up_is_not_started_again(tmp_path: Path) -
     assert (status, (tmp_path / "lives").read_text()) == (1, "1"), err
     assert "not started again: its guard has found a bad step" in err
     assert err.count("Traceback") == 1
+
+
+def test_a_worker_that_was_killed_and_replaced_within_a_life_is_no_hang(tmp_path: Path) -> None:
+    """A launcher inside of the script starts another process in its place: the old report says nothing more."""
+    script = """
+import os, subprocess, sys, time
+if len(sys.argv) > 2:
+    from holdfast.run.life import LifeReport
+    life = LifeReport.begin(uri=sys.argv[1] + "/run", attempt=1, rank=0)
+    life.trains(1, requeue=85, wait_s=0)
+    life.stepped(2)
+    life.stepped(3)
+    os.kill(os.getpid(), 9)
+subprocess.run([sys.executable, __file__, sys.argv[1], "worker"])
+time.sleep(4)
+print("done")
+"""
+    status, out, err = finished(script, tmp_path, "--hang", "2s")
+    assert (status, out) == (0, "done\n"), err
+    assert "hang" not in err
+
+
+def test_a_life_that_stood_still_with_its_supervisor_is_no_hang(tmp_path: Path) -> None:
+    """A job that is suspended for longer than the limit (scontrol suspend) goes on: nobody has looked in between."""
+    script = STEPS + "for _ in range(80):\n    advance()\n    time.sleep(0.05)\nprint('done')"
+    code = (
+        "import holdfast.supervisor.supervisor as s, sys; s._ASLEEP_S = 2.0; from holdfast.cli.main import main; main()"
+    )
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-c", code, "run", "--hang", "3s", "--", sys.executable, str(tmp_path / "script.py")]
+    process = subprocess.Popen(
+        [*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_for(tmp_path / "kept")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, children)):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    for pid in (process.pid, *map(int, children)):  # the supervisor looks before the others have made a step
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "done\n"), err
+    assert "hang" not in err

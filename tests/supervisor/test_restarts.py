@@ -32,6 +32,15 @@ def test_three_lives_that_die_at_one_step_end_it() -> None:
     assert "at step 23" in end.why
 
 
+def test_a_new_run_at_each_start_is_no_progress() -> None:
+    """A script that names its run by the time of day dies at step 5 of each: no fourth life. Getting further counts."""
+    lives = deaths(*({"step": 5, "durable": {f"run-{number}": 4}, "trained": True} for number in range(3)))
+    assert [after(lives[:1]), after(lives[:2])] == [Again(0.0), Again(1.0)]
+    assert isinstance(after(lives), End)
+    further = deaths(*({"step": 5 + n, "durable": {f"run-{n}": 4 + n}, "trained": True} for n in range(5)))
+    assert after(further) == Again(0.0)
+
+
 def test_lives_that_die_at_different_steps_go_on_with_longer_pauses_for_ten_lives() -> None:
     """Without progress the pauses grow to 30 s, and the tenth death says that saves are too far apart."""
     lives = deaths(*(at(20 + number % 4, 20) for number in range(10)))

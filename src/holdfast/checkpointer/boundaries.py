@@ -413,7 +413,8 @@ class StepBoundary:
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
         status = self._options.exit_code if self.pace.stop_wished else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
-        leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"))
+        anew = self._options.resume == "never"
+        leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"), anew=anew)
 
     def _save_when_space(self) -> None:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""
@@ -515,7 +516,7 @@ class StepBoundary:
 
 
 def leave_for_alarm(
-    session: RunSession, guard: GuardWatch | None, status: int, *, note: Callable[[str], None]
+    session: RunSession, guard: GuardWatch | None, status: int, *, note: Callable[[str], None], anew: bool = False
 ) -> NoReturn:
     """Leave a training for a bad step, so that the next start goes on from before that; nothing is saved.
 
@@ -524,6 +525,7 @@ def leave_for_alarm(
         guard: has found it; None on ranks above 0.
         status: that this process ends with.
         note: told why, first what was found and then what follows: deciding that may raise.
+        anew: the same command begins at step 0 again.
 
     Raises:
         SystemExit: with this status.
@@ -534,7 +536,7 @@ def leave_for_alarm(
         note(guard.alarm.why)
         found = guard.decide().in_words()
         note(found)
-        show_rollback(step, found, session.root, status)
+        show_rollback(step, found, session.root, status, anew=anew)
     if status == GUARD_STATUS:
         session.life.end("rolled back")
     raise RolledBack if status == GUARD_STATUS else SystemExit(status)

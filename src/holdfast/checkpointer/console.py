@@ -91,7 +91,7 @@ def show_stop(
     ResumeBlock(headline=headline).show()
 
 
-def show_rollback(step: int, found: str, storage: Storage, exit_code: int) -> None:
+def show_rollback(step: int, found: str, storage: Storage, exit_code: int, *, anew: bool = False) -> None:
     """Print, on stderr, that the guard has ended this process, and how to go on.
 
     Args:
@@ -99,11 +99,13 @@ def show_rollback(step: int, found: str, storage: Storage, exit_code: int) -> No
         found: what was bad, and what follows.
         storage: where the run is.
         exit_code: exit status of the process.
+        anew: the same command begins at step 0 again.
     """
-    ResumeBlock(
-        headline=f"rolled back at step {step}: {found}. The same command goes on in {storage.uri} from before that "
-        f"step (exit status {exit_code}); `holdfast run` starts it again"
-    ).show()
+    next_ = f"The same command goes on in {storage.uri} from before that step"
+    again = "; `holdfast run` starts it again"
+    if anew:
+        next_, again = f"{next_} without resume='never', with it it begins anew", ""
+    ResumeBlock(headline=f"rolled back at step {step}: {found}. {next_} (exit status {exit_code}){again}").show()
 
 
 def listed(names: Iterable[str]) -> str:

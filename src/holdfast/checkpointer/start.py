@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
-from holdfast.run.life import kept_bytes
+from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.record import unpack
 from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
@@ -588,6 +589,11 @@ def _start_block(
         notes.append(
             f"the ranks do not share {session.storage.uri}: each stages its part of a save there, on its own machine, "
             f"and brings it to {storage.uri}"
+        )
+    if options.resume == "never" and VARIABLE in os.environ:
+        notes.append(
+            "`holdfast run` starts this command again when it dies; with resume='never' each life begins at step 0: "
+            "leave it out, so that a life goes on from what the one before has saved"
         )
     notes.append(room)
     if options.auto:

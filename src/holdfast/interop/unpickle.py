@@ -26,7 +26,15 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
-__all__ = ["MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_torch", "read_torch_stream"]
+__all__ = [
+    "MAX_METADATA",
+    "Opaque",
+    "is_zip",
+    "needs_lenient",
+    "read_metadata",
+    "read_torch",
+    "read_torch_stream",
+]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -330,9 +338,7 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
-        with open(path, "rb") as file:
-            _refuse_code(file, path)
-        if mmap and _refuse_bomb(path):
+        if needs_lenient(path):
             raise pickle.UnpicklingError("it makes a bytearray")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -396,16 +402,21 @@ def _refuse_code(stream: Any, name: str) -> None:
     stream.seek(start)
 
 
-def _refuse_bomb(path: str) -> bool:
-    """Refuse an archive that unpacks to far more than its size.
+def needs_lenient(path: str) -> bool:
+    """Refuse a file of torch whose reading would run code, or fill the memory.
 
     Returns:
         Whether its pickle makes a bytearray. Torch's own reader makes it of any size that the pickle names, so the
-        lenient reader has to read such a file.
+        lenient reader has to read such a file (`read_torch`).
 
     Raises:
-        CorruptCheckpointError: it unpacks to far more than its size.
+        UnsupportedStateError: it is a program.
+        CorruptCheckpointError: it would unpack to far more than its size.
     """
+    with open(path, "rb") as file:
+        _refuse_code(file, path)
+    if not is_zip(path):
+        return False
     size = os.path.getsize(path)
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .process import birth, is_dead, machine
+
 __all__ = [
     "ARENAS",
     "GUARD_STATUS",
@@ -79,7 +81,8 @@ class LifeReport:
         self._num_told = 0  # how often arenas were named
         self._freeing: threading.Thread | None = None
         self._folder, self._uri = folder, str(about.get("uri", ""))
-        text = json.dumps({**about, "pid": self._owner}).encode()
+        own = {"pid": self._owner, "pid_birth": birth(self._owner), **machine()} if folder else {}
+        text = json.dumps({**about, **own}).encode()
         if not folder or len(text) > _BYTES - _TEXT_AT:
             return
         with contextlib.suppress(OSError):
@@ -263,6 +266,7 @@ class RunReport:
         durable: newest step that is durable, as far as the process knows; -1 if none.
         requeue: exit status after a signal, -1 if not known.
         wait_s: bound of a save that holds the loop.
+        process: names it and its machine.
     """
 
     uri: str
@@ -281,6 +285,12 @@ class RunReport:
     durable: int
     requeue: int
     wait_s: float
+    process: Mapping[str, Any]
+
+    @property
+    def is_there(self) -> bool:
+        """False once its process is gone, which says nothing more: a launcher may have started another in its place."""
+        return not is_dead(self.process)
 
 
 def read_reports(folder: Path) -> list[RunReport]:
@@ -297,7 +307,7 @@ def read_reports(folder: Path) -> list[RunReport]:
                 trains=state in (_TRAINS, _WAITS), stopped=state == _STOPPED, rolled_back=state == _ROLLED_BACK,
                 given_up=state == _GIVEN_UP, waits=state == _WAITS, step=step,
                 moment_s=moment / 1e9, longest_s=longest / 1e9, resumed=resumed, durable=durable, requeue=requeue,
-                wait_s=wait_ms / 1e3,
+                wait_s=wait_ms / 1e3, process=about,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, struct.error):
             continue

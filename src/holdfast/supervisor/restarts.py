@@ -110,7 +110,9 @@ def _without_progress(deaths: Sequence[Death]) -> list[Death]:
         if death.rolled_back:  # what was durable before the bad step is the measure no more
             known, idle = {}, []
             continue
-        is_new = any(step > known.get(uri, -1) for uri, step in death.durable.items())
+        # A run that no life before had: a script that names a new one at each start gets no further by that.
+        best = max(known.values(), default=-1)
+        is_new = any(step > known.get(uri, best) for uri, step in death.durable.items())
         if is_new or (not death.is_known and death.seconds >= _LONG_S):
             idle = []
         for uri, step in death.durable.items():

@@ -38,6 +38,7 @@ _ENTERS_S = 10.0  # that a process may take from entering a run to training
 _HANG_S = 300.0  # least time without a boundary that is a hang
 _FIRST_S = 1800.0  # until the first boundary of a life
 _HANG_STEPS = 10
+_ASLEEP_S = 20.0  # between two looks
 _OTHERS_S = 5.0  # for the other ranks to end after one has died
 _STOPS = frozenset(getattr(signal, name) for name in STOPS)
 _FOR_REQUEUE = frozenset({signal.SIGTERM, signal.SIGUSR1})
@@ -168,17 +169,20 @@ class Supervisor:
 
     def _watch(self, processes: LifeProcesses, folder: Path) -> str | None:
         """Wait for the end of a life; return the stacks if it hung and was ended, else None."""
-        others_until = float("inf")
+        others_until, looked = float("inf"), time.monotonic()
         while not processes.poll():
             self._take_signals(processes)
             now, reports = time.monotonic(), self._read(folder)
+            if now - looked > _ASLEEP_S:  # all of us stood still (SIGSTOP, scontrol suspend, a frozen container)
+                self._continued = now
+            looked = now
             if self._stopping is not None:
                 others_until = float("inf")  # ranks that save before they stop take the time they need
             elif any(processes.statuses.values()):
                 others_until = min(others_until, now + self._others_s(processes.statuses, reports))
             if now >= others_until:
                 return None
-            running = [report for report in reports if report.rank not in processes.statuses]
+            running = [report for report in reports if report.rank not in processes.statuses and report.is_there]
             if self._stopping is None and (why := self._hang(running, now)) is not None:
                 _say(f"{why}: this is a hang. The Python stacks of all threads:")
                 stacks = processes.stacks() or "(no Python process of this life has registered to write them)\n"

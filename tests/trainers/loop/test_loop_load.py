@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_layered_loads(saved: Path) -> None:
     assert torch.equal(trainer.state.model.weight, plain(None, load_path=saved).state.model.weight)
     with pytest.raises(hf.ConfigError, match="no such event"):
         LoadCheckpoint(saved, event="whenever")
+
+
+def test_what_is_refused_before_torch_reads_it(tmp_path: Path) -> None:
+    """A program, and an archive that would unpack to far more than its size."""
+    with zipfile.ZipFile(tmp_path / "large.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("large/data.pkl", b"\x80\x02}.")
+        archive.writestr("large/version", "3")
+        archive.writestr("large/data/0", bytes(80 << 20))
+    with pytest.raises(hf.CorruptCheckpointError, match="would unpack to"):
+        plain(None, load_path=tmp_path / "large.pt")
+    torch.jit.script(network()).save(str(tmp_path / "program.pt"))
+    with pytest.raises(hf.UnsupportedStateError, match="is a program of TorchScript"):
+        plain(None, load_path=tmp_path / "program.pt")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

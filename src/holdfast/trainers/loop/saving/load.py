@@ -32,7 +32,7 @@ from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.tensor_file import DTYPES, read_header
 from holdfast.interop.gathered import forget, mapped_ranges
-from holdfast.interop.unpickle import Opaque, read_torch
+from holdfast.interop.unpickle import Opaque, needs_lenient, read_torch
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
 from holdfast.state.load.stored import Stored, decode_tree, open_stored
@@ -422,6 +422,8 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
                 f"{uri} cannot be read as a file of torch.save: it is none", file=uri
             ) from error
         raise ConfigError(f"{uri} holds pickled objects, which loading would execute: {_INSTEAD}") from error
+    except UnsupportedStateError:  # a program
+        raise
     except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         # Of what is no torch file at all its reader says all kinds of things.
         raise CorruptCheckpointError(
@@ -438,6 +440,8 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
 def _without_objects(path: str, *, mmap: bool) -> Any:
     """Read a file of torch; objects of classes that are more than data are `Opaque`, see `_refuse_objects`."""
     try:
+        if needs_lenient(path):
+            raise pickle.UnpicklingError("it makes a bytearray")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         try:
