@@ -265,6 +265,7 @@ def test_a_save_does_not_pay_for_snapshots(tmp_path, monkeypatch):
     assert [save.held_s for save in known] == pytest.approx([save.lost_s for save in known], abs=0.1)
     assert sum(save.held_s for save in known) < 10 * 0.02
     assert max(event.held_s for event in history.events if event.what == "snapshots") > 27 * 0.02
+    assert costs.goodput(history, known)["held_s"] > 27 * 0.02
 
 
 def test_auto_beside_other_intervals(tmp_path):
