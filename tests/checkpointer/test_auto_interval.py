@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -17,8 +18,11 @@ import holdfast as hf
 from holdfast.checkpointer import save_policy
 from holdfast.checkpointer.save_policy import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, Schedule, best_interval_s
 from holdfast.run import costs
+from holdfast.run.index import RunIndex
 from holdfast.run.journal import JournalEvent
 from holdfast.run.reports import Attempt, RunHistory
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.storage import LocalStorage
 
 BEGUN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -45,6 +49,7 @@ def test_the_interval():
     assert best_interval_s(2.0, 1e9, durable_s=1.0) == MOST_S
     assert best_interval_s(0.001, 60.0, durable_s=30.0) == 36.0
     assert best_interval_s(1.0, 60.0, durable_s=3000.0) == 3600.0
+    assert best_interval_s(300.0, 60.0, durable_s=1.0) == best_interval_s(300.0, 1e9, durable_s=1.0) == MOST_S
     assert best_interval_s(0.0, 60.0, durable_s=0.0) == 1.0
     assert best_interval_s(1e-9, 60.0, durable_s=0.01) == 1.0
 
@@ -233,6 +238,34 @@ def test_a_run_that_finds_its_interval(tmp_path, monkeypatch, capsys):
     with hf.Checkpointer(tmp_path, {"model": model}, every="auto"):
         pass
     assert "saves every" in capsys.readouterr().err  # known from the life before
+
+
+def test_a_save_does_not_pay_for_snapshots(tmp_path, monkeypatch):
+    """Ten of 20 ms before each save leave what a save costs, and so the interval, as it is; they are counted apart."""
+    keep, paid = Snapshotter.keep, []
+
+    def slow(self, *args):
+        time.sleep(0.02)
+        return keep(self, *args)
+
+    monkeypatch.setattr(Snapshotter, "keep", slow)
+    with hf.Checkpointer(tmp_path, {"x": 1}, every="auto", rescue=1) as ck:
+        session = ck._course._session
+        follow, session.paid = session.paid, lambda *cost: (paid.append(cost[0]), follow(*cost))
+        for _ in range(3):
+            for _ in range(10):
+                ck.step()
+            ck.save()
+            ck.wait()
+    assert len(paid) == 3
+    assert max(paid) < 10 * 0.02
+    assert ck.stats.seconds_blocked > 27 * 0.02  # the totals have both
+    history = RunIndex.load(LocalStorage(tmp_path)).read_history()
+    known = costs.saves(history.events)
+    assert [save.held_s for save in known] == pytest.approx([save.lost_s for save in known], abs=0.1)
+    assert sum(save.held_s for save in known) < 10 * 0.02
+    assert max(event.held_s for event in history.events if event.what == "snapshots") > 27 * 0.02
+    assert costs.goodput(history, known)["held_s"] > 27 * 0.02
 
 
 def test_auto_beside_other_intervals(tmp_path):

@@ -20,6 +20,9 @@ from ranks_kit import RankServer
 
 import holdfast as hf
 from holdfast.errors import ConfigError
+from holdfast.run import costs
+from holdfast.run.index import RunIndex
+from holdfast.run.record import timestamp
 from holdfast.run.reports import read_reports
 from holdfast.state.save import snapshot
 from holdfast.storage import resolve
@@ -132,6 +135,28 @@ def test_a_killed_trainer_loses_no_step_that_was_kept(ranks: RankServer, tmp_pat
     assert "the trainer died" in found.manifest.extra["rescued"]
     assert found.load()["seen"] == list(range(7))
     assert list(found.metrics) == ["loss"]
+
+
+def test_what_a_killed_life_was_useful_for(ranks: RankServer, tmp_path: Path) -> None:
+    """It has ended when its trainer died, before the snapshot was saved; what snapshots have cost is known."""
+    assert run_life(ranks, tmp_path, kill_at=7) == -signal.SIGKILL
+    settled(tmp_path)
+    history = RunIndex.load(resolve(str(tmp_path / "run"))).read_history()
+    (saved,) = costs.saves(history.events)
+    (snapshots,) = [event for event in history.events if event.what == "snapshots"]
+    assert timestamp(history.attempts[1].ended or "") <= saved.time
+    assert (snapshots.held_s or 0.0) > 0
+    parts = costs.goodput(history, [saved])
+    assert parts is not None
+    assert parts["held_s"] > 0
+    assert run_life(ranks, tmp_path, kill_at=8) == -signal.SIGKILL
+    settled(tmp_path)
+    history = RunIndex.load(resolve(str(tmp_path / "run"))).read_history()
+    parts = costs.goodput(history, costs.saves(history.events))
+    assert parts is not None
+    ended = timestamp(history.attempts[1].ended or "")
+    rows = [row["time"] for row in history.rows if (row["attempt"], row["step"]) == (1, 7)]
+    assert parts["again_s"] == pytest.approx(max(0.0, ended - max(*rows, snapshots.time)), abs=0.01)
 
 
 def stalled_life(run: str) -> int:

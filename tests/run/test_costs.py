@@ -54,17 +54,20 @@ def test_checkpoints_of_before_there_was_a_journal_count():
 
 
 def test_what_the_end_of_an_attempt_cost():
-    """Steps and seconds after the checkpoint that the next attempt went on from, and the time until it began."""
+    """Steps and seconds after the checkpoint that the next attempt went on from, and the time until it began.
+
+    It was committed at 50 s and had begun half a second before: the steps made since then are not in it.
+    """
     source = {"name": "step_10", "step": 10, "attempt": 1}
     attempts = [
         attempt(1, 0, 60, reason="RuntimeError: x", last_step=14),
         attempt(2, 100, 200, source=source, reason="finished", last_step=20),
     ]
     first, second = attempt_rows(told(attempts=attempts), saves([saved(1, 10, 50)]))
-    assert (first["lost_steps"], first["lost_s"], first["down_s"]) == (4, 10.0, 40.0)
+    assert (first["lost_steps"], first["lost_s"], first["down_s"]) == (4, 10.5, 40.0)
     assert (second["lost_steps"], second["lost_s"], second["down_s"]) == (0, None, None)
     sums = stats(told(attempts=attempts, events=[saved(1, 10, 50)]))
-    assert (sums["failures"], sums["lost_steps"], sums["failure_s"], sums["down_s"]) == (1, 4, 10.0, 40.0)
+    assert (sums["failures"], sums["lost_steps"], sums["failure_s"], sums["down_s"]) == (1, 4, 10.5, 40.0)
 
 
 def test_an_attempt_without_a_word():
@@ -74,7 +77,7 @@ def test_an_attempt_without_a_word():
     first, _ = attempt_rows(
         told(attempts=[attempt(1, 0), attempt(2, 100, source=source)], rows=rows), saves([saved(1, 10, 50)])
     )
-    assert (first["last_step"], first["lost_steps"], first["lost_s"], first["down_s"]) == (13, 4, 5.0, 45.0)
+    assert (first["last_step"], first["lost_steps"], first["lost_s"], first["down_s"]) == (13, 4, 5.5, 45.0)
 
 
 def test_deletions_by_rule():

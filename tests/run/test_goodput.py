@@ -23,7 +23,11 @@ def parts(history, now=None):
 
 
 def test_a_run_that_failed_once():
-    """Trained after the checkpoint: done again. Until the first step: starting. Between the lives: down."""
+    """Trained after the checkpoint: done again. Until the first step: starting. Between the lives: down.
+
+    The checkpoint is committed at 40 s. Its state is that of 39 s, and held the loop for another half; what slowed
+    steps after that slowed those that are done again.
+    """
     source = {"name": "step_10", "step": 10, "attempt": 1}
     history = told(
         attempts=[attempt(1, 0, 60, reason="RuntimeError: x"), attempt(2, 90, 200, source=source, reason="finished")],
@@ -32,8 +36,8 @@ def test_a_run_that_failed_once():
             began(2, 93), saved(2, 20, 199), cost(2, 20, 199, durable_s=1.0, held_s=0.25, lost_s=0.25),
         ],
     )  # fmt: skip
-    useful = (40 - 5) + (200 - 93) - 2.25
-    expected = {"wall_s": 200, "again_s": 20, "held_s": 0.75, "slowed_s": 1.5, "starting_s": 8, "down_s": 30}
+    useful = (39 - 5) + (200 - 93) - 0.25
+    expected = {"wall_s": 200, "again_s": 20.5, "held_s": 0.75, "starting_s": 8, "down_s": 30}
     assert parts(history) == {**expected, "useful_s": useful}
 
 
@@ -45,6 +49,93 @@ def test_a_life_that_was_killed():
         rows=[{"attempt": 1, "step": 30, "time": BEGIN + 70}],
     )
     assert parts(history) == {"wall_s": 150, "again_s": 60, "starting_s": 15, "down_s": 30, "useful_s": 45}
+
+
+def test_a_save_that_slowed_steps_that_count():
+    """Those of a save that was written before the one that the next life went on from."""
+    source = {"name": "step_20", "step": 20, "attempt": 1}
+    history = told(
+        attempts=[attempt(1, 0, 60, reason="RuntimeError: x"), attempt(2, 60, 70, source=source, reason="finished")],
+        events=[
+            began(1, 0), saved(1, 10, 20), cost(1, 10, 21, durable_s=4.0, held_s=0.5, lost_s=2.0),
+            saved(1, 20, 40), cost(1, 20, 41, durable_s=4.0, held_s=1.0, lost_s=3.0), began(2, 60),
+        ],
+    )  # fmt: skip
+    assert parts(history) == {"wall_s": 70, "again_s": 60 - 37, "held_s": 1.5, "slowed_s": 1.5, "useful_s": 44}
+
+
+def snapshots(number, step, time, held_s):
+    return JournalEvent(what="snapshots", time=BEGIN + time, attempt=number, step=step, held_s=held_s)
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_killed_life_whose_snapshot_was_saved(has_rows):
+    """It counts to the step of the snapshot, not to the commit after its death; snapshots are held time."""
+    source = {"name": "step_30", "step": 30, "attempt": 1}
+    history = told(
+        attempts=[attempt(1, 0, 75, reason="the trainer died"), attempt(2, 200, 210, source=source, reason="finished")],
+        events=[
+            began(1, 10), snapshots(1, 20, 40, 2.0), snapshots(1, 30, 70, 4.0),
+            saved(1, 30, 190, why="the trainer died", durable_s=110.0), began(2, 201),
+        ],
+        rows=[{"attempt": 1, "step": step, "time": BEGIN + 39.9 + step} for step in range(30, 35) if has_rows],
+    )  # fmt: skip
+    expected = {"wall_s": 210, "again_s": 5, "held_s": 4, "starting_s": 11, "down_s": 125}
+    assert parts(history) == {**expected, "useful_s": 210 - 5 - 4 - 11 - 125}
+
+
+def test_snapshots_of_steps_that_are_done_again():
+    """Their time is in that of these steps."""
+    source = {"name": "step_10", "step": 10, "attempt": 1}
+    history = told(
+        attempts=[attempt(1, 0), attempt(2, 100, source=source)],
+        events=[began(1, 0), saved(1, 10, 40, durable_s=0.0), snapshots(1, 20, 80, 8.0), began(2, 100)],
+    )
+    assert parts(history, now=BEGIN + 110) == {
+        "wall_s": 110, "again_s": 40, "held_s": 4, "down_s": 20, "useful_s": 46,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["RuntimeError: x", "stopped"])
+def test_a_life_that_goes_back_behind_the_one_before(reason):
+    """Nothing of the life between counts, whichever way it ended, and the first one up to where the third begins."""
+    first = {"name": "step_20", "step": 20, "attempt": 1}
+    second = {"name": "step_10", "step": 10, "attempt": 1}
+    history = told(
+        attempts=[
+            attempt(1, 0, 50, reason="RuntimeError: x"), attempt(2, 60, 100, source=first, reason=reason),
+            attempt(3, 100, 120, source=second, reason="finished"),
+        ],
+        events=[
+            began(1, 0), saved(1, 10, 20, durable_s=1.0), saved(1, 20, 40), began(2, 60), saved(2, 30, 99),
+            began(3, 100), saved(3, 20, 119),
+        ],
+    )  # fmt: skip
+    assert parts(history) == {"wall_s": 120, "again_s": (50 - 19) + 40, "down_s": 10, "useful_s": 19 + 20}
+
+
+def test_a_life_in_order_whose_last_checkpoint_is_not_gone_on_from():
+    """The next life has set that one aside: it is as after a failure."""
+    source = {"name": "step_10", "step": 10, "attempt": 1}
+    history = told(
+        attempts=[attempt(1, 0, 60, reason="stopped"), attempt(2, 60, 80, source=source, reason="finished")],
+        events=[began(1, 0), saved(1, 10, 20, durable_s=0.0), saved(1, 20, 59), began(2, 60)],
+    )
+    assert parts(history) == {"wall_s": 80, "again_s": 40, "useful_s": 40}
+
+
+def test_a_life_that_died_before_it_trained_costs_the_others_nothing():
+    """It notes no checkpoint that it goes on from; `holdfast run` has seen its end."""
+    source = {"name": "step_10", "step": 10, "attempt": 1}
+    died = JournalEvent(what="died", time=BEGIN + 70, attempt=2, why="exit status 1")
+    lives = [attempt(1, 0, 60, reason="RuntimeError: x"), attempt(2, 65), attempt(3, 80, 90, source=source)]
+    events = [began(1, 0), saved(1, 10, 40, durable_s=0.0), died, began(3, 82)]
+    assert parts(told(attempts=lives[:2], events=events[:3])) == {
+        "wall_s": 70, "down_s": 5, "starting_s": 5, "useful_s": 60,
+    }  # fmt: skip
+    assert parts(told(attempts=lives, events=events)) == {
+        "wall_s": 90, "again_s": 20, "down_s": 15, "starting_s": 7, "useful_s": 48,
+    }  # fmt: skip
 
 
 def test_a_life_that_never_trained():

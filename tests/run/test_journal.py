@@ -54,6 +54,20 @@ def of(events, what):
     return [one for one in events if one.what == what]
 
 
+def test_snapshots_wait_as_one_event():
+    """Each event has the sum, so the last one stays; one that is being written, or of another life, is left alone."""
+    journal = Journal()
+    for step, held_s in ((1, 0.5), (2, 1.0)):
+        journal.take([{"what": "snapshots", "time": float(step), "attempt": 1, "step": step, "held_s": held_s}])
+    assert [(event["step"], event["held_s"]) for event in journal.waiting()] == [(2, 1.0)]
+    _, number = journal.take_out()
+    journal.take([{"what": "snapshots", "time": 3.0, "attempt": 1, "step": 3, "held_s": 1.5}])
+    journal.take([{"what": "snapshots", "time": 4.0, "attempt": 2, "step": 3, "held_s": 0.5}])
+    assert [event["step"] for event in journal.waiting()] == [2, 3, 3]
+    journal.written(number)
+    assert [event["attempt"] for event in journal.waiting()] == [1, 2]
+
+
 def test_it_costs_no_request():
     """Events are in the puts that happen anyway: run.json of a save, the segment of a report."""
     storage = Far("journal-requests")

@@ -230,7 +230,7 @@ class StepBoundary:
         if not self._warm and self._progress.num_steps:
             self._warm = True
             self._snapshotter.prepare(self._state(), self._session.client)
-            self._session.journal("began", step=self._progress.step)
+            self._session.began(self._progress.step)
 
     @property
     def wants_attention(self) -> bool:

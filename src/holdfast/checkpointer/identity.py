@@ -14,6 +14,8 @@ import torch
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
 from holdfast.state.tree.sharded import is_spread, local_tensor
+from holdfast.storage.base import Storage
+from holdfast.writer.messages import RunOpened
 
 __all__ = [
     "free_name",
@@ -23,6 +25,7 @@ __all__ = [
     "plain_at_once",
     "plain_metrics",
     "take_metrics",
+    "taken_names",
 ]
 
 
@@ -41,6 +44,14 @@ def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
         number += 1
         name = f"{base}.{number}"
     return name
+
+
+def taken_names(storage: Storage, opened: RunOpened) -> set[str]:
+    """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
+    there: set[str] = set()
+    if storage.local_root is not None:  # at an object store `opened.taken` has all names
+        there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
+    return {*(row[0] for row in opened.records), *opened.quarantined, *opened.taken, *there}
 
 
 def manifest_fields(

@@ -29,12 +29,12 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob
 from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
-from .identity import free_name, manifest_fields, new_start_id
+from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
 from .rank_group import SILENCE_S, RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
-from .stats import Stats, StepClock
+from .stats import SaveCosts, Stats, StepClock
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
@@ -139,6 +139,7 @@ class RunSession:
         self.quarantined: dict[str, str] = {}
         self.names: set[str] = set()
         self.stats, self.clock = Stats(), StepClock()
+        self._costs = SaveCosts(self.stats)
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
         self.life = LifeReport()
@@ -148,7 +149,7 @@ class RunSession:
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
-        self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
+        self._has_begun = False
         self.memory = StepMemory()
         self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
@@ -170,7 +171,7 @@ class RunSession:
         """Return what follows saves into this run, see `PendingSaves`."""
         return PendingSaves(
             self.storage.uri, timeout_s=self.timeout_s, bound=self._bound,
-            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self._held,
+            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self._costs.held,
         )  # fmt: skip
 
     # -- the run
@@ -200,7 +201,7 @@ class RunSession:
             future = self._request(keep, lease_s, mirror, links=links)
             far = storage if mirror is None or self.remote is None else self.remote
             opened: RunOpened = self.answer(future, far, lease_s + self.timeout_s)
-            names = sorted(_taken(storage, opened))
+            names = sorted(taken_names(storage, opened))
             if many:
                 storage.put(mark, b"all ranks see this file")
             return {"opened": opened.to_json(), "names": names}
@@ -402,7 +403,7 @@ class RunSession:
             ),
             named.saves, follow=follow,
         )  # fmt: skip
-        self._held(time.perf_counter() - begun)
+        self._costs.held(time.perf_counter() - begun)
 
     def keep_state(
         self,
@@ -432,7 +433,8 @@ class RunSession:
         job = self._job(named, f"{self.start_id}-{_SNAPSHOTS + step:x}", uuid.uuid4().hex, step, epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self._tell_memory(snapshotter)
-        self._held(time.perf_counter() - begun)
+        self._costs.kept(time.perf_counter() - begun, step=step)
+        self._tell_snapshots()
         return kept
 
     def _job(
@@ -612,18 +614,23 @@ class RunSession:
 
     # -- what it cost
 
-    def _held(self, seconds: float) -> None:
-        self.stats.seconds_blocked += seconds
-        self.stats.seconds_lost += seconds
-
     def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
-        held, lost = self.stats.seconds_blocked, self.stats.seconds_lost
-        cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
+        held, lost = self._costs.of_save()
+        cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
         if steps_measured:
-            cost["lost_s"] = lost - self._counted[1]
-            self.paid(cost["lost_s"], cost["durable_s"])
+            cost["lost_s"] = lost
+            self.paid(lost, cost["durable_s"])
         self.journal("cost", step=save.step, name=save.name, **cost)
-        self._counted = (held, lost)
+
+    def _tell_snapshots(self, *, is_end: bool = False) -> None:
+        if told := self._costs.take_snapshots(is_end=is_end):
+            self.journal("snapshots", **told)
+
+    def began(self, step: int) -> None:
+        """Record, once, that the first step of this life is done: until then it was starting."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.journal("began", step=step)
 
     def journal(self, what: str, **about: Any) -> None:
         """Record in the run's journal what only the trainer knows. Nobody waits for it, and it cannot fail a save."""
@@ -696,6 +703,7 @@ class RunSession:
             HoldfastError: that, or another note, failed.
         """
         if self.leads and self.is_open:
+            self._tell_snapshots(is_end=True)
             if finished is not None:
                 self.note("finished", info=dict(finished))
             what = "the end of the run was not recorded"
@@ -749,14 +757,6 @@ def _lost_state(save: RunSave, error: BaseException) -> str:
         return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
     why = state_of(error)
     return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
-
-
-def _taken(storage: Storage, opened: RunOpened) -> set[str]:
-    """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
-    there: set[str] = set()
-    if storage.local_root is not None:  # at an object store `opened.taken` has all names
-        there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
-    return {*(row[0] for row in opened.records), *opened.quarantined, *opened.taken, *there}
 
 
 def _sees(storage: Storage, mark: str) -> bool:

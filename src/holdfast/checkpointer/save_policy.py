@@ -431,9 +431,14 @@ def best_interval_s(cost_s: float, between_failures_s: float, *, durable_s: floa
         cost_s: of training, that a save costs.
         between_failures_s: mean time between failures.
         durable_s: from the start of a save to its end; saves never wait for the storage.
+
+    Returns:
+        Half an hour at most, whatever a save seems to cost: that bounds what a failure loses, and one long evaluation
+        among the steps of a save must not put the next one off for hours. Only where a save is not durable within that
+        time the next one comes later.
     """
-    least = max(_SOONEST_S, _LEAST_COSTS * cost_s, _BREATH * durable_s)
-    return max(least, min(MOST_S, math.sqrt(2 * cost_s * between_failures_s)))
+    best = max(_LEAST_COSTS * cost_s, math.sqrt(2 * cost_s * between_failures_s))
+    return max(_SOONEST_S, _BREATH * durable_s, min(MOST_S, best))
 
 
 class AutoInterval:
@@ -474,8 +479,7 @@ class AutoInterval:
 
     def _best_s(self, between_failures_s: float) -> float:
         cost_s, durable_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        seconds = best_interval_s(cost_s, between_failures_s, durable_s=durable_s)
-        return seconds if self._what == "save" else min(MOST_S, seconds)
+        return best_interval_s(cost_s, between_failures_s, durable_s=durable_s)
 
     def news(self, now: float) -> str | None:
         """Return a line for people when an interval first applies, and when it has moved by a third; else None."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Stats", "StepClock"]
+__all__ = ["SaveCosts", "Stats", "StepClock"]
+
+_TOLD_EVERY_S = 1.0  # a snapshot of each step would be a message of each step
 
 
 @dataclass(slots=True)
@@ -66,3 +69,57 @@ class StepClock:
             return 0.0
         usual = statistics.median(self._quiet)
         return max(0.0, sum(seconds - usual for seconds in steps))
+
+
+class SaveCosts:
+    """Divides the held and lost time of a run: each save pays for itself, and snapshots are counted together.
+
+    Args:
+        stats: has the totals of both.
+
+    Example:
+        >>> costs = SaveCosts(Stats())
+        >>> costs.held(0.5)
+        >>> costs.kept(0.25, step=7)
+        >>> costs.of_save()
+        (0.5, 0.5)
+        >>> costs.of_save(), costs.take_snapshots()["held_s"]
+        ((0.0, 0.0), 0.25)
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._counted = (0.0, 0.0)  # seconds blocked and lost that are told, or are those of snapshots
+        self._snapshots_s = 0.0
+        self._untold: dict[str, Any] = {}
+        self._next_telling = 0.0
+
+    def held(self, seconds: float) -> None:
+        """Take in that a save has held the loop."""
+        self._stats.seconds_blocked += seconds
+        self._stats.seconds_lost += seconds
+
+    def kept(self, seconds: float, *, step: int) -> None:
+        """Take in that a snapshot of ``step`` has just held the loop: no save pays for it."""
+        self.held(seconds)
+        held, lost = self._counted
+        self._counted = held + seconds, lost + seconds
+        self._snapshots_s += seconds
+        self._untold = {"step": step, "time": time.time(), "held_s": self._snapshots_s}
+
+    def of_save(self) -> tuple[float, float]:
+        """Return the seconds held and lost since the save before, which the one that has just ended pays for."""
+        before, self._counted = self._counted, (self._stats.seconds_blocked, self._stats.seconds_lost)
+        return self._counted[0] - before[0], self._counted[1] - before[1]
+
+    def take_snapshots(self, *, is_end: bool = False) -> dict[str, Any]:
+        """Return, for the journal, the last snapshot and what all have cost; nothing twice, nor twice in a second.
+
+        Args:
+            is_end: no more come, so there is no waiting for the second to be over.
+        """
+        now = time.monotonic()
+        if not self._untold or (now < self._next_telling and not is_end):
+            return {}
+        told, self._untold, self._next_telling = self._untold, {}, now + _TOLD_EVERY_S
+        return told

@@ -47,10 +47,10 @@ _FAMILIES = (
     ("holdfast_wall_seconds", "gauge", "Time since the first start of the run; what follows are its parts."),
     ("holdfast_useful_seconds", "gauge", "Time of steps that count."),
     ("holdfast_again_seconds", "gauge", "Time of steps that had to be done again."),
-    ("holdfast_saving_held_seconds", "gauge", "Time that saves held the training loop, of steps that count."),
+    ("holdfast_saving_held_seconds", "gauge", "Time that saves and snapshots held the loop, of steps that count."),
     ("holdfast_saving_slowed_seconds", "gauge", "Time that steps took longer while saves were written."),
     ("holdfast_starting_seconds", "gauge", "From each start to the first step done."),
-    ("holdfast_down_seconds", "gauge", "From the last sign of a life to the next start."),
+    ("holdfast_down_seconds", "gauge", "From the end of a life to the next start."),
 )
 _UNITS = ("seconds", "bytes", "ratio")
 _QUANTILES = (("0.5", "p50"), ("0.95", "p95"))

@@ -11,17 +11,19 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from .journal import JournalEvent
 from .record import Record, timestamp
-from .reports import Attempt, RunHistory
+from .reports import Attempt, RunHistory, lineage
 
 __all__ = ["Deletion", "Save", "attempt_rows", "deletions", "goodput", "saves", "stats", "summary"]
 
 _IN_ORDER = ("finished", "stopped", "closed")  # these lives have saved their last step
 
 _PARTS = ("durable_s", "held_s", "lost_s")
+
+_BEFORE_SNAPSHOTS = ("began", "snapshots")  # events that follow at once on the step that they name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     attempts = history.attempts
     rows = [_attempt(attempts[number], last.get(number), died.get(number)) for number in sorted(attempts)]
     by_number = {row["attempt"]: row for row in rows}
-    when = {(save.attempt, save.name): save.time for save in made}
+    when = _captured(history, made)
     for row in rows:
         before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
         if before is not None and row is not before:
@@ -226,15 +228,15 @@ def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return count.most_common(50)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = None) -> dict[str, float] | None:
     """Divide the wall time of a run since its first start, in seconds.
 
-    The end of a life that was killed is its last sign (a report, a save): what it trained after that counts as down,
-    not as done again, and neither is useful.
+    A life that was killed ends with its trainer; if nobody has noted that, with its last sign (a report, a save): what
+    it trained after that counts as down, not as done again, and neither is useful.
 
     Args:
         history: of the run.
@@ -242,9 +244,10 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
         now: seconds since 1970 if the run is being trained; None: it ends with its last sign.
 
     Returns:
-        "wall_s", and its parts "useful_s", "again_s" (trained by a life after the checkpoint that the next one went on
-        from), "held_s" and "slowed_s" (by saves: the loop held, and steps slower than usual), "starting_s" (until the
-        first step was done) and "down_s"; "ratio" is the useful part. None for a run that has not been trained.
+        "wall_s", and its parts "useful_s", "again_s" (trained by a life after the state that a later one went on
+        from), "held_s" and "slowed_s" (the loop held by saves and snapshots, and steps slower than usual while saves
+        were written), "starting_s" (until the first step was done) and "down_s"; "ratio" is the useful part. None for a
+        run that has not been trained.
 
     Example:
         >>> goodput(RunHistory(rows=[], attempts={}, run_id="", notes={}, events=[]), []) is None
@@ -254,27 +257,29 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
     if not lives:
         return None
     began = {event.attempt: event.time for event in history.events if event.what == "began"}
-    signs = _last_signs(history, made)
-    when = {(save.attempt, save.name): save.time for save in made}
+    died = {event.attempt: event.time for event in history.events if event.what == "died"}
+    snapshots = {event.attempt: event for event in history.events if event.what == "snapshots"}
+    signs, captured = _last_signs(history, made), _captured(history, made)
+    limits = _limits(lives, lineage(history.attempts, set(signs)))
     parts = dict.fromkeys(("again_s", "held_s", "slowed_s", "starting_s", "down_s"), 0.0)
     begins = [timestamp(life.started) for life in lives]
     for place, (life, begin) in enumerate(zip(lives, begins, strict=True)):
-        following = lives[place + 1] if place + 1 < len(lives) else None
-        limit = begins[place + 1] if following is not None else math.inf
-        end = max(begin, min(limit, timestamp(life.ended or "") or signs.get(life.attempt, begin)))
-        if following is None and now is not None:
+        number, following = life.attempt, place + 1 < len(lives)
+        limit = begins[place + 1] if following else math.inf
+        known = timestamp(life.ended or "") or max(signs.get(number, begin), died.get(number, begin))
+        end = max(begin, min(limit, known))
+        if not following and now is not None:
             end = max(end, now)
-        trains = min(
-            end, max(begin, began.get(life.attempt) or _trains(life, begin, end, is_seen=life.attempt in signs))
-        )
-        kept = end if following is None or life.reason in _IN_ORDER else _kept(life, following, trains, end, when)
+        trains = min(end, max(begin, began.get(number) or _trains(life, begin, end, is_seen=number in signs)))
+        own = [save for save in made if save.attempt == number]
+        kept = min(end, max(trains, _kept(life, limits[number], own, captured)))
         parts["starting_s"] += trains - begin
         parts["again_s"] += end - kept
-        parts["down_s"] += 0.0 if following is None else limit - end
-        saves = [save for save in made if save.attempt == life.attempt and save.time <= kept]
-        slowed = math.fsum(max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0)) for save in saves)
+        parts["down_s"] += limit - end if following else 0.0
         # A run of a few steps may have spent all of its time on saves; measured apart, they can come to a little more.
-        held = min(kept - trains, math.fsum(save.held_s or 0.0 for save in saves))
+        held = math.fsum(save.held_s or 0.0 for save in own if captured[number, save.name] <= kept)
+        held = min(kept - trains, held + _snapshots_s(snapshots.get(number), trains, kept))
+        slowed = math.fsum(max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0)) for save in own if save.time <= kept)
         parts["held_s"] += held
         parts["slowed_s"] += min(kept - trains - held, slowed)
     wall = end - begins[0]
@@ -283,16 +288,51 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
 
 
 def _last_signs(history: RunHistory, made: Sequence[Save]) -> dict[int, float]:
+    """Return when each life that has trained was last heard of."""
     signs: dict[int, float] = {}
     times = [(row["attempt"], row.get("time")) for row in history.rows]
-    times += [
-        (event.attempt, event.time) for event in history.events if event.what in ("began", "cost", "skipped", "died")
-    ]
+    whats = ("began", "cost", "skipped", "snapshots")
+    times += [(event.attempt, event.time) for event in history.events if event.what in whats]
     times += [(save.attempt, save.time) for save in made]
     for number, moment in times:
-        if isinstance(moment, (int, float)) and math.isfinite(moment):
+        if _is_number(moment):
             signs[number] = max(signs.get(number, 0.0), moment)
     return signs
+
+
+def _captured(history: RunHistory, made: Sequence[Save]) -> dict[tuple[int, str], float]:
+    """Return when training went on from the state of each save: what came after that is not in it.
+
+    A save is committed ``durable_s`` after it began, and holds the loop first. A snapshot that was saved when its
+    trainer died is older than that: the last that was heard of its step, or of one before, is its moment.
+    """
+    rescued = {(event.attempt, event.name) for event in history.events if event.what == "saved" and event.why}
+    steps = [(row["attempt"], row.get("step"), row.get("time")) for row in history.rows]
+    steps += [(event.attempt, event.step, event.time) for event in history.events if event.what in _BEFORE_SNAPSHOTS]
+    heard: dict[int, list[tuple[float, float]]] = {}
+    for number, step, moment in steps:
+        if _is_number(step) and _is_number(moment):
+            heard.setdefault(number, []).append((step, moment))
+    found = {}
+    for save in made:
+        moment = save.time - max(0.0, (save.durable_s or 0.0) - (save.held_s or 0.0))
+        if (save.attempt, save.name) in rescued:
+            before = [heard_of for step, heard_of in heard.get(save.attempt, ()) if step <= save.step]
+            moment = min(moment, max(before, default=moment))
+        found[save.attempt, save.name] = moment
+    return found
+
+
+def _limits(lives: Sequence[Attempt], path: Mapping[int, float]) -> dict[int, float]:
+    """Return the last step of each life that counts: of those that a later one has gone back behind there is none.
+
+    Where the path begins, at a fresh start or a checkpoint of another run, what had ended in order before stays whole.
+    """
+    first = min(path, default=math.inf)
+    limits = {
+        life.attempt: math.inf if life.reason in _IN_ORDER and life.attempt < first else -math.inf for life in lives
+    }
+    return {**limits, lives[-1].attempt: math.inf, **path}
 
 
 def _trains(life: Attempt, begin: float, end: float, *, is_seen: bool) -> float:
@@ -304,9 +344,17 @@ def _trains(life: Attempt, begin: float, end: float, *, is_seen: bool) -> float:
     return begin if is_seen else end
 
 
-def _kept(life: Attempt, following: Attempt, trains: float, end: float, when: Mapping[tuple[int, str], float]) -> float:
-    """Return until when the steps of a life count: the moment of the checkpoint that the next life went on from."""
-    source = following.resumed_from
-    if source is None or source.get("attempt") != life.attempt:
-        return trains
-    return min(end, max(trains, when.get((life.attempt, str(source.get("name"))), end)))
+def _kept(life: Attempt, limit: float, own: Sequence[Save], captured: Mapping[tuple[int, str], float]) -> float:
+    """Return until when the steps of a life count, up to ``limit``; infinite if all of it does."""
+    has_all = life.reason in _IN_ORDER and limit >= max((save.step for save in own), default=-math.inf)
+    if limit == math.inf or has_all:
+        return math.inf
+    moments = (captured[save.attempt, save.name] for save in own if save.step == limit)
+    return max(moments, default=-math.inf)
+
+
+def _snapshots_s(told: JournalEvent | None, trains: float, kept: float) -> float:
+    """Return what the snapshots until ``kept`` have cost: they lie evenly over the time that they were counted in."""
+    if told is None or told.time <= trains:
+        return 0.0
+    return (told.held_s or 0.0) * min(1.0, (kept - trains) / (told.time - trains))

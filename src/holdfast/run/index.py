@@ -290,7 +290,7 @@ class RunIndex:
                 f"attempt {number - 1}, which no run reaches: somebody made that up; move it away"
             )
         self.run_id = self.run_id or os.urandom(8).hex()
-        attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
+        attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_in_iso())
         before = self.attempts[-_RETOLD:]
         self.attempts.append(attempt)
 
@@ -327,10 +327,12 @@ class RunIndex:
         log = self._log
         together(self.storage, [self.save, *([] if log is None else [lambda: log.resumed(source)])])
 
-    def end_attempt(self, reason: str, details: Mapping[str, Any] | None = None, *, save: bool = True) -> None:
-        """Note how the current attempt ended, and add ``details`` to its details."""
+    def end_attempt(
+        self, reason: str, details: Mapping[str, Any] | None = None, *, ended: float | None = None, save: bool = True
+    ) -> None:
+        """Note how the current attempt ended, and when (in seconds since 1970; None: now); add to its details."""
         if self.attempts:
-            self.attempts[-1] = replace(self.attempts[-1], ended=_now(), reason=reason)
+            self.attempts[-1] = replace(self.attempts[-1], ended=_in_iso(ended), reason=reason)
             self.describe_attempt(details or {}, save=save)
 
     def describe_attempt(self, details: Mapping[str, Any], *, save: bool = True) -> None:
@@ -352,7 +354,7 @@ class RunIndex:
     def finish(self, info: Mapping[str, Any]) -> None:
         """Note that training reached its end; a later attempt that saves again clears it."""
         number = self.attempts[-1].attempt if self.attempts else 0
-        self.finished = {**info, "attempt": number, "time": _now()}
+        self.finished = {**info, "attempt": number, "time": _in_iso()}
         self.save()
 
     def quarantine(self, name: str, reason: str) -> None:
@@ -435,5 +437,6 @@ def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:
     return parts[0], parts[1], "a part of it differs from its digest"
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _in_iso(moment: float | None = None) -> str:
+    when = datetime.now(timezone.utc) if moment is None else datetime.fromtimestamp(moment, timezone.utc)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -24,7 +24,8 @@ MOST_READ = 200_000
 _MOST_WAITING = 500
 _FULL_BYTES = 8 << 10
 _LONGEST = 300
-_KINDS = ("began", "saved", "cost", "lost", "skipped", "deleted", "died", "guard")
+_KINDS = ("began", "saved", "cost", "snapshots", "lost", "skipped", "deleted", "died", "guard")
+_JOINED = ("lost", "skipped", "snapshots")  # several in a row wait as one
 _MOST_STACKS = 6000
 
 
@@ -34,9 +35,9 @@ class JournalEvent:
 
     Attributes:
         what: "began" (the first step of an attempt was done), "saved" (a checkpoint was committed), "cost" (the times
-            of that save as the trainer saw them), "lost" (a save failed), "skipped" (a save was due while an earlier
-            one was being written), "deleted", "died" (what `holdfast run` saw of the end of an
-            attempt) or "guard" (a bad step, and what followed).
+            of that save as the trainer saw them), "snapshots" (what those of the attempt have cost so far), "lost" (a
+            save failed), "skipped" (a save was due while an earlier one was being written), "deleted", "died" (what
+            `holdfast run` saw of the end of an attempt) or "guard" (a bad step, and what followed).
         time: seconds since 1970 by the clock of the host.
         attempt: the attempt that did it; of a deletion, the attempt that had saved the checkpoint.
         name: of the checkpoint.
@@ -48,7 +49,7 @@ class JournalEvent:
         bytes: size of the checkpoint, of which ``reused`` are shared with the checkpoint before it.
         reused: see ``bytes``.
         durable_s: seconds from the start of the save to its commit.
-        held_s: seconds that `step` held the training loop.
+        held_s: seconds that `step` held the training loop; of snapshots, all of them.
         lost_s: ``held_s`` plus the seconds that steps took longer than usual while the save was being written.
         times: how often in a row.
         stacks: of an attempt that hung, the Python stacks of its threads.
@@ -169,8 +170,10 @@ class Journal:
             for event in events_from(rows):
                 last = self._events[-1][0] if self._events else None
                 is_ours = self._num_gone + len(self._events) > self._handed
-                if last is not None and is_ours and event.what in ("lost", "skipped") and _is_again(last, event):
-                    self._events[-1] = replace(last, times=last.times + event.times), self._events[-1][1]
+                if last is not None and is_ours and event.what in _JOINED and _is_again(last, event):
+                    # Of snapshots each event has the sum: the last one says it all.
+                    joined = event if event.what == "snapshots" else replace(last, times=last.times + event.times)
+                    self._events[-1] = joined, self._events[-1][1]
                     continue
                 self._events.append((event, len(json.dumps(event.to_json()))))
                 self._bytes += self._events[-1][1]

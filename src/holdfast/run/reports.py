@@ -39,6 +39,7 @@ __all__ = [
     "RunHistory",
     "check_rows",
     "highest_attempt",
+    "lineage",
     "live_attempts",
     "live_rows",
     "read_history",
@@ -345,7 +346,7 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
     ancestor only the rows up to the resume step count, and attempts off that path do not count at all. A later row of
     the same step merges over the earlier one.
     """
-    limits = _lineage(attempts, {int(row["attempt"]) for row in rows})
+    limits = lineage(attempts, {int(row["attempt"]) for row in rows})
     merged: dict[Any, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: int(row["attempt"])):
         step = row.get("step")
@@ -367,11 +368,16 @@ def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
 
     The others are of branches that a resume left out as a whole.
     """
-    return set(_lineage(attempts, begun))
+    return set(lineage(attempts, begun))
 
 
-def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
-    """Map each attempt on the path to the newest attempt to the last of its steps that still counts."""
+def lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
+    """Map each attempt on the path to the newest attempt to the last of its steps that still counts.
+
+    Args:
+        attempts: all of them.
+        reported: those that did anything, beside those that resumed.
+    """
     begun = reported | {number for number, attempt in attempts.items() if attempt.resumed_from is not None}
     limits: dict[int, float] = {}
     limit, current = math.inf, max(begun, default=0)

@@ -597,15 +597,21 @@ class Run:
                 self._reports.add(0, rows, lambda _, error: _say_rows_lost(error))
         return {"last_step": steps_done(memory)}
 
-    def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
-        """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
+    def close(self, reason: str, details: dict[str, Any] | None = None, *, ended: float | None = None) -> None:
+        """Write the last reports, note the end, upload what waits (bounded), give the lease back.
+
+        Args:
+            reason: why the attempt ended.
+            details: small JSON about that.
+            ended: when its trainer died, in seconds since 1970; None: it ends now.
+        """
         mirror = self._mirror
         self.end_uploads()
         try:
             try:
                 self._reports.close()
                 if self._heartbeat.lost is None:
-                    self._catalog.index.end_attempt(reason, details)
+                    self._catalog.index.end_attempt(reason, details, ended=ended)
                     self._catalog.storage.delete_tree(f"{INCOMING}{self._start_id}")
             finally:  # a disk that is full keeps nothing from the remote
                 if mirror is not None:

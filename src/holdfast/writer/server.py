@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -66,6 +67,7 @@ class WriterLoop:
         # of snapshots that must not be rescued.
         self._end = _CUT_OFF if in_trainer else _DIED
         self._reason = ""  # for the run: how the trainer has died, and with several ranks which one it is
+        self._died_at: float | None = None  # what is rescued and uploaded after that is no time of the training
         self._trainer_pid = 0
         self._handlers: dict[str, Callable[[Message], None]] = {
             "storage": self._handed.take_storage,
@@ -101,6 +103,7 @@ class WriterLoop:
             _LOG.exception("the writer cannot read its trainer's messages")
         finally:
             if self._end == _DIED:  # now, before its parent has asked for its status
+                self._died_at = time.time()
                 died = _DIED if self._joint is None else f"rank {self._joint.rank}: its trainer process has died"
                 self._reason = died + how_it_ended(self._trainer_pid)
             self._ending.set()
@@ -352,7 +355,8 @@ class WriterLoop:
             if self._run is not None and self._last is not None:
                 self._run.close(self._last.get("reason", "closed"), self._last.get("details"))
             elif self._run is not None:
-                self._run.close(self._reason or self._end, self._run.take_left() if self._end == _DIED else None)
+                left = self._run.take_left() if self._end == _DIED else None
+                self._run.close(self._reason or self._end, left, ended=self._died_at)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
         self._saver.close()

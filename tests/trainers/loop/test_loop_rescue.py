@@ -55,6 +55,10 @@ def test_a_killed_training_loses_no_batch(ranks: RankServer, tmp_path: Path) -> 
     found = hf.Checkpoint(run / "ep1-ba9")
     assert found.manifest is not None
     assert "the trainer died" in found.manifest.extra["rescued"]
+    events = index_of(run).read_history().events
+    began, snapshots = ([event for event in events if event.what == what] for what in ("began", "snapshots"))
+    assert [event.step for event in began] == [1]
+    assert (snapshots[-1].held_s or 0.0) > 0
     again = rich(run, save_interval="1ep", autoresume=True)
     assert again.state.timestamp.count("batch") == 9
     again.fit()

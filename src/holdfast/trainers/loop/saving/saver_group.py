@@ -649,6 +649,8 @@ class HistoryLogger(LoggerDestination):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Tell the runs of the batch, on a rank that logs nothing."""
         self.stepped()
+        for session in self._sessions:
+            session.began(self._state.timestamp.count("batch"))
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Tell the runs that training is alive: an evaluation may take longer than many batches."""
