@@ -30,7 +30,7 @@ class Clock:
 
     def rule(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Give the index its times for the rest of a test."""
-        monkeypatch.setattr(index, "_now", self.iso)
+        monkeypatch.setattr(index, "_in_iso", lambda moment=None: self.iso())
 
 
 class Run:
