@@ -5,19 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import py_compile
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_holdfast_run import STEPS, finished
 
+import holdfast
 from holdfast.run.life import MODULES, LifeReport
 from holdfast.run.python_command import PythonCommand
 
 WAITS = """
-def wait(ready):
-    until = time.monotonic() + 30
+def wait(ready, seconds=30):
+    until = time.monotonic() + seconds
     while not ready() and time.monotonic() < until: time.sleep(0.01)
 def has_spare():
     children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
@@ -29,6 +33,17 @@ if step == 1:
     wait(has_spare)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def lives_of(*command: str | Path, env: dict[str, str] | None = None) -> tuple[str, str]:
+    """Run a command below `holdfast run` until it is done, and return its output and what was said."""
+    words = [sys.executable, "-m", "holdfast", "run", "--", *map(os.fspath, command)]
+    package = {"PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
+    found = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **package, **(env or {})}
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout, found.stderr
 
 
 def test_the_next_life_begins_with_its_imports_done(tmp_path: Path) -> None:
@@ -132,3 +147,30 @@ def test_commands_of_python(command: str, argv: list[str] | None) -> None:
     found = PythonCommand.parse(command.split())
     assert (None if found is None else found.argv) == argv
     assert os.path.basename(command.split(maxsplit=1)[0]).startswith("python") or found is None
+
+
+def test_a_script_is_a_file_of_source(tmp_path: Path) -> None:
+    """Python also runs a folder, an archive and compiled code, whatever their names are; a spare cannot."""
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "script").write_text("#!/usr/bin/env python\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.py").mkdir()
+    py_compile.compile(str(tmp_path / "script.py"), cfile=str(tmp_path / "x.pyc"), doraise=True)
+    (tmp_path / "compiled").write_bytes((tmp_path / "x.pyc").read_bytes())
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "")
+    (tmp_path / "app").write_bytes(b"#!/usr/bin/env python\n" + (tmp_path / "app.zip").read_bytes())
+    found = {path.name for path in tmp_path.iterdir() if PythonCommand.parse(["python", str(path)]) is not None}
+    assert found == {"script.py", "script"}
+
+
+def test_a_folder_is_started_anew_after_each_death(tmp_path: Path) -> None:
+    """No life is lost to a spare that cannot run it."""
+    (tmp_path / "app").mkdir()
+    script = (
+        STEPS + WAITS + "advance()\nif step == 1:\n    wait(has_spare, 2)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    (tmp_path / "app" / "__main__.py").write_text(script)
+    _, err = lives_of(sys.executable, tmp_path / "app", tmp_path)
+    assert err.count("ended after") == 1
+    assert (tmp_path / "lives").read_text() == "2"

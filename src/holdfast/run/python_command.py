@@ -31,6 +31,8 @@ class PythonCommand:
     def parse(cls, command: Sequence[str]) -> PythonCommand | None:
         """Recognize ``python [-u ...] SCRIPT ...`` and ``python -m MODULE ...``; None for anything else.
 
+        A script is a file of source: not a folder, an archive or compiled code, which Python runs too.
+
         Example:
             >>> PythonCommand.parse(["python3", "-u", "train.py", "--lr", "1"]).argv
             ['train.py', '--lr', '1']
@@ -45,7 +47,7 @@ class PythonCommand:
         rest = list(command[place:])
         if rest[:1] == ["-m"] and len(rest) > 1:
             return cls(command[:place], rest[1:], is_module=True)
-        if not rest or rest[0].startswith("-"):
+        if not rest or rest[0].startswith("-") or not _is_source(rest[0]):
             return None
         return cls(command[:place], rest, is_module=False)
 
@@ -77,6 +79,21 @@ def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(1) from None
+
+
+def _is_source(path: str) -> bool:
+    """Tell whether Python takes this for source: by its name, and by what is in it where it is there."""
+    if not os.path.isfile(path):
+        return path.endswith(".py") and not os.path.isdir(path)
+    from pkgutil import get_importer
+
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(16)
+    except OSError:  # Python itself says why it cannot be read
+        return False
+    # The head of compiled code has zeros, which source must not have. An archive may begin with a line for the shell.
+    return not path.endswith(".pyc") and b"\0" not in begin and get_importer(path) is None
 
 
 def _run_file(path: str) -> None:
