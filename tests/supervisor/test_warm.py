@@ -111,6 +111,21 @@ def test_a_spare_that_refuses_when_it_is_to_begin_costs_no_life(tmp_path: Path) 
     assert (tmp_path / "lives").read_text() == "2"
 
 
+@pytest.mark.parametrize("is_module", [False, True])
+def test_the_path_of_a_life_that_was_a_spare_is_that_of_a_safe_path(tmp_path: Path, is_module: bool) -> None:
+    """With PYTHONSAFEPATH the folder of the script is not on it, in no life, and none is lost."""
+    script = STEPS + WAITS + "(here / f'path-{lives.read_text()}').write_text(repr(sys.path))\n" + DIES_BESIDE_A_SPARE
+    (tmp_path / "its_script.py").write_text(script)
+    paths = [str(Path(holdfast.__file__).parents[1]), *([str(tmp_path)] if is_module else [])]
+    words = ["-m", "its_script"] if is_module else [tmp_path / "its_script.py"]
+    _, err = lives_of(
+        sys.executable, *words, tmp_path, env={"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    )
+    assert err.count("ended after") == 1, err
+    assert (tmp_path / "lives").read_text() == "2"
+    assert (tmp_path / "path-1").read_text() == (tmp_path / "path-2").read_text()
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_what_a_step_imports_is_imported_ahead_unless_the_environment_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
@@ -139,6 +154,7 @@ def test_what_a_step_imports_is_imported_ahead_unless_the_environment_has_change
         ("python -u -Wignore -m pkg.train a", ["pkg.train", "a"]),
         ("python -c pass", None),
         ("python -I train.py", None),
+        ("python -P train.py", None),
         ("torchrun train.py", None),
     ],
 )

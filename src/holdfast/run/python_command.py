@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["PythonCommand", "run_as_main"]
+__all__ = ["PythonCommand", "run_as_main", "script_folder"]
 
 _FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")  # that an interpreter which is prepared for it can be started with as well
 
@@ -63,11 +63,12 @@ def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
         is_module: it is a module.
     """
     sys.argv = list(argv)
+    if (folder := script_folder(argv, is_module=is_module)) is not None:
+        sys.path.insert(0, folder)
     try:
         if is_module:
             import runpy
 
-            sys.path.insert(0, os.getcwd())
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
         else:
             _run_file(sys.argv[0])
@@ -79,6 +80,13 @@ def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(1) from None
+
+
+def script_folder(argv: Sequence[str], *, is_module: bool) -> str | None:
+    """Return the folder that Python puts first on ``sys.path`` for a script or module; None with PYTHONSAFEPATH."""
+    if getattr(sys.flags, "safe_path", False):  # of Python 3.11 and later
+        return None
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(argv[0]))
 
 
 def _is_source(path: str) -> bool:
@@ -102,7 +110,6 @@ def _run_file(path: str) -> None:
     from types import ModuleType
 
     path = os.path.abspath(path)
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None)

@@ -13,6 +13,9 @@ import runpy
 import sys
 from typing import Any
 
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+
 
 def changes(before: dict[str, str]) -> dict[str, str | None]:
     """Return how the environment differs from what it was."""
@@ -45,6 +48,9 @@ def prepare(plan: dict[str, Any]) -> str:
 
 def main() -> None:
     """Get ready, wait, become the life."""
+    # Our folder is not there with PYTHONSAFEPATH. What we need of the package is loaded by its path.
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    python = runpy.run_path(os.path.join(_PACKAGE, "run", "python_command.py"))
     with os.fdopen(int(sys.argv[1]), "r", encoding="utf-8") as pipe:
         plan = json.loads(pipe.readline())
         why = prepare(plan)
@@ -57,13 +63,8 @@ def main() -> None:
     if not line:
         return  # the supervisor needs no further life
     os.environ.update(json.loads(line))
-    from _holdfast_life import report_to  # type: ignore[import-not-found]
-
-    report_to(os.environ["HOLDFAST_LIFE"])
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if entry != here]
-    place = os.path.join(os.path.dirname(os.path.dirname(here)), "run", "python_command.py")
-    runpy.run_path(place)["run_as_main"](plan["argv"], is_module=plan["is_module"])
+    runpy.run_path(os.path.join(_HERE, "_holdfast_life.py"))["report_to"](os.environ["HOLDFAST_LIFE"])
+    python["run_as_main"](plan["argv"], is_module=plan["is_module"])
 
 
 if __name__ == "__main__":
