@@ -8,6 +8,7 @@ import os
 import py_compile
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,15 @@ def lives_of(*command: str | Path, env: dict[str, str] | None = None) -> tuple[s
     )
     assert found.returncode == 0, found.stderr
     return found.stdout, found.stderr
+
+
+def installed(home: Path, **modules: str) -> Path:
+    """Make an environment with these modules installed, and return its interpreter."""
+    venv.create(home / "venv", symlinks=True)
+    (packages,) = (home / "venv").glob("lib/python*/site-packages")
+    for name, source in modules.items():
+        (packages / f"{name}.py").write_text(source)
+    return home / "venv" / "bin" / "python"
 
 
 def test_the_next_life_begins_with_its_imports_done(tmp_path: Path) -> None:
@@ -124,6 +134,27 @@ def test_the_path_of_a_life_that_was_a_spare_is_that_of_a_safe_path(tmp_path: Pa
     assert err.count("ended after") == 1, err
     assert (tmp_path / "lives").read_text() == "2"
     assert (tmp_path / "path-1").read_text() == (tmp_path / "path-2").read_text()
+
+
+def test_a_module_beside_the_script_is_not_mistaken_for_an_installed_one(tmp_path: Path) -> None:
+    """A spare would give an installed package the installed module of that name, and the script too: there is none."""
+    python = installed(tmp_path, a_package="import common", common="whose = 'installed'")
+    (tmp_path / "common.py").write_text("whose = 'own'")
+    (tmp_path / "script.py").write_text(
+        "import a_package, common\nprint(common.whose, a_package.common.whose, flush=True)\n"
+        + STEPS
+        + WAITS
+        + """
+advance()
+if step == 1:
+    wait((Path(os.environ["HOLDFAST_LIFE"]).parent / "refusal").exists, 3)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    out, err = lives_of(python, tmp_path / "script.py", tmp_path)
+    assert out == "own own\n" * 2
+    assert err.count("no spare interpreter is kept: modules beside the script have the names of installed ones") == 1
+    assert "(common)" in err
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+from importlib.machinery import PathFinder
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -23,8 +24,27 @@ def changes(before: dict[str, str]) -> dict[str, str | None]:
     return {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
-def prepare(plan: dict[str, Any]) -> str:
-    """Import modules without a word; return why this interpreter does not fit, "" if it does."""
+def shadowed(folder: str, planned: set[str]) -> list[str]:
+    """Return the modules here that a new interpreter takes from the script's folder, which is not on the path yet."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in planned or name == "__main__" or "." in name:
+            continue
+        if getattr(getattr(module, "__spec__", None), "origin", None) in ("built-in", "frozen"):  # before any folder
+            continue
+        spec = PathFinder.find_spec(name, [folder])
+        if spec is not None and spec.loader is not None:  # None: a folder that is no package comes last
+            found.append(name)
+    return sorted(found)
+
+
+def prepare(plan: dict[str, Any], folder: str | None) -> str:
+    """Import modules without a word; return why this interpreter does not fit, "" if it does.
+
+    Args:
+        plan: "modules" to import, and how the script has changed its "environment".
+        folder: where the script finds its own modules, before all others.
+    """
     before, said = dict(os.environ), (os.dup(1), os.dup(2))
     nothing = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
@@ -43,7 +63,11 @@ def prepare(plan: dict[str, Any]) -> str:
         os.close(nothing)
     made, expected = changes(before), plan["environment"]
     differ = sorted(name for name in {*made, *expected} if made.get(name) != expected.get(name))
-    return f"the script changes its environment ({', '.join(differ)}), which imports may read" if differ else ""
+    if differ:
+        return f"the script changes its environment ({', '.join(differ)}), which imports may read"
+    # Not taken out of `sys.modules`: the packages that have imported them would hold the wrong ones all the same.
+    names = [] if folder is None else shadowed(folder, set(plan["modules"]))
+    return f"modules beside the script have the names of installed ones ({', '.join(names)})" if names else ""
 
 
 def main() -> None:
@@ -53,7 +77,7 @@ def main() -> None:
     python = runpy.run_path(os.path.join(_PACKAGE, "run", "python_command.py"))
     with os.fdopen(int(sys.argv[1]), "r", encoding="utf-8") as pipe:
         plan = json.loads(pipe.readline())
-        why = prepare(plan)
+        why = prepare(plan, python["script_folder"](plan["argv"], is_module=plan["is_module"]))
         if why:
             with open(f"{plan['refusal']}.new", "w", encoding="utf-8") as file:
                 file.write(why)
