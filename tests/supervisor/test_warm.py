@@ -157,6 +157,18 @@ if step == 1:
     assert "(common)" in err
 
 
+def test_what_imports_print_is_not_printed_by_a_life_that_was_a_spare(tmp_path: Path) -> None:
+    """Not later either: what Python and C have in their buffers is gone before the life begins."""
+    talks = "import ctypes\nprint('of Python')\nctypes.CDLL(None).printf(b'of C\\n')"
+    python = installed(tmp_path, talks=talks)
+    (tmp_path / "script.py").write_text(
+        STEPS + "before = 'talks' in sys.modules\nimport talks\nprint('life', step, before)\n"
+        + WAITS + DIES_BESIDE_A_SPARE
+    )  # fmt: skip
+    out, _ = lives_of(python, tmp_path / "script.py", tmp_path, env={"PYTHONUNBUFFERED": ""})
+    assert out == "life 1 True\n"
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_what_a_step_imports_is_imported_ahead_unless_the_environment_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool

@@ -6,6 +6,8 @@ second one begins the life. It is never forked from: what it becomes is a proces
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -22,6 +24,14 @@ def changes(before: dict[str, str]) -> dict[str, str | None]:
     """Return how the environment differs from what it was."""
     now = dict(os.environ)
     return {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
+
+
+def flush() -> None:
+    """Write what Python and C have in the buffers of their output."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or one that an import has closed
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)
 
 
 def shadowed(folder: str, planned: set[str]) -> list[str]:
@@ -57,6 +67,7 @@ def prepare(plan: dict[str, Any], folder: str | None) -> str:
                 except Exception:  # noqa: BLE001 - it was imported under other conditions; the script will do it
                     continue
     finally:
+        flush()
         for fd, own in zip((1, 2), said, strict=True):
             os.dup2(own, fd)
             os.close(own)
