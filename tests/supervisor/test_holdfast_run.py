@@ -77,6 +77,26 @@ def test_a_crash_loop_ends_with_what_was_the_same_and_the_traceback(tmp_path: Pa
     assert "Traceback" in last
 
 
+def test_the_error_of_a_helper_is_not_the_cause_of_a_death(tmp_path: Path) -> None:
+    """Another Python process of the life failed, harmlessly and long before; then the script was killed."""
+    script = STEPS + "if step == 0:\n    import subprocess\n"
+    script += "    subprocess.run([sys.executable, '-c', 'raise OSError(\"no git\")'])\n"
+    script += "    advance(); os.kill(os.getpid(), signal.SIGKILL)"
+    status, _, err = finished(script, tmp_path, "--no-warm")
+    assert status == 0, err
+    assert "killed by SIGKILL; the newest durable step it knew is 1" in err
+
+
+def test_the_error_of_a_script_below_a_shell_is_the_cause_of_a_death(tmp_path: Path) -> None:
+    """It is not the process that was started, and no run was entered, of which it could be known."""
+    (tmp_path / "script.py").write_text("raise OSError('no data')")
+    inner = f"{sys.executable} {tmp_path}/script.py; exit 3"
+    command = [sys.executable, "-m", "holdfast", "run", "--", "sh", "-c", inner]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert found.returncode == 3
+    assert found.stderr.count("exit status 3 (OSError: no data") == 3
+
+
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGINT", 130)])
 def test_a_signal_while_the_script_still_imports_ends_with_the_requeue_status(
     tmp_path: Path, name: str, status: int

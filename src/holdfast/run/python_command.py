@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["PythonCommand", "run_as_main"]
+__all__ = ["PythonCommand", "run_as_main", "script_folder"]
 
 _FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")  # that an interpreter which is prepared for it can be started with as well
 
@@ -31,6 +31,8 @@ class PythonCommand:
     def parse(cls, command: Sequence[str]) -> PythonCommand | None:
         """Recognize ``python [-u ...] SCRIPT ...`` and ``python -m MODULE ...``; None for anything else.
 
+        A script is a file of source: not a folder, an archive or compiled code, which Python runs too.
+
         Example:
             >>> PythonCommand.parse(["python3", "-u", "train.py", "--lr", "1"]).argv
             ['train.py', '--lr', '1']
@@ -45,7 +47,7 @@ class PythonCommand:
         rest = list(command[place:])
         if rest[:1] == ["-m"] and len(rest) > 1:
             return cls(command[:place], rest[1:], is_module=True)
-        if not rest or rest[0].startswith("-"):
+        if not rest or rest[0].startswith("-") or not _is_source(rest[0]):
             return None
         return cls(command[:place], rest, is_module=False)
 
@@ -61,11 +63,12 @@ def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
         is_module: it is a module.
     """
     sys.argv = list(argv)
+    if (folder := script_folder(argv, is_module=is_module)) is not None:
+        sys.path.insert(0, folder)
     try:
         if is_module:
             import runpy
 
-            sys.path.insert(0, os.getcwd())
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
         else:
             _run_file(sys.argv[0])
@@ -79,13 +82,34 @@ def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:
         raise SystemExit(1) from None
 
 
+def script_folder(argv: Sequence[str], *, is_module: bool) -> str | None:
+    """Return the folder that Python puts first on ``sys.path`` for a script or module; None with PYTHONSAFEPATH."""
+    if getattr(sys.flags, "safe_path", False):  # of Python 3.11 and later
+        return None
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(argv[0]))
+
+
+def _is_source(path: str) -> bool:
+    """Tell whether Python takes this for source: by its name, and by what is in it where it is there."""
+    if not os.path.isfile(path):
+        return path.endswith(".py") and not os.path.isdir(path)
+    from pkgutil import get_importer
+
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(16)
+    except OSError:  # Python itself says why it cannot be read
+        return False
+    # The head of compiled code has zeros, which source must not have. An archive may begin with a line for the shell.
+    return not path.endswith(".pyc") and b"\0" not in begin and get_importer(path) is None
+
+
 def _run_file(path: str) -> None:
     import builtins
     from importlib.machinery import SourceFileLoader
     from types import ModuleType
 
     path = os.path.abspath(path)
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ class LifeProcesses:
         for process in self._processes:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, number)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that we have started."""
+        return [process.pid for process in self._processes]
 
     @property
     def kill_line(self) -> str:
@@ -209,11 +214,18 @@ class Spare:
                 data = data[os.write(self._pipe, data) :]
 
 
-def first_error(folder: Path) -> dict[str, Any] | None:
-    """Return the exception that has ended a process of a life first, None if none was noted."""
+def first_error(folder: Path, pids: Collection[int] | None) -> dict[str, Any] | None:
+    """Return the exception that has ended one of these processes of a life first, None if none was noted.
+
+    Args:
+        folder: where the processes report.
+        pids: of the processes; None: all.
+    """
     found = []
     for path in folder.glob("error-*"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if pids is not None and int(path.name.rpartition("-")[2]) not in pids:
+                continue
             about = json.loads(path.read_bytes())
             found.append((float(about["time"]), about))
     return min(found, key=lambda pair: pair[0])[1] if found else None

@@ -150,7 +150,10 @@ class Supervisor:
             if killed := processes.statuses.keys() - ended:
                 _say(f"{rank_list(killed)} did not end after the others, which have left in order: killed")
             return status
-        death = self._death(number, time.monotonic() - began, worst, reports, folder, hang)
+        # Another process, a helper, may have failed long before. Where no run was entered it is not known which is one.
+        ours = [*processes.pids, *(report.pid for report in reports)] if reports or worst < 0 else None
+        error = first_error(folder, ours) or {}
+        death = self._death(number, time.monotonic() - began, worst, reports, error, hang)
         self._deaths.append(death)
         self._hangs = self._hangs + 1 if hang is not None else 0
         # What a guard has found is in the journal already.
@@ -287,9 +290,14 @@ class Supervisor:
         return after(self._deaths)
 
     def _death(
-        self, number: int, seconds: float, worst: int, reports: Sequence[RunReport], folder: Path, hang: str | None
+        self,
+        number: int,
+        seconds: float,
+        worst: int,
+        reports: Sequence[RunReport],
+        error: Mapping[str, Any],
+        hang: str | None,
     ) -> Death:
-        error = first_error(folder) or {}
         durable: dict[str, int] = {}
         for report in reports:
             durable[report.uri] = max(durable.get(report.uri, -1), report.durable)

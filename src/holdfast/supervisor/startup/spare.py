@@ -6,12 +6,18 @@ second one begins the life. It is never forked from: what it becomes is a proces
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import json
 import os
 import runpy
 import sys
+from importlib.machinery import PathFinder
 from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
 
 def changes(before: dict[str, str]) -> dict[str, str | None]:
@@ -20,8 +26,35 @@ def changes(before: dict[str, str]) -> dict[str, str | None]:
     return {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
-def prepare(plan: dict[str, Any]) -> str:
-    """Import modules without a word; return why this interpreter does not fit, "" if it does."""
+def flush() -> None:
+    """Write what Python and C have in the buffers of their output."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or one that an import has closed
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)
+
+
+def shadowed(folder: str, planned: set[str]) -> list[str]:
+    """Return the modules here that a new interpreter takes from the script's folder, which is not on the path yet."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in planned or name == "__main__" or "." in name:
+            continue
+        if getattr(getattr(module, "__spec__", None), "origin", None) in ("built-in", "frozen"):  # before any folder
+            continue
+        spec = PathFinder.find_spec(name, [folder])
+        if spec is not None and spec.loader is not None:  # None: a folder that is no package comes last
+            found.append(name)
+    return sorted(found)
+
+
+def prepare(plan: dict[str, Any], folder: str | None) -> str:
+    """Import modules without a word; return why this interpreter does not fit, "" if it does.
+
+    Args:
+        plan: "modules" to import, and how the script has changed its "environment".
+        folder: where the script finds its own modules, before all others.
+    """
     before, said = dict(os.environ), (os.dup(1), os.dup(2))
     nothing = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
@@ -34,20 +67,28 @@ def prepare(plan: dict[str, Any]) -> str:
                 except Exception:  # noqa: BLE001 - it was imported under other conditions; the script will do it
                     continue
     finally:
+        flush()
         for fd, own in zip((1, 2), said, strict=True):
             os.dup2(own, fd)
             os.close(own)
         os.close(nothing)
     made, expected = changes(before), plan["environment"]
     differ = sorted(name for name in {*made, *expected} if made.get(name) != expected.get(name))
-    return f"the script changes its environment ({', '.join(differ)}), which imports may read" if differ else ""
+    if differ:
+        return f"the script changes its environment ({', '.join(differ)}), which imports may read"
+    # Not taken out of `sys.modules`: the packages that have imported them would hold the wrong ones all the same.
+    names = [] if folder is None else shadowed(folder, set(plan["modules"]))
+    return f"modules beside the script have the names of installed ones ({', '.join(names)})" if names else ""
 
 
 def main() -> None:
     """Get ready, wait, become the life."""
+    # Our folder is not there with PYTHONSAFEPATH. What we need of the package is loaded by its path.
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    python = runpy.run_path(os.path.join(_PACKAGE, "run", "python_command.py"))
     with os.fdopen(int(sys.argv[1]), "r", encoding="utf-8") as pipe:
         plan = json.loads(pipe.readline())
-        why = prepare(plan)
+        why = prepare(plan, python["script_folder"](plan["argv"], is_module=plan["is_module"]))
         if why:
             with open(f"{plan['refusal']}.new", "w", encoding="utf-8") as file:
                 file.write(why)
@@ -57,13 +98,8 @@ def main() -> None:
     if not line:
         return  # the supervisor needs no further life
     os.environ.update(json.loads(line))
-    from _holdfast_life import report_to  # type: ignore[import-not-found]
-
-    report_to(os.environ["HOLDFAST_LIFE"])
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if entry != here]
-    place = os.path.join(os.path.dirname(os.path.dirname(here)), "run", "python_command.py")
-    runpy.run_path(place)["run_as_main"](plan["argv"], is_module=plan["is_module"])
+    runpy.run_path(os.path.join(_HERE, "_holdfast_life.py"))["report_to"](os.environ["HOLDFAST_LIFE"])
+    python["run_as_main"](plan["argv"], is_module=plan["is_module"])
 
 
 if __name__ == "__main__":
