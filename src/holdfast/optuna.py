@@ -16,7 +16,7 @@ from typing import Any
 from ._log import get_logger
 from ._optional import require
 from .errors import ConfigError, HoldfastError
-from .run.process import birth, is_dead, machine
+from .run.process import is_dead, this_process
 from .storage.resolve import resolve
 
 __all__ = ["TidyTrials", "resume_killed", "trial_path"]
@@ -42,7 +42,7 @@ def trial_path(root: str | os.PathLike[str], trial: Any, study: Any = None) -> s
     study = getattr(trial, "study", None)
     if study is None:  # a FixedTrial, for trying an objective out
         return _place(root, "fixed", trial)
-    trial.set_user_attr(_OWNER, {**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())})
+    trial.set_user_attr(_OWNER, this_process())
     return _place(root, study.study_name, study.get_trials(deepcopy=False)[trial.number])
 
 

@@ -507,14 +507,10 @@ print("done")
 def test_a_life_that_stood_still_with_its_supervisor_is_no_hang(tmp_path: Path) -> None:
     """A job that is suspended for longer than the limit (scontrol suspend) goes on: nobody has looked in between."""
     script = STEPS + "for _ in range(80):\n    advance()\n    time.sleep(0.05)\nprint('done')"
-    code = (
-        "import holdfast.supervisor.supervisor as s, sys; s._ASLEEP_S = 2.0; from holdfast.cli.main import main; main()"
-    )
+    code = "import holdfast.supervisor.supervisor as s; s._ASLEEP_S = 2.0; from holdfast.cli.main import main; main()"
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-c", code, "run", "--hang", "3s", "--", sys.executable, str(tmp_path / "script.py")]
-    process = subprocess.Popen(
-        [*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+    process = subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(tmp_path / "kept")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, children)):

@@ -101,11 +101,13 @@ def show_rollback(step: int, found: str, storage: Storage, exit_code: int, *, an
         exit_code: exit status of the process.
         anew: the same command begins at step 0 again.
     """
-    next_ = f"The same command goes on in {storage.uri} from before that step"
-    again = "; `holdfast run` starts it again"
+    how, again = "", "; `holdfast run` starts it again"
     if anew:
-        next_, again = f"{next_} without resume='never', with it it begins anew", ""
-    ResumeBlock(headline=f"rolled back at step {step}: {found}. {next_} (exit status {exit_code}){again}").show()
+        how, again = " without resume='never', with it it begins anew", ""
+    ResumeBlock(
+        headline=f"rolled back at step {step}: {found}. The same command goes on in {storage.uri} from before that "
+        f"step{how} (exit status {exit_code}){again}"
+    ).show()
 
 
 def listed(names: Iterable[str]) -> str:

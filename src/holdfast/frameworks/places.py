@@ -23,7 +23,7 @@ from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, state_of
 from holdfast.errors import StorageError
-from holdfast.run.process import birth, is_dead, machine
+from holdfast.run.process import is_dead, this_process
 
 __all__ = [
     "STAGED",
@@ -71,7 +71,7 @@ def claim(directory: str) -> None:
             if is_dead(owner) and time.time() - last_change(os.path.join(base, name)) > _FRESH_S:
                 shutil.rmtree(os.path.join(base, name))
     with open(owner_file, "w", encoding="utf-8") as file:
-        json.dump({**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())}, file)
+        json.dump(this_process(), file)
 
 
 def last_change(directory: str) -> float:

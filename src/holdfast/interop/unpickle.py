@@ -30,8 +30,8 @@ __all__ = [
     "MAX_METADATA",
     "Opaque",
     "is_zip",
-    "needs_lenient",
     "read_metadata",
+    "read_plain",
     "read_torch",
     "read_torch_stream",
 ]
@@ -338,9 +338,7 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
-        if needs_lenient(path):
-            raise pickle.UnpicklingError("it makes a bytearray")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return read_plain(path, mmap=mmap)
     except pickle.UnpicklingError as error:
         refused = error
     except HoldfastError:
@@ -368,6 +366,25 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
             f"it makes no sense ({type(error).__name__}: {_first_line(error)}): if you trust who wrote it, import it "
             "with trusted=True (--trusted)"
         ) from error
+
+
+def read_plain(path: str, *, mmap: bool) -> Any:
+    """Read a file of ``torch.save`` without foreign objects; what is no such file fails in torch's own ways.
+
+    Args:
+        path: path of a local file.
+        mmap: map its tensors from the file.
+
+    Raises:
+        UnsupportedStateError: it is a program.
+        CorruptCheckpointError: it would unpack to far more than its size.
+        pickle.UnpicklingError: torch's reader refuses it, or must not read it; `read_torch` may.
+    """
+    with open(path, "rb") as file:
+        _refuse_code(file, path)
+    if is_zip(path) and _refuse_bomb(path):
+        raise pickle.UnpicklingError("it makes a bytearray")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str = "cpu") -> Any:
@@ -402,21 +419,16 @@ def _refuse_code(stream: Any, name: str) -> None:
     stream.seek(start)
 
 
-def needs_lenient(path: str) -> bool:
-    """Refuse a file of torch whose reading would run code, or fill the memory.
+def _refuse_bomb(path: str) -> bool:
+    """Refuse an archive that unpacks to far more than its size.
 
     Returns:
         Whether its pickle makes a bytearray. Torch's own reader makes it of any size that the pickle names, so the
-        lenient reader has to read such a file (`read_torch`).
+        lenient reader has to read such a file.
 
     Raises:
-        UnsupportedStateError: it is a program.
-        CorruptCheckpointError: it would unpack to far more than its size.
+        CorruptCheckpointError: it unpacks to far more than its size.
     """
-    with open(path, "rb") as file:
-        _refuse_code(file, path)
-    if not is_zip(path):
-        return False
     size = os.path.getsize(path)
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()

@@ -38,7 +38,7 @@ from holdfast.storage.base import ObjectInfo, Storage
 
 from .fence import newest_fence
 from .lease import announced
-from .process import birth, is_dead, machine
+from .process import is_dead, this_process
 from .record import METRICS_FILE, Sidecar, change_sidecar
 
 __all__ = ["EXTERNAL", "External", "change", "held", "holders", "is_external_child"]
@@ -144,8 +144,7 @@ def held(storage: Storage, name: str, *, at_most_s: float) -> Iterator[None]:
     """
     if not at_most_s > 0 or at_most_s == float("inf"):
         raise ConfigError(f"hold(at_most_s={at_most_s!r}): give the seconds after which retention may delete it")
-    me = os.getpid()
-    body = {**machine(), "pid": me, "pid_birth": birth(me), "at_most_s": at_most_s}
+    body = {**this_process(), "at_most_s": at_most_s}
     path = f"{EXTERNAL}/hold-{name}-{os.urandom(8).hex()}.json"
     storage.put(path, json.dumps(body).encode())
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .process import birth, is_dead, machine
+from .process import is_dead, this_process
 
 __all__ = [
     "ARENAS",
@@ -81,8 +81,7 @@ class LifeReport:
         self._num_told = 0  # how often arenas were named
         self._freeing: threading.Thread | None = None
         self._folder, self._uri = folder, str(about.get("uri", ""))
-        own = {"pid": self._owner, "pid_birth": birth(self._owner), **machine()} if folder else {}
-        text = json.dumps({**about, **own}).encode()
+        text = json.dumps({**about, **this_process()}).encode() if folder else b""
         if not folder or len(text) > _BYTES - _TEXT_AT:
             return
         with contextlib.suppress(OSError):

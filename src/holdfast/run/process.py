@@ -28,6 +28,7 @@ __all__ = [
     "memory_name",
     "network_name",
     "same_machine",
+    "this_process",
 ]
 
 
@@ -72,6 +73,12 @@ def birth(pid: int) -> str:
     """Return the start time of a process in clock ticks since boot, to recognize a reused pid; "" if unknown."""
     fields = _stat(pid)
     return fields[19] if len(fields) > 19 else ""
+
+
+def this_process() -> dict[str, Any]:
+    """Name this process so that `is_dead` can tell whether it is gone."""
+    pid = os.getpid()
+    return {**machine(), "pid": pid, "pid_birth": birth(pid)}
 
 
 def is_pid(value: object) -> bool:

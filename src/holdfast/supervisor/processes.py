@@ -96,15 +96,15 @@ class LifeProcesses:
 
     def send(self, number: int, also: Sequence[int] = ()) -> None:
         """Send a signal to the processes that we started, and to ``also``."""
-        for pid in [*(process.pid for process in self._processes), *also]:
+        for pid in [*self.pids, *also]:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 
     def send_groups(self, number: int) -> None:
         """Send a signal to the process groups: what we started, and its children."""
-        for process in self._processes:
+        for pid in self.pids:
             with contextlib.suppress(OSError):
-                os.killpg(process.pid, number)
+                os.killpg(pid, number)
 
     @property
     def pids(self) -> list[int]:
@@ -114,11 +114,11 @@ class LifeProcesses:
     @property
     def kill_line(self) -> str:
         """The line for a shell that ends all processes of this life."""
-        return f"kill -KILL -- {' '.join(f'-{process.pid}' for process in self._processes)}"
+        return f"kill -KILL -- {' '.join(f'-{pid}' for pid in self.pids)}"
 
     def are_alive(self, pids: Sequence[int]) -> list[int]:
         """Return those that still run in one of our process groups: what we have started, and its children."""
-        groups = {process.pid for process in self._processes}
+        groups = set(self.pids)
         # Without /proc nobody sees that a process which is not reaped has ended: of our own we know it.
         ended = {self._processes[rank].pid for rank in self.statuses}
         return [pid for pid in pids if _group_of(pid) in groups and pid not in ended and not is_zombie(pid)]
@@ -136,7 +136,7 @@ class LifeProcesses:
             with contextlib.suppress(OSError):
                 os.kill(pid, _STACKS)
             if text := _grown(path, before):
-                is_first = any(process.pid == pid for process in self._processes)  # a spare shows its own command line
+                is_first = pid in self.pids  # a spare shows its own command line
                 command = shlex.join(self._command) if is_first else _command_of(pid)
                 texts.append(f"process {pid} ({command}):\n{text}")
         return "\n".join(texts)

@@ -32,7 +32,7 @@ from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.tensor_file import DTYPES, read_header
 from holdfast.interop.gathered import forget, mapped_ranges
-from holdfast.interop.unpickle import Opaque, needs_lenient, read_torch
+from holdfast.interop.unpickle import Opaque, read_plain, read_torch
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
 from holdfast.state.load.stored import Stored, decode_tree, open_stored
@@ -440,9 +440,7 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
 def _without_objects(path: str, *, mmap: bool) -> Any:
     """Read a file of torch; objects of classes that are more than data are `Opaque`, see `_refuse_objects`."""
     try:
-        if needs_lenient(path):
-            raise pickle.UnpicklingError("it makes a bytearray")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return read_plain(path, mmap=mmap)
     except pickle.UnpicklingError as error:
         try:
             return read_torch(path)
