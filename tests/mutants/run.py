@@ -117,7 +117,11 @@ def fails(tests: Sequence[str], patch: Patch | None, *, bound_s: float = _BOUND_
             patch.apply(package)
         child = os.fork()
         if child == 0:
-            os._exit(_test(tests, folder))
+            status = 1  # what cannot be imported is noticed; an exception may not get further: this is a fork
+            try:
+                status = _test(tests, folder)
+            finally:
+                os._exit(status)
         until = time.monotonic() + bound_s
         while time.monotonic() < until:
             ended, status = os.waitpid(child, os.WNOHANG)
