@@ -406,6 +406,18 @@ def test_a_rollback_of_a_start_afresh_says_that_the_next_one_begins_anew(
     assert "`holdfast run` starts it again" not in said
 
 
+def test_a_fresh_start_each_time_is_refused_where_each_death_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`holdfast run` would start it again, and the guard take it back, for ever; a guard that ends the run may stay."""
+    monkeypatch.setenv("HOLDFAST_LIFE", str(tmp_path))
+    with pytest.raises(hf.ConfigError, match="rolled back, for ever"):
+        hf.Checkpointer(tmp_path / "run", {}, resume="never", guard=hf.Guard())
+    for options in ({"guard": hf.Guard(action="stop")}, {"guard": hf.Guard(action="warn")}, {}):
+        hf.Checkpointer(tmp_path / "run", {}, resume="never", **options)
+    hf.Checkpointer(tmp_path / "run", {}, guard=hf.Guard())
+
+
 @pytest.mark.slow
 def test_a_fresh_start_that_is_asked_for_knows_nothing_of_bad_steps(tmp_path: Path) -> None:
     """``resume='never'``: other data, other batches."""

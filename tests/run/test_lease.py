@@ -392,6 +392,35 @@ def test_an_owner_elsewhere_whose_trainer_died_is_waited_for(clock, tmp_path) ->
     assert 20 <= clock.now - begun < 21
 
 
+@pytest.mark.parametrize("patience", [600, 100])
+def test_a_writer_that_works_on_a_large_save_is_waited_for(clock, patience, tmp_path, caplog) -> None:
+    """9 GB at 50 MB/s take three minutes: as long as its counter moves it may take what `timeout_s` allows."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    theirs, begun = {**elsewhere("theirs"), "trainer_alive": False}, clock.now
+    storage.put(LEASE_FILE, json.dumps({**theirs, "beat": 0}).encode())
+    for beat in range(1, 36):
+        body = json.dumps({**theirs, "beat": beat}).encode()
+        clock.at.append((begun + 5 * beat, lambda body=body: storage.put(LEASE_FILE, body)))
+    clock.at.append((begun + 180, lambda: storage.delete(LEASE_FILE)))
+    if patience < 180:
+        with pytest.raises(RunBusyError, match="waited 1m40s for it to finish its last save"):
+            Lease.acquire(storage, make_owner("ours"), wait_s=patience, sleep=clock.pause)
+    else:
+        Lease.acquire(storage, make_owner("ours"), wait_s=patience, sleep=clock.pause).release()
+        assert 180 <= clock.now - begun < 181
+    assert caplog.text.count("still writes its last save") == 1
+
+
+def test_an_owner_that_gives_no_sign_is_given_a_minute(tmp_path, clock) -> None:
+    """A lock is held, and nobody says for whom: a larger ``wait_s`` is for those whose counter moves."""
+    held = Lease.acquire(LocalStorage(tmp_path), {**make_owner("theirs"), "trainer_pid": dead_pid()}, wait_s=0)
+    begun = clock.now
+    with pytest.raises(RunBusyError):
+        Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=600, sleep=clock.pause)
+    assert 60 <= clock.now - begun < 61
+    held.release()
+
+
 def test_a_lost_lease_is_noticed_by_the_next_heartbeat(tmp_path) -> None:
     """Who stood still too long learns from the heartbeat who has the run now, and does not take it back."""
     storage = MemoryStorage(f"lease-{tmp_path.name}")

@@ -351,12 +351,19 @@ def test_a_launcher_with_a_status_of_its_own_for_a_script_that_stopped_is_not_st
     assert (found.returncode, found.stderr) == (75, "")
 
 
-def test_one_rank_of_several_is_not_started_again_alone(tmp_path: Path) -> None:
-    """Below torchrun its agent starts all ranks again, so the supervisor of a rank passes the death on, and says so."""
-    script = STEPS + "advance(); sys.exit(7)"
-    status, _, err = finished(script, tmp_path, env={"WORLD_SIZE": "2", "RANK": "1"})
+@pytest.mark.parametrize(
+    "env",
+    [{"WORLD_SIZE": "2", "RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}],
+    ids=["torchrun", "srun"],
+)
+def test_one_rank_of_several_is_not_started_again_alone(tmp_path: Path, env: dict[str, str]) -> None:
+    """Its launcher starts all ranks again, so the supervisor of a rank passes the death on, and says so."""
+    status, _, err = finished(STEPS + "advance(); sys.exit(7)", tmp_path, env=env)
     assert status == 7
-    assert "its launcher starts all of them again" in err
+    assert "its launcher alone can start all of them again" in err
+    status, _, err = finished("", tmp_path, "--nproc", "2", env=env)
+    assert status == 2
+    assert "one of 2 that another launcher has started: leave --nproc out" in err
 
 
 def test_a_command_that_cannot_be_started_is_an_error_of_usage(tmp_path: Path) -> None:
@@ -402,6 +409,57 @@ def test_a_checkpointer_below_it_goes_on_and_its_run_knows_how_it_died(tmp_path:
     events = catalog_of(tmp_path / "run").index.read_history().events
     died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
     assert died == [(1, 2, "killed by SIGKILL")]
+
+
+def test_a_death_stays_known_where_no_later_life_enters_the_run(tmp_path: Path) -> None:
+    """The second life is still importing when the job is stopped: the journal has the end of the first."""
+    script = """
+import os, sys, time
+from pathlib import Path
+home = Path(sys.argv[1])
+if (home / "run").exists():
+    (home / "up").touch()
+    time.sleep(60)
+import torch, holdfast
+with holdfast.Checkpointer(home / "run", {"w": torch.zeros(4)}, every=1) as ck:
+    ck.step()
+    ck.wait()
+    os.kill(os.getpid(), 9)
+"""
+    process = supervise(script, tmp_path, "--no-warm")
+    wait_for(tmp_path / "up")
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 85, err
+    events = catalog_of(tmp_path / "run").index.read_history().events
+    died = [(event.attempt, event.step, event.why) for event in events if event.what == "died"]
+    assert died == [(1, 1, "killed by SIGKILL")]
+
+
+def test_a_life_begins_where_there_is_no_room_for_its_reports(tmp_path: Path) -> None:
+    """A temporary folder that is full, or gone, costs what is known of a life, and no life."""
+    script = """
+import os, shutil, signal, sys
+from pathlib import Path
+home = Path(os.environ["HOLDFAST_LIFE"]).parent
+if home.is_dir():
+    shutil.rmtree(home)
+    home.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+home.unlink()
+print("done")
+"""
+    status, out, err = finished(script, tmp_path)
+    assert (status, out) == (0, "done\n"), err
+    assert "less is known of this life" in err
+
+
+def test_a_long_step_is_a_hang_once(tmp_path: Path) -> None:
+    """A step of 2.5 s, as one with an evaluation inside, at --hang 1s: the life after it has four times the time."""
+    script = STEPS + "advance()\ntime.sleep(2.5)\nadvance()\n"
+    status, _, err = finished(script, tmp_path, "--hang", "1s", "--no-warm")
+    assert status == 0, err
+    assert err.count("this is a hang") == 1
 
 
 BEGINS = """

@@ -136,11 +136,14 @@ def test_the_path_of_a_life_that_was_a_spare_is_that_of_a_safe_path(tmp_path: Pa
     assert (tmp_path / "path-1").read_text() == (tmp_path / "path-2").read_text()
 
 
-def test_a_module_beside_the_script_is_not_mistaken_for_an_installed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "lib"])
+def test_a_module_beside_the_script_is_not_mistaken_for_an_installed_one(tmp_path: Path, folder: str) -> None:
     """A spare would give an installed package the installed module of that name, and the script too: there is none."""
     python = installed(tmp_path, a_package="import common", common="whose = 'installed'")
-    (tmp_path / "common.py").write_text("whose = 'own'")
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "common.py").write_text("whose = 'own'")
     (tmp_path / "script.py").write_text(
+        f"import sys\nif {folder!r}: sys.path.insert(0, {str(tmp_path / folder)!r})\n"
         "import a_package, common\nprint(common.whose, a_package.common.whose, flush=True)\n"
         + STEPS
         + WAITS
@@ -155,6 +158,20 @@ if step == 1:
     assert out == "own own\n" * 2
     assert err.count("no spare interpreter is kept: modules beside the script have the names of installed ones") == 1
     assert "(common)" in err
+
+
+def test_a_spare_below_another_supervisor_reports_to_none(tmp_path: Path) -> None:
+    """It is no life yet; the folder of the life that its supervisor is part of is not its own."""
+    script = STEPS + WAITS + (
+        "advance()\nif step == 1:\n    wait(has_spare)\n"
+        "    for pid in Path(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read_text().split():\n"
+        "        if b'spare.py' in Path(f'/proc/{pid}/cmdline').read_bytes():\n"
+        "            print(b'HOLDFAST_LIFE' in Path(f'/proc/{pid}/environ').read_bytes())"
+    )  # fmt: skip
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "outer").mkdir()
+    out, _ = lives_of(sys.executable, tmp_path / "script.py", tmp_path, env={"HOLDFAST_LIFE": str(tmp_path / "outer")})
+    assert out == "False\n"
 
 
 def test_what_imports_print_is_not_printed_by_a_life_that_was_a_spare(tmp_path: Path) -> None:

@@ -349,9 +349,10 @@ class StepBoundary:
             self._bound()
         session = self._session
         self.log.flush(self._progress.step)
-        session.finish()
-        if remote:
-            self._wait_for_remote()
+        with session.life.waits():
+            session.finish()
+            if remote:
+                self._wait_for_remote()
 
     def _wait_for_remote(self) -> None:
         if (far := self._session.remote_watch) is not None:

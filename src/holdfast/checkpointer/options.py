@@ -16,6 +16,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.run.life import VARIABLE
 from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike
@@ -162,6 +163,11 @@ class CheckpointerOptions:
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if guard is not None and not isinstance(guard, Guard):
             raise ConfigError(f"guard={guard!r}: give a holdfast.Guard, as in Guard(metric='loss'), or None")
+        if guard is not None and guard.action == "rollback" and resume == "never" and VARIABLE in os.environ:
+            raise ConfigError(
+                "guard= with resume='never' under `holdfast run`: each life would begin anew, meet the bad step again "
+                "and be rolled back, for ever. Leave resume= out, or give Guard(..., action='stop')"
+            )
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
         check_silence(silence_s)

@@ -39,7 +39,7 @@ from .stats import SaveCosts, Stats, StepClock
 __all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
-_LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_LEASE_S = 3600.0  # that the writer of a dead trainer may still take to finish
 _SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
@@ -220,7 +220,7 @@ class RunSession:
             if not done.cancelled() and done.exception() is None:
                 self._take(done.result())
 
-        future = self._request(keep, _LEASE_S)
+        future = self._request(keep, min(_LEASE_S, self.timeout_s))
         future.add_done_callback(take)
         return future
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
+from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
@@ -38,11 +37,11 @@ def run(command: tuple[str, ...], hang: str | None, nproc: int | None, no_warm: 
         hang_s = 0.0 if hang.strip().lower() == "off" else span_option("--hang", hang)
         if hang_s == 0.0 and hang.strip().lower() != "off":
             raise ConfigError(f"--hang {hang}: give a time such as 10min, or off")
-    ranks = int(os.environ.get("WORLD_SIZE", "1") or "1") if nproc is None else 1
-    if nproc is not None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    ranks = current_ranks().world_size
+    if nproc is not None and ranks > 1:
         raise ConfigError(
-            f"--nproc {nproc} starts the ranks itself, and this process is one of {os.environ['WORLD_SIZE']} that "
-            "another launcher has started: leave --nproc out"
+            f"--nproc {nproc} starts the ranks itself, and this process is one of {ranks} that another launcher has "
+            "started: leave --nproc out"
         )
     status = Supervisor(command, hold(), num_ranks=nproc, hang_s=hang_s, is_one_of=ranks, warm=not no_warm).run()
     raise click.exceptions.Exit(status)

@@ -11,7 +11,8 @@ found                                   outcome
 nobody, released, or owner known dead   taken at once
 owner's trainer alive                   `RunBusyError` at once
 an earlier life of our SLURM job        waited for, up to ``wait_s``: the scheduler ends it, or has
-trainer gone, its writer still writes   waited for, up to ``wait_s``
+trainer gone, its writer still writes   waited for, up to ``wait_s``; for 60 s at most if the counter
+                                        stands still
 owner on another host                   counter moves: busy; stands still for 30 s: taken over
 ======================================  ==========================================================
 
@@ -74,6 +75,7 @@ LOCK_FILE = ".lease.lock"
 _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0
 STALE_S = 30.0
+_QUIET_S = 60.0  # for an owner that does not show that it is finishing its last save
 _LOOK_AGAIN_S = (0.1, 0.3, 0.6)
 """Pauses between looks at a lease.json that cannot be read."""
 _POLL_S = 0.05
@@ -213,7 +215,8 @@ class Lease:
         Args:
             storage: the run.
             owner: this process, from `make_owner`; missing fields are filled in.
-            wait_s: longest wait for an owner that may give the lease back by itself.
+            wait_s: longest wait for the writer of a dead trainer whose counter moves; for another owner that may give
+                the lease back by itself 60 seconds at most.
             stale_s: seconds without a change of the counter after which an owner on another machine is taken over.
             sleep: waits between looks; may raise to give up.
             of: eight hex digits that distinguish several leases in one folder; "" for the run's.
@@ -224,13 +227,20 @@ class Lease:
         begun = time.monotonic()
         first_look: float | None = None  # when the first try failed: the requests alone may take seconds
         lease = cls(storage, _complete(owner), of=of)
-        watch = _Watch(stale_s)
+        watch, is_told = _Watch(stale_s), False
         try:
             while not lease._try(watch):
                 first_look = first_look or time.monotonic()
                 waited = time.monotonic() - begun
-                if (watch.is_alive() and not _is_earlier_life(watch.owner, lease.owner)) or waited >= wait_s:
+                limit_s = wait_s if watch.is_finishing() else min(wait_s, _QUIET_S)
+                if (watch.is_alive() and not _is_earlier_life(watch.owner, lease.owner)) or waited >= limit_s:
                     raise RunBusyError(_busy(storage, lease._path, watch, lease.owner, waited))
+                if waited >= _QUIET_S and not is_told:
+                    is_told = True
+                    _log.warning(
+                        "%s: the writer of a trainer that has died still writes its last save; it is waited for, %s "
+                        "at most", storage.uri, format_duration(wait_s),
+                    )  # fmt: skip
                 sleep(_POLL_S)
         except BaseException:
             if lease._lock is not None:
@@ -506,6 +516,10 @@ class _Watch:
         if same_machine(self.owner) and self._locked is not None and not self._is_stray:
             return self._locked is False
         return self._moved
+
+    def is_finishing(self) -> bool:
+        """Whether the owner shows that it works, and its trainer is gone: it gives the lease back when it is done."""
+        return self.owner is not None and self._moved and not self._is_stale and not self.is_alive()
 
 
 class _Lock:

@@ -230,7 +230,8 @@ def _tell_imports(folder: Path, environment: Mapping[str, str | None]) -> None:
 
     names = [name for name, module in list(sys.modules.items()) if name != "__main__" and is_installed(module)]
     own = folder / f".{MODULES}-{os.getpid()}"
-    own.write_text(json.dumps({"modules": names, "environment": environment}), encoding="utf-8")
+    told = {"modules": names, "environment": environment, "path": [str(entry) for entry in sys.path]}
+    own.write_text(json.dumps(told), encoding="utf-8")
     own.rename(folder / MODULES)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "how_it_ended",
     "is_dead",
     "is_pid",
+    "is_running",
     "is_stopped",
     "is_zombie",
     "machine",
@@ -111,6 +112,14 @@ def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
     if noted and now and noted != now:
         return True
     return is_zombie(pid)
+
+
+def is_running(owner: Mapping[str, Any]) -> bool:
+    """Tell whether the process ``owner["pid"]`` is known to run here: a signal to its id reaches it and no other."""
+    here, pid, noted = machine(), owner.get("pid"), owner.get("pid_birth")
+    if pid is None or not is_pid(pid) or not noted or any(owner.get(name) != value for name, value in here.items()):
+        return False
+    return birth(pid) == noted and not is_zombie(pid)
 
 
 def _stat(pid: int) -> list[str]:

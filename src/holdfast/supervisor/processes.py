@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.run.life import VARIABLE
-from holdfast.run.process import is_zombie
+from holdfast.run.life import VARIABLE, read_reports
+from holdfast.run.process import is_running, is_zombie
 from holdfast.run.python_command import PythonCommand
 
 __all__ = [
@@ -32,6 +32,7 @@ _STARTUP = Path(__file__).with_name("startup")
 _STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # registered by the start file
 _STACKS_S = 2.0  # for the stacks of one process
 _MOST_STACKS = 16
+_GONE_S = 30.0  # for what is killed to be gone: a driver may hold it in the kernel
 _PDEATHSIG = 1  # of prctl(2)
 
 
@@ -95,16 +96,19 @@ class LifeProcesses:
         return len(self.statuses) == len(self._processes)
 
     def send(self, number: int, also: Sequence[int] = ()) -> None:
-        """Send a signal to the processes that we started, and to ``also``."""
-        for pid in [*self.pids, *also]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
+        """Send a signal to the processes that we started, and to ``also``.
 
-    def send_groups(self, number: int) -> None:
-        """Send a signal to the process groups: what we started, and its children."""
-        for pid in self.pids:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, number)
+        Where a shell is between us and the script, SIGINT goes to its process group, as from a terminal: a shell passes
+        none on, and waits for the script.
+        """
+        scripts = self._reported() if number == signal.SIGINT else self.pids
+        for target in [*(pid if pid in scripts else -pid for pid in self.pids), *also]:
+            _kill(target, number)
+
+    def send_all(self, number: int) -> None:
+        """Send a signal to all processes of this life: what we started, its children, and the ranks of a launcher."""
+        for target in self._targets():
+            _kill(target, number)
 
     @property
     def pids(self) -> list[int]:
@@ -114,14 +118,29 @@ class LifeProcesses:
     @property
     def kill_line(self) -> str:
         """The line for a shell that ends all processes of this life."""
-        return f"kill -KILL -- {' '.join(f'-{pid}' for pid in self.pids)}"
+        return f"kill -KILL -- {' '.join(map(str, self._targets()))}"
+
+    def _reported(self) -> list[int]:
+        """Return the processes that have entered a run and are still there."""
+        return [report.pid for report in read_reports(self._folder) if is_running(report.process)]
+
+    def _targets(self) -> list[int]:
+        """Name all processes of this life for kill(2): the process groups, as negative numbers, and single processes.
+
+        torchrun and srun give their ranks sessions, so groups, of their own, which outlive a launcher that is killed.
+        """
+        ours = self.pids
+        theirs = {pid for pid in self._reported() if _group_of(pid) not in ours}
+        return [*(-pid for pid in ours), *sorted(-pid if _group_of(pid) == pid else pid for pid in theirs)]
 
     def are_alive(self, pids: Sequence[int]) -> list[int]:
-        """Return those that still run in one of our process groups: what we have started, and its children."""
-        groups = set(self.pids)
+        """Return those that still run and belong to this life, with the children of what does."""
+        reported = self._reported()
+        groups = {*self.pids, *(pid for pid in reported if _group_of(pid) == pid)}
         # Without /proc nobody sees that a process which is not reaped has ended: of our own we know it.
         ended = {self._processes[rank].pid for rank in self.statuses}
-        return [pid for pid in pids if _group_of(pid) in groups and pid not in ended and not is_zombie(pid)]
+        ours = [pid for pid in pids if _group_of(pid) in groups or pid in reported]
+        return [pid for pid in ours if pid not in ended and not is_zombie(pid)]
 
     def stacks(self) -> str:
         """Have every Python process of this life write the stacks of its threads, and return them."""
@@ -141,10 +160,20 @@ class LifeProcesses:
                 texts.append(f"process {pid} ({command}):\n{text}")
         return "\n".join(texts)
 
-    def end(self) -> None:
-        """Kill what is left of the process groups: data loader workers, ranks that wait for a dead one."""
-        self.send_groups(signal.SIGKILL)
+    def end(self) -> list[int]:
+        """Kill what is left: data loader workers, ranks that wait for a dead one; return what could not be ended.
+
+        What a command that has ended with 0 has left in other process groups may be meant to stay.
+        """
+        is_done = len(self.statuses) == len(self._processes) and not any(self.statuses.values())
+        ranks = [] if is_done else self._reported()
+        for target in [-pid for pid in self.pids] if is_done else self._targets():
+            _kill(target, signal.SIGKILL)
         self.poll(waits=True)
+        until = time.monotonic() + _GONE_S
+        while (left := self.are_alive(ranks)) and time.monotonic() < until:
+            time.sleep(0.02)
+        return left
 
     def reap(self) -> None:
         """Let the kernel forget the processes, which have ended."""
@@ -247,9 +276,10 @@ def shell_status(status: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a life: ours, with the folder of the start file."""
+    """Return the environment of a life: ours, with the folder of the start file, without a life that we are part of."""
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ours = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    return {**ours, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _advice(command: Sequence[str]) -> str:
@@ -308,6 +338,11 @@ def _status_of(process: subprocess.Popen[bytes], *, waits: bool) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _kill(target: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(target, number)
 
 
 def _group_of(pid: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast._ranks import rank_list
 from holdfast._units import format_duration
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, REQUEUE_STATUS, RunReport, read_reports
 from holdfast.run.python_command import PythonCommand
 
@@ -73,17 +73,22 @@ class Supervisor:
         self._command, self._held, self._num_ranks, self._hang_s = list(command), held, num_ranks, hang_s
         self._alone = is_one_of == 1
         self._deaths: list[Death] = []
-        self._told: list[dict[str, Any]] = []  # deaths, for the journals of their runs
+        self._told: list[dict[str, Any]] = []  # deaths that no life has taken into the journals of their runs
         self._stopping: int | None = None  # the signal that asked for it
         self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
         self._continued = 0.0  # when we were last continued after a Ctrl-Z
-        self._hangs = 0  # in a row: each doubles the time for the next life
+        self._hangs = 0  # in a row: each gives the next life four times the time
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
         self._kept = KeptArenas()
         self._python = PythonCommand.parse(command) if warm and num_ranks is None and self._alone else None
-        self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
+        try:
+            self._home = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
+        except OSError as error:
+            raise ConfigError(
+                f"no temporary folder, in which the script says how far it is: {error}; set TMPDIR to one with room"
+            ) from error
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
             os.set_blocking(fd, False)
@@ -107,6 +112,7 @@ class Supervisor:
             if self._spare is not None:
                 self._spare.close()
             self._reap()
+            _record(self._told)
             self._kept.close()
             shutil.rmtree(self._home, ignore_errors=True)
 
@@ -120,10 +126,14 @@ class Supervisor:
     def _live(self) -> int | None:
         """Live one life; return the exit status if it was the last one."""
         number = len(self._deaths) + 1
-        folder = self._home / f"life-{number}"
-        folder.mkdir()
-        (folder / DEATHS).write_text(json.dumps(self._told[-_SHOWN_DEATHS:]), encoding="utf-8")
-        self._kept.begin(folder)
+        folder, told = self._home / f"life-{number}", self._told[-_SHOWN_DEATHS:]
+        try:
+            folder.mkdir()
+            (folder / DEATHS).write_text(json.dumps(told), encoding="utf-8")
+            self._kept.begin(folder)
+        except OSError as full:  # nothing that the script needs: it trains on
+            told = []
+            _say(f"{folder.parent}: {full.strerror}: less is known of this life, and it loads nothing from memory")
         began = time.monotonic()
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -137,12 +147,15 @@ class Supervisor:
             hang = self._watch(processes, folder)
         finally:
             ended = dict(processes.statuses)  # by themselves: that others end now says nothing
-            processes.end()
+            if left := processes.end():
+                _say(f"killed, and still there: process {', '.join(map(str, left))}; the next life may find it busy")
         if spare is not None and spare.has_refused():  # it was still importing when it was to begin: no life was lost
             self._look_at(spare)
             shutil.rmtree(folder, ignore_errors=True)
             return None if self._stopping is None else self._stopped_between()
         reports = self._read(folder)
+        entered = {report.uri for report in reports}  # rank 0 has taken what is told into the journal
+        self._told = [death for death in self._told if death not in told or death["uri"] not in entered]
         statuses = ended if any(ended.values()) else processes.statuses
         failed = [status for _, status in sorted(statuses.items()) if status != 0]
         worst = min(failed, key=lambda status: (status == self._requeue, status == -signal.SIGKILL), default=0)
@@ -157,14 +170,12 @@ class Supervisor:
         self._deaths.append(death)
         self._hangs = self._hangs + 1 if hang is not None else 0
         # What a guard has found is in the journal already.
-        told = [self._tell(death, report) for report in {report.uri: report for report in reports}.values()
-                if not (death.rolled_back or death.given_up)]  # fmt: skip
-        self._told += told
+        if not (death.rolled_back or death.given_up):
+            self._told += [self._tell(death, report) for report in {report.uri: report for report in reports}.values()]
         decision = self._decide()
         self._say_death(death, decision)
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(decision, End):
-            _record(told)
             return death.status
         if self._pause(decision.pause_s):
             return self._stopped_between()
@@ -251,7 +262,7 @@ class Supervisor:
                 continue
             first = report.step <= report.resumed
             limit_s = self._hang_s or (_FIRST_S if first else max(_HANG_S, _HANG_STEPS * report.longest_s))
-            limit_s = limit_s * 2**self._hangs + (report.wait_s if report.waits else 0.0)
+            limit_s = limit_s * 4**self._hangs + (report.wait_s if report.waits else 0.0)
             silent_s = now - max(report.moment_s, self._continued)
             if silent_s > limit_s:
                 return (
@@ -268,11 +279,11 @@ class Supervisor:
             return 0
         if worst == self._requeue:
             return worst
+        last = _newest(reports)
         if self._stopping is None:
             # A launcher (torchrun) has its own status for ranks that were told to stop, or whose deadline was near.
-            last = {report.pid: report for report in reports}.values()
             return self._requeue if worst > 0 and last and all(report.stopped for report in last) else None
-        has_stopped = any(report.stopped or report.rolled_back for report in reports)
+        has_stopped = any(report.stopped or report.rolled_back for report in last)
         if self._stopping in _FOR_REQUEUE and (worst == -self._stopping or has_stopped):
             # It died of the signal, before it could handle it or for the lack of a handler, or a launcher has its own
             # status for what its ranks did: the job is to be queued again.
@@ -285,7 +296,8 @@ class Supervisor:
     def _decide(self) -> Again | End:
         if not self._alone:
             return End(
-                "this is one rank of several, and its launcher starts all of them again (torchrun --max-restarts)"
+                "this is one rank of several, and its launcher alone can start all of them again (torchrun "
+                "--max-restarts; SLURM: `holdfast run -- srun ...` instead of `srun holdfast run -- ...`)"
             )
         return after(self._deaths)
 
@@ -303,8 +315,9 @@ class Supervisor:
             durable[report.uri] = max(durable.get(report.uri, -1), report.durable)
         text = f"{error['type']}: {error['message']}" if error else ""
         place = f" ({error['place']})" if error.get("place") else ""
-        given_up = hang is None and any(report.given_up for report in reports)
-        rolled_back = hang is None and not given_up and any(report.rolled_back for report in reports)
+        last = _newest(reports)
+        given_up = hang is None and any(report.given_up for report in last)
+        rolled_back = hang is None and not given_up and any(report.rolled_back for report in last)
         cause = "hang" if hang is not None else describe_status(worst)
         if rolled_back:
             cause = f"rolled back by its guard ({cause})"
@@ -365,10 +378,10 @@ class Supervisor:
     def _stand_still(self, processes: LifeProcesses | None) -> None:
         """Stop with all processes of this life, as a Ctrl-Z asks, until we are continued (fg, bg)."""
         if processes is not None:
-            processes.send_groups(signal.SIGTSTP)
+            processes.send_all(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)
         if processes is not None:
-            processes.send_groups(signal.SIGCONT)
+            processes.send_all(signal.SIGCONT)
         self._continued = time.monotonic()
 
     def _stopped_between(self) -> int:
@@ -448,6 +461,11 @@ def _close(held: list[tuple[int, dict[str, Any]]]) -> None:
         os.close(fd)
 
 
+def _newest(reports: Sequence[RunReport]) -> list[RunReport]:
+    """Return the last report of each rank of each run: a launcher may have replaced a worker inside of a life."""
+    return list({(report.uri, report.rank): report for report in reports}.values())
+
+
 def _environment(number: int) -> dict[str, str]:
     """Return variables of a life: where the store of torchrun's agent outlives it, its keys begin anew."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
@@ -457,22 +475,22 @@ def _environment(number: int) -> dict[str, str]:
 
 
 def _record(told: Sequence[Mapping[str, Any]]) -> None:
-    """Write the last death into the journals of its runs; no later life will."""
+    """Write deaths into the journals of their runs: no later life will."""
     if not told:
         return
     from holdfast.run.heartbeat import upkeep  # not above: only a run that is given up needs them
     from holdfast.run.index import RUN_FILE
     from holdfast.storage.resolve import resolve
 
-    for death in told:
+    for uri in dict.fromkeys(death["uri"] for death in told):
         try:
-            storage = resolve(death["uri"])
+            storage = resolve(uri)
             if not storage.exists(RUN_FILE):  # somebody has deleted the run meanwhile
                 continue
             with upkeep(storage, wait_s=60.0) as catalog:
-                catalog.index.journal.take([death["event"]])
+                catalog.index.journal.take([death["event"] for death in told if death["uri"] == uri])
         except HoldfastError as error:
-            _say(f"the end of the last life could not be recorded in {death['uri']}: {error}")
+            _say(f"how lives have ended could not be recorded in {uri}: {error}")
 
 
 def _say(line: str) -> None:

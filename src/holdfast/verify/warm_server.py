@@ -87,7 +87,8 @@ def become(life: dict[str, Any]) -> None:
 
 def main() -> None:
     """Get ready, and fork a life whenever one is asked for."""
-    del sys.path[0]  # this folder
+    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 and later
+        del sys.path[0]  # this folder
     end_with_parent()
     channel = socket.socket(fileno=int(sys.argv[1]))
     with channel, channel.makefile("r", encoding="utf-8") as lines:

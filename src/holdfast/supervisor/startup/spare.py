@@ -34,15 +34,15 @@ def flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def shadowed(folder: str, planned: set[str]) -> list[str]:
-    """Return the modules here that a new interpreter takes from the script's folder, which is not on the path yet."""
+def shadowed(folders: list[str], planned: set[str]) -> list[str]:
+    """Return the modules here that a new interpreter takes from the script's folders, which are not on the path yet."""
     found = []
     for name, module in list(sys.modules.items()):
         if name in planned or name == "__main__" or "." in name:
             continue
         if getattr(getattr(module, "__spec__", None), "origin", None) in ("built-in", "frozen"):  # before any folder
             continue
-        spec = PathFinder.find_spec(name, [folder])
+        spec = PathFinder.find_spec(name, folders)
         if spec is not None and spec.loader is not None:  # None: a folder that is no package comes last
             found.append(name)
     return sorted(found)
@@ -52,7 +52,7 @@ def prepare(plan: dict[str, Any], folder: str | None) -> str:
     """Import modules without a word; return why this interpreter does not fit, "" if it does.
 
     Args:
-        plan: "modules" to import, and how the script has changed its "environment".
+        plan: "modules" to import, how the script has changed its "environment", and what became of its "path".
         folder: where the script finds its own modules, before all others.
     """
     before, said = dict(os.environ), (os.dup(1), os.dup(2))
@@ -77,7 +77,8 @@ def prepare(plan: dict[str, Any], folder: str | None) -> str:
     if differ:
         return f"the script changes its environment ({', '.join(differ)}), which imports may read"
     # Not taken out of `sys.modules`: the packages that have imported them would hold the wrong ones all the same.
-    names = [] if folder is None else shadowed(folder, set(plan["modules"]))
+    folders = [*filter(None, [folder]), *(entry for entry in plan["path"] if entry not in sys.path)]
+    names = shadowed(folders, set(plan["modules"]))
     return f"modules beside the script have the names of installed ones ({', '.join(names)})" if names else ""
 
 
