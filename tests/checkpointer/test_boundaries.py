@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.storage import MemoryStorage
 
 
@@ -52,6 +53,22 @@ def test_a_step_is_saved_where_the_next_batch_is_asked_for(tmp_path: Path) -> No
             ck.state["n"] += 1
     assert [hf.load(one)["n"] for one in ck.checkpoints()] == [21, 11]
     assert [one.metrics["val"] for one in ck.checkpoints()] == [2, 1]
+
+
+def test_an_error_after_that_of_the_body_is_told_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fails while a run ends for an error is logged; the rest of the end is done, and the first error is raised."""
+
+    def lost(self: RunSession) -> None:
+        raise hf.StorageError("the last save is lost")
+
+    monkeypatch.setattr(RunSession, "finish", lost)
+    with pytest.raises(Killed), hf.Checkpointer(tmp_path, {"n": 0}, every=2) as ck:
+        ck.step()
+        raise Killed
+    assert any("failed too: the last save is lost" in line for line in said(caplog))
+    assert index_of(tmp_path).current.reason.startswith("Killed")
 
 
 def test_a_stop_after_the_last_step_was_saved(tmp_path: Path) -> None:

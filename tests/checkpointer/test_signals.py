@@ -16,6 +16,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.checkpointer.boundaries import StepBoundary
 from holdfast.checkpointer.save_policy import Deadline
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import ConfigError
@@ -159,6 +160,29 @@ def test_children_end_as_they_would_without_us(mode: str, tmp_path: Path) -> Non
     code, out, err = kit.finish(kit.start(ENDING, tmp_path, mode))
     assert code == 0, err
     assert ("the worker is dead" in out) == (mode == "worker")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_after_a_second_ctrl_c_an_end_that_fails_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A final save that fails is followed by the rescue of the last snapshot, which takes time: unless that was asked."""
+    rescued: list[str] = []
+
+    def fails(self: StepBoundary) -> None:
+        raise hf.StorageError("the disk is gone")
+
+    monkeypatch.setattr(StepBoundary, "end", fails)
+    monkeypatch.setattr(StepBoundary, "end_after", lambda self, reason: rescued.append(reason))
+    with pytest.raises(hf.StorageError, match="the disk is gone"), hf.Checkpointer(tmp_path, {"n": 0}) as ck:
+        ck.step()
+        if again:
+            for _ in range(2):
+                try:
+                    signal.raise_signal(signal.SIGINT)
+                except KeyboardInterrupt:  # as a library may do
+                    break
+    assert [reason.partition(":")[0] for reason in rescued] == ([] if again else ["StorageError"])
 
 
 @pytest.mark.usefixtures("forked")

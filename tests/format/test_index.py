@@ -88,6 +88,8 @@ def test_what_the_hostile_ones_are_changed_from_is_read():
     """So each of them is refused for what it says, and for nothing else."""
     plain = change(tensors=[row([[0, 0, 8, [0], [2]], [0, 8, 8, [2], [2]]]), row([[0, 16, 16]], name="b")])
     assert len(Index.from_bytes(plain, save_id="deadbeef-1", sizes={REAL: 32}).tensors) == 2
+    unordered = change(tensors=[row([[0, 16, 16]]), row([[0, 0, 16]], name="b")])
+    assert len(Index.from_bytes(unordered, save_id="deadbeef-1", sizes={REAL: 32}).tensors) == 2
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())

@@ -41,6 +41,17 @@ def test_history_drops_what_a_resume_made_void(tmp_path) -> None:
     assert steps(RunIndex.load(storage)) == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
 
 
+@pytest.mark.parametrize("reported", [None, 7])
+def test_a_new_attempt_is_numbered_above_those_that_have_reported(tmp_path, reported: int | None) -> None:
+    """Where the index is lost the names of the report segments still say which numbers were used."""
+    storage = MemoryStorage(tmp_path.name)
+    for start_id in ("aaaa", "bbbb", "cccc"):
+        begin(storage, start_id).report(rows(1))
+    storage.delete(RUN_FILE)
+    attempt = RunIndex.load(storage).register_attempt("dddd", host="here", pid=1, reported=reported)
+    assert attempt.attempt == (4 if reported is None else 8)
+
+
 def test_history_follows_parents_past_a_branch(tmp_path) -> None:
     """A third attempt that goes back before the second's start forgets the second altogether."""
     storage = MemoryStorage(tmp_path.name)

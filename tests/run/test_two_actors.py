@@ -16,6 +16,8 @@ from holdfast.run import lease as lease_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
 from holdfast.run.index import RunIndex
+from holdfast.run.record import change_sidecar, read_sidecar
+from holdfast.run import record as record_module
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.storage.local.ops import Ops
@@ -39,6 +41,25 @@ def taken(storage: Any, start_id: str) -> Lease | None:
         return Lease.acquire(storage, make_owner(start_id), wait_s=0)
     except RunBusyError:
         return None
+
+
+@pytest.mark.parametrize("had_one", [False, True])
+def test_a_late_metric_and_a_pin_do_not_take_each_other_back(had_one: bool) -> None:
+    """The owner of a run writes metrics where an evaluation elsewhere sets the pin, at any line: both are kept."""
+
+    def world() -> MemoryStorage:
+        storage = MemoryStorage(f"sidecar-{next(_numbers)}")
+        if had_one:
+            change_sidecar(storage, "step_0001", lambda sidecar: sidecar.with_metrics({"acc": 0.5}))
+        return storage
+
+    for storage, _ in at_every_line(
+        (record_module,), world,
+        lambda made: change_sidecar(made, "step_0001", lambda sidecar: sidecar.with_metrics({"val": 0.25})),
+        lambda made: change_sidecar(made, "step_0001", lambda sidecar: sidecar.with_pin(True)),
+    ):  # fmt: skip
+        found = read_sidecar(storage, "step_0001")
+        assert (found.metrics["val"], found.pinned, "acc" in found.metrics) == (0.25, True, had_one)
 
 
 def test_a_lock_on_a_removed_file_is_no_lock(tmp_path: Path) -> None:
