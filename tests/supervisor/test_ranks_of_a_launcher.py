@@ -132,6 +132,20 @@ def test_ctrl_c_reaches_a_script_below_a_shell(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
+def test_a_script_whose_launcher_ends_at_ctrl_c_is_interrupted_once(tmp_path: Path) -> None:
+    """`accelerate launch` leaves at once; the script below it saves, and a second SIGINT would keep it from that."""
+    script = LAUNCHES.replace("start_new_session=True", "") + (
+        "got = []\nsignal.signal(signal.SIGINT, lambda *_: got.append(1))\n(here / 'up').touch()\n"
+        "while not got: time.sleep(0.01)\ntime.sleep(1)\n(here / 'got').write_text(str(len(got)))\n"
+    )
+    process = supervise(script, tmp_path)
+    wait_for(tmp_path / "up")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (tmp_path / "got").read_text() == "1"
+
+
 def test_the_newest_report_of_a_rank_says_how_it_has_ended(tmp_path: Path) -> None:
     """A launcher started a rank anew after its guard had taken it back, and that one was killed: this is a crash."""
     script = (

@@ -96,14 +96,21 @@ class LifeProcesses:
         return len(self.statuses) == len(self._processes)
 
     def send(self, number: int, also: Sequence[int] = ()) -> None:
-        """Send a signal to the processes that we started, and to ``also``.
+        """Send a signal to the processes that we started, and to ``also``, scripts below them.
 
         Where a shell is between us and the script, SIGINT goes to its process group, as from a terminal: a shell passes
         none on, and waits for the script.
         """
         scripts = self._reported() if number == signal.SIGINT else self.pids
-        for target in [*(pid if pid in scripts else -pid for pid in self.pids), *also]:
-            _kill(target, number)
+        for pid in self.pids:
+            _kill(pid if pid in scripts else -pid, number)
+        self.send_below(number, also)
+
+    def send_below(self, number: int, pids: Sequence[int]) -> None:
+        """Send a signal to scripts below what we started, except where the signal to its group has reached them."""
+        for pid in pids:
+            if number != signal.SIGINT or _group_of(pid) not in self.pids:
+                _kill(pid, number)
 
     def send_all(self, number: int) -> None:
         """Send a signal to all processes of this life: what we started, its children, and the ranks of a launcher."""

@@ -209,7 +209,7 @@ class Supervisor:
         if self._stopping is not None:
             # The command was a shell that died of the signal: the script itself has yet to save.
             rest = processes.are_alive([report.pid for report in read_reports(folder)])
-            processes.send(self._stopping, rest)
+            processes.send_below(self._stopping, rest)
             while processes.are_alive(rest):
                 self._take_signals(processes, rest)
                 self._sleep(0.1)
