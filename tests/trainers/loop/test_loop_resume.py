@@ -10,7 +10,7 @@ import torch
 from loop_kit import Crash, Seen, everything, loader, names, plain, rich
 
 import holdfast as hf
-from holdfast.callbacks import Callback, CheckpointSaver
+from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
 from holdfast.testing import assert_state_equal
 
 
@@ -164,3 +164,61 @@ def test_an_evaluation_is_done_once(tmp_path: Path, suffix: str) -> None:
         again.fit()
     assert watch.batches == [6, 12] == whole.state.callbacks[0].batches
     assert hf.Checkpoint(tmp_path / "twin" / "ends" / "ep1").metrics["eval"] == {"loss": loss}
+
+
+def test_fit_with_a_duration_goes_on_where_it_began(tmp_path: Path) -> None:
+    """fit(duration) of a life that was killed ends where it would have ended; so does the second one of a script.
+
+    What is loaded into another folder is another run: there it counts from now.
+    """
+
+    def script(folder: Path, crash_at: int | None = None) -> hf.Trainer:
+        trainer = rich(folder, max_duration=None, crash_at=crash_at, autoresume=True)
+        with trainer:
+            trainer.fit("1ep")
+            trainer.fit("9ba")
+        return trainer
+
+    whole = script(tmp_path / "a")
+    for crash_at in (5, 9):
+        with pytest.raises(Crash):
+            script(tmp_path / "b", crash_at)
+    broken = script(tmp_path / "b")
+    assert int(broken.state.timestamp.batch) == 15
+    states = [everything(trainer) for trainer in (broken, whole)]
+    for state in states:
+        starts = state["timestamp"].pop("run")["fit_starts"]
+        assert [start["batch"] for start in starts] == [0, 6]
+    assert_state_equal(*states)
+    assert int(script(tmp_path / "b").state.timestamp.batch) == 15
+    tuned = rich(tmp_path / "c", max_duration=None, load_path=tmp_path / "b" / "ep2-ba15")
+    tuned.fit("2ba")
+    assert int(tuned.state.timestamp.batch) == 17
+
+
+@pytest.mark.parametrize("how", ["threshold", "own"])
+def test_a_training_that_has_stopped_itself_is_over(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A further life of the run trains no more, and says so, until it is asked for more."""
+
+    class Own(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 4:
+                state.stop_training()
+
+    def life() -> hf.Trainer:
+        stop = Own() if how == "own" else ThresholdStopper("loss", "eval", 1e9)
+        return plain(tmp_path, callbacks=stop, eval_dataloader=loader(6), autoresume=True, max_duration="3ep")
+
+    ends = {"own": 4, "threshold": 6}[how]
+    with life() as first:
+        first.fit()
+        assert int(first.state.timestamp.batch) == ends
+    with life() as second:
+        assert "was stopped" in capsys.readouterr().err
+        second.fit()
+        assert int(second.state.timestamp.batch) == ends
+        second.state.max_duration = f"{ends + 1}ba"
+        second.fit()
+        assert int(second.state.timestamp.batch) == ends + 1

@@ -56,6 +56,8 @@ class State:
         eval_timestamp: where the evaluation on the current loader is.
         run_name, rank_zero_seed, device, precision, grad_accum: as given.
         dataset_state: the position in the training data.
+        fit_starts: where each ``fit(duration)`` of this run began, in any of its lives.
+        stopped: whether `stop_training` has ended this run; setting ``max_duration`` lets it go on.
         ranks: the processes that train; ``state.ranks.rank`` and ``state.ranks.world_size`` are numbers.
         serialized_attributes: names of the attributes that are saved; add your own, or remove some.
     """
@@ -89,7 +91,10 @@ class State:
         self.device = device if device is not None else torch.device("cpu")
         self.precision = precision
         self._max_duration: Time | None = None
+        self.stopped = False
         self.max_duration = max_duration
+        self.fit_starts: list[Timestamp] = []
+        self._of_run: Mapping[str, Any] = {}
         self.train_dataloader, self.train_spec = train_dataloader, train_spec
         self.evaluators: dict[str, Evaluator] = dict(evaluators or {})
         self.eval_dataloaders: dict[str, Any] = {
@@ -137,6 +142,7 @@ class State:
 
     @max_duration.setter
     def max_duration(self, value: Any) -> None:
+        self.stopped = False
         # A training that is to end at once has a duration of nothing, which no interval may have.
         self._max_duration = (
             value if value is None or isinstance(value, Time) else parse_every(value, "max_duration").interval
@@ -176,8 +182,9 @@ class State:
         return Time(self.timestamp.value(self.max_duration.unit) / max(self.max_duration.value, 1e-12), "dur")
 
     def stop_training(self) -> None:
-        """End training after the current batch; a last checkpoint is saved."""
+        """End training after the current batch; a last checkpoint is saved, and later lives of the run train no more."""
         self.max_duration = self.timestamp.batch
+        self.stopped = True
 
     # -- what is saved
 
@@ -242,6 +249,12 @@ class State:
             self.eval_metric_values[label] = dict(values)
             self.evaluated_at[label] = self.timestamp.count("batch")
 
+    def go_on_with_run(self) -> None:
+        """Take over what the loaded checkpoint says of its run, which this is a further life of."""
+        self.fit_starts = [Timestamp.from_state_dict(start) for start in self._of_run.get("fit_starts", ())]
+        if self._of_run.get("stopped"):
+            self.stop_training()
+
 
 class _TimestampOf:
     """The timestamp of a state as an object to save: a timestamp itself never changes."""
@@ -250,12 +263,15 @@ class _TimestampOf:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        previous = self._state.previous_timestamp
-        return {**self._state.timestamp.state_dict(), "previous": {name: previous.count(name) for name in _PREVIOUS}}
+        state, previous = self._state, self._state.previous_timestamp
+        run = {"fit_starts": [start.state_dict() for start in state.fit_starts], "stopped": state.stopped}
+        before = {name: previous.count(name) for name in _PREVIOUS}
+        return {**state.timestamp.state_dict(), "previous": before, "run": run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = Timestamp.from_state_dict(state)
         self._state.timestamp, self._state.previous_timestamp = now, now.copy(**state.get("previous", {}))
+        self._state._of_run = state.get("run", {})
 
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:
