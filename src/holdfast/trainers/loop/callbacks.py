@@ -341,14 +341,15 @@ class EventEngine:
                 for handler in _handlers(callback, event):
                     handler(state, logger)
         if state.algorithms:
-            self._run_algorithms(event)
+            self.run_algorithms(event)
         if event is Event.INIT:
             self._begun = True
             return
         for handler in self._handlers[event._value_]:
             handler(state, logger)
 
-    def _run_algorithms(self, event: Event) -> None:
+    def run_algorithms(self, event: Event) -> None:
+        """Tell the algorithms alone."""
         state, logger = self._state, self._logger
         matching = [algorithm for algorithm in state.algorithms if algorithm.match(event, state)]
         for algorithm in reversed(matching) if event.name.startswith("AFTER_") else matching:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ class State:
         eval_timestamp: where the evaluation on the current loader is.
         run_name, rank_zero_seed, device, precision, grad_accum: as given.
         dataset_state: the position in the training data.
+        as_in_training: a context with the weights and generators of training, also within an evaluation.
         fit_starts: where each ``fit(duration)`` of this run began, in any of its lives.
         stopped: whether `stop_training` has ended this run; setting ``max_duration`` lets it go on.
         ranks: the processes that train; ``state.ranks.rank`` and ``state.ranks.world_size`` are numbers.
@@ -93,6 +96,7 @@ class State:
         self._max_duration: Time | None = None
         self.stopped = False
         self.max_duration = max_duration
+        self.as_in_training: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.fit_starts: list[Timestamp] = []
         self._of_run: Mapping[str, Any] = {}
         self.train_dataloader, self.train_spec = train_dataloader, train_spec
