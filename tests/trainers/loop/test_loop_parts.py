@@ -20,6 +20,7 @@ from holdfast.core import EMA, Algorithm, Event, LabelSmoothing, Time
 from holdfast.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from holdfast.state.tree import rng
 from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop import algorithms
 from holdfast.trainers.loop.training.data import microbatches
 
 
@@ -207,6 +208,29 @@ def test_ema() -> None:
     assert torch.equal(trainer.state.model.weight, weights[-1])
     with pytest.raises(hf.ConfigError, match="EMA"):
         EMA(half_life="1ba", smoothing=0.5)
+
+
+def test_an_average_that_has_not_begun_begins_when_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sharded model the average is laid out from the start: a resume before ``ema_start`` does not take it for one."""
+    monkeypatch.setattr(algorithms, "is_sharded", lambda model: True)
+
+    def make(folder: str, crash_at: int | None = None) -> hf.Trainer:
+        callbacks = [] if crash_at is None else [CrashAt(crash_at)]
+        return plain(
+            tmp_path / folder, algorithms=EMA(smoothing=0.5, ema_start="9ba"), save_interval="3ba", callbacks=callbacks,
+            autoresume=True,
+        )  # fmt: skip
+
+    whole = make("whole")
+    whole.fit()
+    with pytest.raises(Crash):
+        make("twin", 5).fit()
+    with make("twin") as again:
+        again.fit()
+    averages = [trainer.state.algorithms[0].average for trainer in (again, whole)]
+    assert_state_equal(*averages)
 
 
 @pytest.mark.parametrize("how", ["", ".pt", "folder"])
