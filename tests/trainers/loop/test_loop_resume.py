@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from loop_kit import Crash, Seen, everything, loader, names, plain, rich
+from loop_kit import Crash, Points, Seen, everything, loader, names, plain, rich
+from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
@@ -70,6 +73,31 @@ def test_twin_with_workers_and_own_attributes(tmp_path: Path) -> None:
     again = run(tmp_path / "b", None)
     again.fit()
     assert_state_equal(everything(again), everything(whole))
+
+
+def test_twin_with_generators_of_the_data_set(tmp_path: Path) -> None:
+    """Without workers, too: what a data set draws from generators of its own is the same after a resume."""
+
+    class Noisy(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(3)
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.rand(1, generator=self.torch) + self.numpy.random() * self.python.random(), y
+
+    def run(folder: Path, crash_at: int | None = None) -> hf.Trainer:
+        data = DataLoader(Noisy(), batch_size=6, shuffle=True)
+        return rich(folder, crash_at=crash_at, autoresume=True, train_dataloader=data, max_duration="2ep")
+
+    whole = run(tmp_path / "a")
+    whole.fit()
+    with pytest.raises(Crash):
+        run(tmp_path / "b", 5).fit()
+    broken = run(tmp_path / "b")
+    broken.fit()
+    assert_state_equal(everything(broken), everything(whole))
 
 
 def test_own_attributes(tmp_path: Path) -> None:

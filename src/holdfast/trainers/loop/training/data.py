@@ -15,7 +15,7 @@ from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
-from holdfast.state.data.seeding import generators_kept
+from holdfast.state.data.seeding import generators_kept, generators_within
 
 if TYPE_CHECKING:
     from .evaluator import DataSpec
@@ -169,7 +169,8 @@ class _WithDatasetState:
 def _draws_here(loader: Any) -> bool:
     """Tell whether samples are made by index in this process: its generators, which are saved, go on exactly.
 
-    Seeding each sample, which workers need, costs some 20 us then: more than a small model's step.
+    Seeding each sample, which workers need, costs some 20 us then: more than a small model's step. Generators that the
+    data set holds itself are not saved, so they need it too.
     """
     return (
         isinstance(loader, DataLoader)
@@ -177,6 +178,7 @@ def _draws_here(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
         and not callable(getattr(loader, "state_dict", None))
+        and not generators_within(loader.dataset)
     )
 
 
