@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_kit import Crash, Points, Seen, everything, loader, names, plain, rich
+from loop_kit import Crash, CrashAt, Points, Seen, everything, loader, names, plain, rich
 from torch.utils.data import DataLoader
 
 import holdfast as hf
@@ -120,6 +120,30 @@ def test_own_attributes(tmp_path: Path) -> None:
     second.state.serialized_attributes.append("nothing_of_the_kind")
     with pytest.raises(hf.ConfigError, match="nothing_of_the_kind"):
         second.state.live()
+
+
+def test_own_attributes_that_are_named_after_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a script does it that sets them after it has made the trainer: they come back when training begins."""
+
+    class Grow(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            state.level += 1
+            state.weights += 1
+
+    def make(crash_at: int) -> hf.Trainer:
+        trainer = plain(tmp_path, callbacks=[Grow(), CrashAt(crash_at)], autoresume=True)
+        trainer.state.level, trainer.state.weights = 0, torch.zeros(2)  # type: ignore[attr-defined]
+        trainer.state.serialized_attributes += ["level", "weights"]
+        return trainer
+
+    with pytest.raises(Crash):
+        make(8).fit()
+    capsys.readouterr()
+    again = make(0)
+    assert "state/level: state.serialized_attributes does not name it" in " ".join(capsys.readouterr().err.split())
+    again.fit()
+    assert again.state.level == 12  # type: ignore[attr-defined]
+    assert again.state.weights.tolist() == [12, 12]  # type: ignore[attr-defined]
 
 
 def test_two_of_one_class(tmp_path: Path) -> None:

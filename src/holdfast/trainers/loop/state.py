@@ -26,6 +26,7 @@ ATTRIBUTES = (
     "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
     "train_metrics", "eval_metrics", "run_name", "dataset_state",
 )  # fmt: skip
+_BESIDE = ("integrations", "metadata")  # what a checkpoint has beside them
 _PREVIOUS = ("epoch", "batch", "sample", "token")  # what tells which intervals were crossed last
 _BY_CLASS = ("optimizers", "schedulers", "algorithms", "callbacks")
 
@@ -99,6 +100,7 @@ class State:
         self.as_in_training: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.fit_starts: list[Timestamp] = []
         self._of_run: Mapping[str, Any] = {}
+        self._late: dict[str, Any] = {}
         self.train_dataloader, self.train_spec = train_dataloader, train_spec
         self.evaluators: dict[str, Evaluator] = dict(evaluators or {})
         self.eval_dataloaders: dict[str, Any] = {
@@ -238,11 +240,14 @@ class State:
         if self.own_eval_metrics is not None:
             self.eval_metrics, self.own_eval_metrics = self.own_eval_metrics, None
 
-    def take(self, loaded: Mapping[str, Any]) -> None:
+    def take(self, loaded: Mapping[str, Any]) -> list[str]:
         """Take over the plain data of a loaded checkpoint; objects have got theirs already.
 
         Args:
             loaded: the content of "state". The name of the run is never taken over.
+
+        Returns:
+            The attributes in it that ``serialized_attributes`` does not name; `take_late` can still set them.
         """
         if "rank_zero_seed" in loaded and "rank_zero_seed" in self.serialized_attributes:
             self.rank_zero_seed = int(loaded["rank_zero_seed"])
@@ -252,6 +257,15 @@ class State:
         for label, values in self.dataset_state.evaluated.items():  # before the moment that training goes on from
             self.eval_metric_values[label] = dict(values)
             self.evaluated_at[label] = self.timestamp.count("batch")
+        named = {*ATTRIBUTES, *_BESIDE, *self.serialized_attributes}
+        self._late = {name: value for name, value in loaded.items() if name not in named}
+        return list(self._late)
+
+    def take_late(self) -> None:
+        """Set the attributes of the loaded checkpoint that ``serialized_attributes`` has come to name since."""
+        for name in self.serialized_attributes:
+            if name in self._late:
+                setattr(self, name, self._late.pop(name))
 
     def go_on_with_run(self) -> None:
         """Take over what the loaded checkpoint says of its run, which this is a further life of."""

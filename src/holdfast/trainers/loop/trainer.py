@@ -316,6 +316,7 @@ class Trainer:
         if self._closed:
             raise SessionError("this trainer is closed: make another one")
         self._check_not_left()
+        state.take_late()
         if state.train_dataloader is None:
             raise ConfigError("fit() needs train_dataloader")
         is_last = True
