@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from loop_kit import Crash, CrashAt, Points, Seen, everything, loader, names, plain, rich
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
@@ -144,6 +144,63 @@ def test_own_attributes_that_are_named_after_the_load(tmp_path: Path, capsys: py
     again.fit()
     assert again.state.level == 12  # type: ignore[attr-defined]
     assert again.state.weights.tolist() == [12, 12]  # type: ignore[attr-defined]
+
+
+class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The points without noise, as a stream or by index."""
+
+    def __iter__(self) -> Any:
+        return map(self.__getitem__, range(34))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(4.0) * index, torch.tensor(index % 3)
+
+
+def rows(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Rows(), batch_size=6)
+    made = [Rows()[index] for index in range(34)]
+    return DataLoader(made, batch_size=6, shuffle=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_batch_that_is_drawn_is_not_yet_trained(tmp_path: Path, kind: str) -> None:
+    """A save between drawing a batch and training it: what goes on from there trains it."""
+
+    class SaveAtStart(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 8:
+                whole.save_checkpoint(str(tmp_path / "drawn"))
+
+    whole = rich(tmp_path / "a", callbacks=[SaveAtStart()], train_dataloader=rows(kind))
+    whole.fit()
+    again = rich(tmp_path / "b", callbacks=[Callback()], load_path=tmp_path / "drawn", train_dataloader=rows(kind))
+    assert int(again.state.timestamp.batch) == 8
+    again.fit()
+    assert_state_equal(everything(again), everything(whole))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_fit_after_an_error_trains_the_batch_that_was_drawn(kind: str) -> None:
+    """In a notebook: an error in the middle of a batch, and fit() again, which leaves none out."""
+
+    class Note(Callback):
+        def __init__(self) -> None:
+            self.dies, self.seen = True, list[float]()
+
+        def before_forward(self, state: Any, logger: Any) -> None:
+            if self.dies and int(state.timestamp.batch) == 3:
+                self.dies = False
+                raise Crash
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.seen.extend(state.batch[0][:, 1].tolist())
+
+    trainer = plain(None, callbacks=(note := Note()), train_dataloader=rows(kind), max_duration="2ep")
+    with pytest.raises(Crash):
+        trainer.fit()
+    trainer.fit()
+    assert sorted(note.seen) == sorted([*range(34), *range(34)])
 
 
 def test_two_of_one_class(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
 
 
+_LOG = get_logger("trainers.loop")
 _NAME = "train"  # of the loader, as `holdfast log` names its batches
+_AHEAD = (
+    "data: a batch of epoch {} is drawn and not trained, and the loader keeps its own position, which cannot go back: "
+    "what goes on from here leaves it out. Save at BATCH_END or later"
+)
 
 
 class DataPosition:
@@ -44,6 +50,8 @@ class DataPosition:
         self._rank, self._world_size = rank, world_size
         self._stored: Mapping[str, Any] | None = None
         self._live: ResumableBatches | None = None
+        self._trained = (0, 0)  # samples and batches of the epoch after the last trained batch
+        self._drawn: tuple[Any, int] | None = None  # the batch that comes next, where it is drawn and not trained
         self._counted: tuple[Any, int | None] | None = None
 
     def open(self, loader: Any, *, seed: int, epoch: int) -> ResumableBatches:
@@ -51,12 +59,30 @@ class DataPosition:
         source, live = with_state(loader), self._live
         if live is not None and live.epoch == epoch and live.goes_on(source):
             return live
-        stored = live.state_dict() if live is not None else self._stored
+        stored = self._position() if live is not None else self._stored
         self._live = ResumableBatches(
             source, stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
             rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
+        self.trained()
         return self._live
+
+    def trained(self) -> None:
+        """Count the batch drawn last as trained."""
+        if self._live is not None:  # else another position was loaded meanwhile
+            self._drawn, self._trained = None, (self._live.samples, self._live.batches)
+
+    def _position(self) -> Mapping[str, Any]:
+        """Return where the epoch is after the last trained batch."""
+        live = self._live
+        assert live is not None
+        is_behind = not live.done and self._trained != (live.samples, live.batches)
+        if is_behind and live.kind == "stateful":
+            if (text := _AHEAD.format(live.epoch)) not in said:
+                said.add(text)
+                _LOG.warning("%s", text)
+            is_behind = False
+        return live.state_dict(at=self._trained if is_behind else None)
 
     def num_batches(self, loader: Any) -> int | None:
         """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
@@ -88,6 +114,8 @@ class DataPosition:
             source: goes through it.
             end: what to return when it is over.
         """
+        if self._drawn is not None:  # by a fit() that was left before it was trained
+            return self._drawn
         while self._left_out and any(
             span[:2] == (_NAME, live.epoch) and span.first <= live.batches < span.end for span in self._left_out
         ):
@@ -95,7 +123,8 @@ class DataPosition:
                 if next(source, end) is end:
                     return end, live.samples
         before = live.samples
-        return next(source, end), before
+        self._drawn = next(source, end), before
+        return self._drawn
 
     @property
     def num_left_out(self) -> int:
@@ -111,7 +140,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last trained batch."""
-        train = self._live.state_dict() if self._live is not None else self._stored
+        train = self._position() if self._live is not None else self._stored
         if train is not None and self._world_size > 1:
             train = with_ranks_apart(train)
         return {
@@ -123,7 +152,7 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where an earlier life was."""
         train = state["train"]
-        self._stored, self._live = None if train is None else of_this_rank(train), None
+        self._stored, self._live, self._drawn = None if train is None else of_this_rank(train), None, None
         self.stage, self.evaluated = state.get("stage", ""), dict(state.get("evaluated", {}))
         num_ranks, left_out = state.get("left_out", (0, ()))
         if num_ranks == self._world_size:  # each rank counts its own batches
