@@ -67,7 +67,7 @@ class PreparedLoader:
         self._begun_after = 0  # batches of the epoch before those of the newest iteration
         self._over = True  # whether it has ended, by itself or by a `break`
         self._is_loaded = self._is_first = False  # no iteration since a load; the newest one is the first since then
-        self._is_saved = False  # a state says what the newest iteration has given
+        self._is_saved = False  # a state was taken since the newest iteration began
         self._num_loads = 0
         self._chosen: int | None = None
         self._announced = self._sampler_epoch()
@@ -124,7 +124,7 @@ class PreparedLoader:
         batches, position = self._batches, self._from
         assert batches is not None
         self._over, self._from = True, None
-        if self._is_first and not self._is_saved and self._was_a_look(batches):
+        if self._is_first and self._was_a_look(batches):
             self._loaded, self._is_loaded = position, True
         else:
             self._previous = batches.state_dict()
@@ -152,7 +152,7 @@ class PreparedLoader:
         position, epoch = self._loaded, self._epoch
         self._is_saved = True
         if not self._over and self._batches is not None:
-            position = self._batches.state_dict()
+            position, self._is_first = self._batches.state_dict(), False  # it is no look
         elif (wanted := self._wanted()) is not None:
             epoch = wanted
         if position is None:
