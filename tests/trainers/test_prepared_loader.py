@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 import holdfast as hf
 from holdfast.state.data.batches import ResumableBatches
@@ -140,6 +140,40 @@ def test_a_look_after_the_end_of_an_epoch_does_not_use_up_the_next_one() -> None
         next(iter(again))
         assert again.state_dict() == state
     assert first + train(again, 3)[0] == whole
+
+
+class InPlace(Sampler[int]):
+    """Shuffles its own list in place: each order follows from the one before."""
+
+    def __init__(self) -> None:
+        self.order = list(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        random.Random(3).shuffle(self.order)
+        return iter(list(self.order))
+
+
+@pytest.mark.parametrize("how", ["look", "same process"])
+def test_a_sampler_that_remembers_goes_back_with_its_loader(how: str) -> None:
+    """A state is loaded: the next epoch has its order whatever the sampler was asked since, also in a notebook."""
+
+    def make() -> PreparedLoader:
+        return prepare_data_loader(DataLoader(Noisy(), batch_size=2, sampler=InPlace()), seed=3)
+
+    whole, _ = train(make(), 4)
+    loader = make()
+    first, state = train(loader, 2)
+    if how == "same process":
+        train(loader, 4, stop=(2, 3))
+    else:
+        loader = make()
+    loader.load_state_dict(state)
+    if how == "look":
+        next(iter(loader))
+    assert first + train(loader, 4)[0] == whole
 
 
 def test_one_batch_that_is_saved_was_no_look() -> None:

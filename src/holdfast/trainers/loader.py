@@ -127,7 +127,7 @@ class PreparedLoader:
         if self._is_first and self._was_a_look(batches):
             self._loaded, self._is_loaded = position, True
         else:
-            self._previous = batches.state_dict()
+            self._previous = batches.state_dict(is_over=True)
             self._epoch += 1
 
     def _go_back(self, batches: ResumableBatches, position: Mapping[str, Any] | None, begun_after: int) -> None:
@@ -135,8 +135,8 @@ class PreparedLoader:
         if self._is_saved and self._options["rank"] == 0:
             _logger.warning(
                 "this loader was iterated inside of its own loop, and a state was taken before the outer loop went on: "
-                "a resume from that leaves out the rest of epoch %d. Save before the inner loop, or give it a loader of "
-                "its own", batches.epoch,
+                "a resume from that leaves out the rest of epoch %d. Save before the inner loop, or give that a loader "
+                "of its own", batches.epoch,
             )  # fmt: skip
         self._batches, self._from, self._begun_after = batches, position, begun_after
         self._over = self._is_first = self._is_saved = False

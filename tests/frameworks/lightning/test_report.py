@@ -134,7 +134,7 @@ def test_a_step_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_steps_that_come_in_twos_are_reported(tmp_path: Path) -> None:
-    """A module that steps two optimizers in each batch: a report is due when a multiple is passed, in later lives too."""
+    """A module that steps two optimizers in each batch: a report is due when a multiple is passed."""
     base = type(make_model(TREES[0]))
 
     class Two(base):

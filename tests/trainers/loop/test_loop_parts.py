@@ -213,7 +213,7 @@ def test_ema() -> None:
 def test_an_average_that_has_not_begun_begins_when_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a sharded model the average is laid out from the start: a resume before ``ema_start`` does not take it for one."""
+    """Of a sharded model the average is laid out from the start: a resume does not take that for its begin."""
     monkeypatch.setattr(algorithms, "is_sharded", lambda model: True)
 
     def make(folder: str, crash_at: int | None = None) -> hf.Trainer:

@@ -188,7 +188,7 @@ class State:
         return Time(self.timestamp.value(self.max_duration.unit) / max(self.max_duration.value, 1e-12), "dur")
 
     def stop_training(self) -> None:
-        """End training after the current batch; a last checkpoint is saved, and later lives of the run train no more."""
+        """End training after the current batch; a last checkpoint is saved, and the run is over in later lives too."""
         self.max_duration = self.timestamp.batch
         self.stopped = True
 

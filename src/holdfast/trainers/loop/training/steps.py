@@ -159,7 +159,7 @@ class Evaluation:
 
     def run(self, labels: Sequence[str] | None = None) -> bool:
         """Evaluate on the loaders of these labels, or on all; False if it was left because training has to stop."""
-        state, engine = self._state, self._engine
+        state = self._state
         kept = (state.batch, state.outputs, state.dataloader_label)
         training, generators = state.model.training, rng.capture()
         state.model.eval()
