@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
 from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop.saving.functions import load_checkpoint
 
 
 def lives(folder: Path, crashes: list[int], **options: Any) -> tuple[hf.Trainer, list[Seen]]:
@@ -180,6 +181,21 @@ def test_a_batch_that_is_drawn_is_not_yet_trained(tmp_path: Path, kind: str) -> 
     assert_state_equal(everything(again), everything(whole))
 
 
+@pytest.mark.parametrize(("size", "ends", "epochs"), [(4, "7ba", 1), (9, "4ba", 0)])
+def test_an_epoch_that_goes_on_with_another_batch_size_is_over_when_its_data_are(
+    tmp_path: Path, size: int, ends: str, epochs: int
+) -> None:
+    """34 samples, 18 of them trained in 3 batches: 4 batches of 4 make the epoch whole, one of 9 does not."""
+    with plain(tmp_path, max_duration="3ba", save_interval="3ba") as first:
+        first.fit()
+    with plain(tmp_path, max_duration=ends, autoresume=True, train_dataloader=loader(batch_size=size)) as second:
+        second.fit()
+        assert int(second.state.timestamp.epoch) == epochs
+    with plain(tmp_path, max_duration="1ep", autoresume=True, train_dataloader=loader(batch_size=size)) as third:
+        third.fit()
+        assert int(third.state.timestamp.sample) == 34
+
+
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_a_fit_after_an_error_trains_the_batch_that_was_drawn(kind: str) -> None:
     """In a notebook: an error in the middle of a batch, and fit() again, which leaves none out."""
@@ -201,6 +217,25 @@ def test_a_fit_after_an_error_trains_the_batch_that_was_drawn(kind: str) -> None
         trainer.fit()
     trainer.fit()
     assert sorted(note.seen) == sorted([*range(34), *range(34)])
+
+
+def test_a_checkpoint_that_is_loaded_within_the_loop(tmp_path: Path) -> None:
+    """A callback goes back to an earlier moment: the loop draws on, each batch once, to the end of its epoch."""
+
+    class GoBack(Callback):
+        def __init__(self) -> None:
+            self.loaded, self.seen = False, list[float]()
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.seen.append(state.batch[0].sum().item())
+            if int(state.timestamp.batch) == 4 and not self.loaded:
+                self.loaded = True
+                load_checkpoint(str(tmp_path / "ep0-ba2"), state)
+
+    with plain(tmp_path, max_duration="2ba", save_interval="2ba") as first:
+        first.fit()
+    plain(None, max_duration="1ep", callbacks=(back := GoBack())).fit()
+    assert len(back.seen) == len(set(back.seen)) == 6
 
 
 def test_two_of_one_class(tmp_path: Path) -> None:

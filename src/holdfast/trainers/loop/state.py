@@ -162,8 +162,8 @@ class State:
     @property
     def is_epoch_over(self) -> bool:
         """True when the last batch of the epoch is trained, on this rank; False if nobody knows how many it has."""
-        trained = self.timestamp.count("batch_in_epoch") + self.dataset_state.num_left_out
-        return trained == self.num_batches
+        epoch = self.timestamp.count("epoch")
+        return self.dataset_state.is_over(self.train_dataloader, seed=self.rank_zero_seed, epoch=epoch)
 
     @property
     def dataloader_len(self) -> Time | None:

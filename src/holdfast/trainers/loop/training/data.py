@@ -69,8 +69,9 @@ class DataPosition:
 
     def trained(self) -> None:
         """Count the batch drawn last as trained."""
+        self._drawn = None
         if self._live is not None:  # else another position was loaded meanwhile
-            self._drawn, self._trained = None, (self._live.samples, self._live.batches)
+            self._trained = self._live.samples, self._live.batches
 
     def _position(self) -> Mapping[str, Any]:
         """Return where the epoch is after the last trained batch."""
@@ -83,6 +84,18 @@ class DataPosition:
                 _LOG.warning("%s", text)
             is_behind = False
         return live.state_dict(at=self._trained if is_behind else None)
+
+    def is_over(self, loader: Any, *, seed: int, epoch: int) -> bool:
+        """Tell whether all batches of ``epoch`` are trained or left out, on this rank; False if nobody can know."""
+        known = (self._stored or {}).get("epoch") if self._live is None else self._live.epoch
+        if loader is None or known != epoch:
+            return False
+        live = self._live if self._live is not None else self.open(loader, seed=seed, epoch=epoch)
+        # Not counted from the begin: another batch size or number of ranks may have begun it.
+        left, rest = num_batches(live), range(self._trained[1], live.batches)
+        if left is None:
+            return False
+        return left + len(rest) == len({place for place in self._places(epoch) if place >= self._trained[1]})
 
     def num_batches(self, loader: Any) -> int | None:
         """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
@@ -129,10 +142,12 @@ class DataPosition:
     @property
     def num_left_out(self) -> int:
         """How many batches of this epoch, or of the one that training goes on in, are left out, on this rank."""
-        stored = self._stored or {}
-        epoch = stored.get("epoch") if self._live is None else self._live.epoch
-        places = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
-        return len(set().union(*places))
+        return len(self._places((self._stored or {}).get("epoch") if self._live is None else self._live.epoch))
+
+    def _places(self, epoch: Any) -> set[int]:
+        """Return which batches of an epoch are left out."""
+        spans = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
+        return set().union(*spans)
 
     def leave_out(self, spans: Iterable[BatchSpan]) -> None:
         """Train these batches no more."""
