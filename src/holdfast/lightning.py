@@ -54,7 +54,7 @@ class ReportCallback(Grafted):
 
     Args:
         every_n_epochs: epochs from one checkpoint to the next; 1 if neither is given.
-        every_n_steps: optimizer steps from one report to the next.
+        every_n_steps: optimizer steps from one report to the next, as ``trainer.global_step`` counts them.
         checkpoint_upload_mode: ASYNC goes on while the checkpoint is being committed, SYNC waits.
         validation: run the trainer's validation function on each checkpoint; a dict gives it arguments.
 
@@ -87,10 +87,9 @@ class ReportCallback(Grafted):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report with a checkpoint, if steps are counted and it is time."""
-        step = trainer.global_step
-        # Batches that are accumulated end with the step of the batch before.
-        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._last_step:
-            self._last_step = step
+        # Batches that are accumulated end with the step of the batch before; several optimizers make several at once.
+        before, self._last_step = self._last_step, trainer.global_step
+        if self.every_n_steps is not None and self._last_step // self.every_n_steps > before // self.every_n_steps:
             self.report(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

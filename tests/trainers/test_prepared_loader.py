@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 import holdfast as hf
 from holdfast.state.data.batches import ResumableBatches
@@ -127,6 +127,103 @@ def test_a_look_at_a_batch_does_not_use_up_the_position_of_a_resume() -> None:
     next(iter(again))
     assert again.state_dict() == state
     assert first + train(again, 2)[0] == whole
+
+
+def test_a_look_after_the_end_of_an_epoch_does_not_use_up_the_next_one() -> None:
+    """A resume between two epochs, and `next(iter(loader))` before the loop: later epochs have the order they had."""
+    whole, _ = train(prepared(), 3)
+    loader = prepared()
+    first, state = train(loader, 1)
+    again = prepared()
+    again.load_state_dict(state)
+    for _ in range(2):
+        next(iter(again))
+        assert again.state_dict() == state
+    assert first + train(again, 3)[0] == whole
+
+
+class InPlace(Sampler[int]):
+    """Shuffles its own list in place: each order follows from the one before."""
+
+    def __init__(self) -> None:
+        self.order = list(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        random.Random(3).shuffle(self.order)
+        return iter(list(self.order))
+
+
+@pytest.mark.parametrize("how", ["look", "same process"])
+def test_a_sampler_that_remembers_goes_back_with_its_loader(how: str) -> None:
+    """A state is loaded: the next epoch has its order whatever the sampler was asked since, also in a notebook."""
+
+    def make() -> PreparedLoader:
+        return prepare_data_loader(DataLoader(Noisy(), batch_size=2, sampler=InPlace()), seed=3)
+
+    whole, _ = train(make(), 4)
+    loader = make()
+    first, state = train(loader, 2)
+    if how == "same process":
+        train(loader, 4, stop=(2, 3))
+    else:
+        loader = make()
+    loader.load_state_dict(state)
+    if how == "look":
+        next(iter(loader))
+    assert first + train(loader, 4)[0] == whole
+
+
+def test_one_batch_that_is_saved_was_no_look() -> None:
+    """A life that trains a single batch after its resume, and saves: the next one goes on behind it."""
+    whole, _ = train(prepared(), 2)
+    seen, state = train(prepared(), 2, stop=(1, 2))
+    for batches in (3, 4):  # lives of one batch; each is left with the epoch counted as done
+        again = prepared()
+        again.load_state_dict(state)
+        for batch in again:
+            seen.append((1, plain([batch])))
+            state = again.state_dict()
+            break
+        assert state["position"]["batches"] == batches
+        assert again.epoch == 2
+    last = prepared()
+    last.load_state_dict(state)
+    assert seen + train(last, 2)[0] == whole
+
+
+def test_a_loop_within_the_loop_leaves_the_outer_position(caplog: pytest.LogCaptureFixture) -> None:
+    """Something is computed over all data in the middle of an epoch: a save after that knows where the epoch is."""
+
+    def run(loader: PreparedLoader, stop: int | None = None) -> tuple[list, dict]:
+        seen = []
+        for epoch in range(loader.epoch, 3):
+            for number, batch in enumerate(loader):
+                seen.append((epoch, plain([batch])))
+                if number == 1:
+                    seen.append((epoch, [plain(loader)]))
+                if len(seen) == stop:
+                    return seen, loader.state_dict()
+        return seen, loader.state_dict()
+
+    whole, _ = run(prepared())
+    assert {epoch for epoch, _ in whole} == {0, 1, 2}
+    first, state = run(prepared(), stop=4)
+    again = prepared()
+    again.load_state_dict(state)
+    assert (again.epoch, state["position"]["batches"]) == (0, 3)
+    rest = [row for epoch in range(3) for batch in again for row in [(epoch, plain([batch]))]]
+    assert first[:2] + first[3:] + rest == train(prepared(), 3)[0]
+    assert "inside of its own loop" not in caplog.text
+    run(prepared(), stop=3)
+    loader = prepared()
+    for number, _ in enumerate(loader):
+        if number == 1:
+            next(iter(loader))
+            loader.state_dict()
+    assert "inside of its own loop" in caplog.text
 
 
 def test_an_error_in_the_loop_ends_the_epoch_too() -> None:

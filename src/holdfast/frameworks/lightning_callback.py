@@ -157,6 +157,8 @@ class HoldfastCallback(Grafted):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Remember the generators: Lightning leaves out an evaluation if it resumes right before it."""
         self._before = rng.capture()
+        for loader in self._loaders:
+            loader.trained()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Put the generators back to where training was, so that an evaluation does not move them."""
@@ -208,6 +210,10 @@ class EpochLoader(PreparedLoader):
         if position is not None and position["epoch"] == state["epoch"] and position["batches"] >= self._length():
             state["epoch"] += 1
         return state
+
+    def trained(self) -> None:
+        """What the newest iteration has given is trained: it was no look."""
+        self._is_first = False
 
     def _was_a_look(self, batches: ResumableBatches) -> bool:
         return super()._was_a_look(batches) and batches.batches < self._length()  # else the last batch of the epoch

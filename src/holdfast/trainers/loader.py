@@ -66,6 +66,9 @@ class PreparedLoader:
         self._from: Mapping[str, Any] | None = None  # the position it went on from
         self._begun_after = 0  # batches of the epoch before those of the newest iteration
         self._over = True  # whether it has ended, by itself or by a `break`
+        self._is_loaded = self._is_first = False  # no iteration since a load; the newest one is the first since then
+        self._is_saved = False  # a state was taken since the newest iteration began
+        self._num_loads = 0
         self._chosen: int | None = None
         self._announced = self._sampler_epoch()
 
@@ -83,9 +86,12 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._begin()
+        begun = self._from, self._begun_after, self._num_loads
         try:
             for batch in batches:
                 yield batch if self._transfer is None else self._transfer(batch)
+                if self._batches is not batches and self._num_loads == begun[2]:
+                    self._go_back(batches, *begun[:2])
         finally:
             if self._batches is batches:
                 self._end()  # exhausted, left by `break`, or dropped
@@ -107,6 +113,8 @@ class PreparedLoader:
         before = position if position is not None else self._previous
         self._batches = ResumableBatches(self.loader, before, seed=self._seed, epoch=self._epoch, **self._options)
         self._from, self._over = position, False
+        self._is_first = self._is_loaded and (wanted is None or position is not None)
+        self._is_loaded = self._is_saved = False
         self._begun_after = self._batches.batches
         self._set_sampler_epoch(self._epoch)
         return self._batches
@@ -116,21 +124,35 @@ class PreparedLoader:
         batches, position = self._batches, self._from
         assert batches is not None
         self._over, self._from = True, None
-        if position is not None and self._was_a_look(batches):
-            self._loaded = position
+        if self._is_first and self._was_a_look(batches):
+            self._loaded, self._is_loaded = position, True
         else:
-            self._previous = batches.state_dict()
+            self._previous = batches.state_dict(is_over=True)
             self._epoch += 1
 
+    def _go_back(self, batches: ResumableBatches, position: Mapping[str, Any] | None, begun_after: int) -> None:
+        """Go on with a loop within which another one over this loader has begun: the other one does not count."""
+        if self._is_saved and self._options["rank"] == 0:
+            _logger.warning(
+                "this loader was iterated inside of its own loop, and a state was taken before the outer loop went on: "
+                "a resume from that leaves out the rest of epoch %d. Save before the inner loop, or give that a loader "
+                "of its own", batches.epoch,
+            )  # fmt: skip
+        self._batches, self._from, self._begun_after = batches, position, begun_after
+        self._over = self._is_first = self._is_saved = False
+        self._loaded, self._epoch = None, batches.epoch
+        self._set_sampler_epoch(self._epoch)
+
     def _was_a_look(self, batches: ResumableBatches) -> bool:
-        """Tell whether an iteration was `next(iter(loader))`, which must not use up the position of a resume."""
+        """Tell whether an iteration was `next(iter(loader))`, which must not use up what a resume begins with."""
         return not batches.done and batches.batches <= self._begun_after + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the position: inside of an epoch as long as its iteration is not over."""
         position, epoch = self._loaded, self._epoch
+        self._is_saved = True
         if not self._over and self._batches is not None:
-            position = self._batches.state_dict()
+            position, self._is_first = self._batches.state_dict(), False  # it is no look
         elif (wanted := self._wanted()) is not None:
             epoch = wanted
         if position is None:
@@ -149,6 +171,7 @@ class PreparedLoader:
             sampler.seed = int(state["seed"])
         self._seed, self._epoch = int(state["seed"]), int(state["epoch"])
         self._batches, self._from, self._over, self._chosen = None, None, True, None
+        self._is_loaded, self._num_loads = True, self._num_loads + 1
         inside = position is not None and position["epoch"] == self._epoch
         self._loaded = position if inside else None
         self._previous = None if inside else position

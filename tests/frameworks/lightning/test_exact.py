@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TREES
+from tiny import TREES, make_model, make_trainer
+
+from holdfast.lightning import HoldfastCallback
 
 HERE = Path(__file__).parent
 
@@ -52,6 +55,31 @@ def test_killed_and_exact(tmp_path: Path, case: str) -> None:
     said, resumed = life(tree, tmp_path / "killed", seed=2, **options)
     assert "random generators, order of the data and position in the epoch" in said
     assert resumed == whole
+
+
+def test_one_trained_batch_is_no_look(tmp_path: Path) -> None:
+    """A life that trains one batch after its resume: what is saved after it is left goes on with the next epoch."""
+    pl = importlib.import_module(TREES[0])
+    position = []
+
+    class Last(pl.Callback):  # type: ignore[misc, name-defined]
+        def teardown(self, trainer, pl_module, stage):
+            position.extend(loader.state_dict()["epoch"] for loader in exact._loaders)
+
+    def fit(steps: int, start: Path | None) -> Any:
+        nonlocal exact
+        exact = HoldfastCallback()
+        trainer = make_trainer(
+            TREES[0], tmp_path, callbacks=[exact, Last()], max_steps=steps, enable_checkpointing=False,
+            limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(make_model(TREES[0]), ckpt_path=start)
+        return trainer
+
+    exact: Any = None
+    fit(8, None).save_checkpoint(tmp_path / "8.ckpt")  # an epoch
+    fit(9, tmp_path / "8.ckpt")
+    assert position == [1, 2]
 
 
 def test_without_the_callback_it_is_said(tmp_path: Path) -> None:

@@ -133,6 +133,32 @@ def test_a_step_is_reported_once(tmp_path: Path) -> None:
     assert lives == [[3, 6], [6]]
 
 
+def test_steps_that_come_in_twos_are_reported(tmp_path: Path) -> None:
+    """A module that steps two optimizers in each batch: a report is due when a multiple is passed."""
+    base = type(make_model(TREES[0]))
+
+    class Two(base):
+        automatic_optimization = False
+
+        def training_step(self, batch, _):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(torch.nn.functional.mse_loss(self(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.parameters(), lr=0.02)]
+
+    lives = []
+    for start in (None, tmp_path / "6.ckpt"):
+        noting = Noting(every_n_steps=5)
+        noting.steps, noting.folder = [], tmp_path
+        trainer = make_trainer(TREES[0], tmp_path, callbacks=[noting], max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Two(), ckpt_path=start)
+        lives.append(noting.steps)
+    assert lives == [[6, 10, 16], [10, 16]]
+
+
 def train_as_for_ray(config):
     """As Ray Train's guide has it: devices are counted by the trainer around."""
     from holdfast.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_kit import Crash, CrashAt, Points, accuracy, loader, network, plain
+from loop_kit import Crash, CrashAt, Points, accuracy, everything, loader, network, plain, rich
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,6 +18,9 @@ import holdfast as hf
 from holdfast.callbacks import Callback, EarlyStopping
 from holdfast.core import EMA, Algorithm, Event, LabelSmoothing, Time
 from holdfast.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
+from holdfast.state.tree import rng
+from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop import algorithms
 from holdfast.trainers.loop.training.data import microbatches
 
 
@@ -205,6 +208,110 @@ def test_ema() -> None:
     assert torch.equal(trainer.state.model.weight, weights[-1])
     with pytest.raises(hf.ConfigError, match="EMA"):
         EMA(half_life="1ba", smoothing=0.5)
+
+
+def test_an_average_that_has_not_begun_begins_when_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sharded model the average is laid out from the start: a resume does not take that for its begin."""
+    monkeypatch.setattr(algorithms, "is_sharded", lambda model: True)
+
+    def make(folder: str, crash_at: int | None = None) -> hf.Trainer:
+        callbacks = [] if crash_at is None else [CrashAt(crash_at)]
+        return plain(
+            tmp_path / folder, algorithms=EMA(smoothing=0.5, ema_start="9ba"), save_interval="3ba", callbacks=callbacks,
+            autoresume=True,
+        )  # fmt: skip
+
+    whole = make("whole")
+    whole.fit()
+    with pytest.raises(Crash):
+        make("twin", 5).fit()
+    with make("twin") as again:
+        again.fit()
+    averages = [trainer.state.algorithms[0].average for trainer in (again, whole)]
+    assert_state_equal(*averages)
+
+
+@pytest.mark.parametrize("how", ["", ".pt", "folder"])
+def test_a_save_within_an_evaluation_has_what_training_has(tmp_path: Path, how: str) -> None:
+    """The weights that are trained and not the averages, and generators that the evaluation has not moved."""
+
+    class SaveAtEvaluation(Callback):
+        trainer: Any = None
+
+        def eval_batch_end(self, state: Any, logger: Any) -> None:
+            torch.rand(3)
+
+        def eval_end(self, state: Any, logger: Any) -> None:
+            if self.trainer is None or int(state.timestamp.batch) != 9:
+                return
+            evaluated, drawn = state.model[0].weight.clone(), torch.get_rng_state()
+            if how == "folder":
+                self.trainer.save_checkpoint_to_save_folder()
+            else:
+                self.trainer.save_checkpoint(str(tmp_path / f"saved{how}"))
+            assert torch.equal(evaluated, state.model[0].weight)
+            assert torch.equal(drawn, torch.get_rng_state())
+
+    saver = SaveAtEvaluation()
+    options: dict[str, Any] = {"eval_interval": "9ba", "save_interval": "100ep"}
+    saver.trainer = whole = rich(tmp_path / "a", callbacks=[saver], **options)
+    whole.fit()
+    saved = tmp_path / ("a/ep1-ba9" if how == "folder" else f"saved{how}")
+    again = rich(tmp_path / "b", callbacks=[SaveAtEvaluation()], load_path=saved, **options)
+    assert int(again.state.timestamp.batch) == 9
+    again.fit()
+    assert_state_equal(everything(again), everything(whole))
+
+
+def test_an_evaluation_leaves_the_generators_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that draws on its device while it is evaluated: training goes on with the numbers it would have had."""
+
+    class Devices:
+        states = (torch.zeros(16, dtype=torch.uint8),)
+
+        def is_available(self) -> bool:
+            return True
+
+        def device_count(self) -> int:
+            return 1
+
+        def get_rng_state_all(self) -> list[torch.Tensor]:
+            return list(self.states)
+
+        def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+            self.states = (state,)
+
+        set_rng_state_all = None
+
+    class Draw(Callback):
+        def eval_batch_end(self, state: Any, logger: Any) -> None:
+            devices.states = (devices.states[0] + 1,)
+
+    devices = Devices()
+    monkeypatch.setattr(torch, "imagined", devices, raising=False)
+    monkeypatch.setattr(rng, "_accelerator", lambda: "imagined")
+    plain(None, callbacks=Draw(), eval_dataloader=loader(6), max_duration="1ep").fit()
+    assert not devices.states[0].any()
+
+
+def test_an_error_before_an_evaluation_leaves_the_weights_of_training() -> None:
+    """A callback that raises at EVAL_BEFORE_ALL finds the averages in the model; whoever goes on must not."""
+
+    class Raise(Callback):
+        def eval_before_all(self, state: Any, logger: Any) -> None:
+            raise Crash
+
+    trainer = plain(
+        None, algorithms=EMA(half_life="9ba"), callbacks=Raise(), eval_dataloader=loader(6), max_duration="1ep"
+    )
+    weights: list[torch.Tensor] = []
+    trainer.state.callbacks[0].batch_end = lambda state, logger: weights.append(state.model.weight.detach().clone())
+    trainer._engine.listen(trainer.state.callbacks)
+    with pytest.raises(Crash):
+        trainer.fit()
+    assert torch.equal(trainer.state.model.weight, weights[-1])
 
 
 def test_label_smoothing() -> None:

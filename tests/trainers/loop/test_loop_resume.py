@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from loop_kit import Crash, Seen, everything, loader, names, plain, rich
+from loop_kit import Crash, CrashAt, Points, Seen, everything, loader, names, plain, rich
+from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
-from holdfast.callbacks import Callback, CheckpointSaver
+from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
 from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop.saving.functions import load_checkpoint
 
 
 def lives(folder: Path, crashes: list[int], **options: Any) -> tuple[hf.Trainer, list[Seen]]:
@@ -72,6 +76,31 @@ def test_twin_with_workers_and_own_attributes(tmp_path: Path) -> None:
     assert_state_equal(everything(again), everything(whole))
 
 
+def test_twin_with_generators_of_the_data_set(tmp_path: Path) -> None:
+    """Without workers, too: what a data set draws from generators of its own is the same after a resume."""
+
+    class Noisy(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(3)
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.rand(1, generator=self.torch) + self.numpy.random() * self.python.random(), y
+
+    def run(folder: Path, crash_at: int | None = None) -> hf.Trainer:
+        data = DataLoader(Noisy(), batch_size=6, shuffle=True)
+        return rich(folder, crash_at=crash_at, autoresume=True, train_dataloader=data, max_duration="2ep")
+
+    whole = run(tmp_path / "a")
+    whole.fit()
+    with pytest.raises(Crash):
+        run(tmp_path / "b", 5).fit()
+    broken = run(tmp_path / "b")
+    broken.fit()
+    assert_state_equal(everything(broken), everything(whole))
+
+
 def test_own_attributes(tmp_path: Path) -> None:
     """What is added to serialized_attributes is saved and comes back; a name without an attribute is refused."""
     first = plain(tmp_path)
@@ -92,6 +121,121 @@ def test_own_attributes(tmp_path: Path) -> None:
     second.state.serialized_attributes.append("nothing_of_the_kind")
     with pytest.raises(hf.ConfigError, match="nothing_of_the_kind"):
         second.state.live()
+
+
+def test_own_attributes_that_are_named_after_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a script does it that sets them after it has made the trainer: they come back when training begins."""
+
+    class Grow(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            state.level += 1
+            state.weights += 1
+
+    def make(crash_at: int) -> hf.Trainer:
+        trainer = plain(tmp_path, callbacks=[Grow(), CrashAt(crash_at)], autoresume=True)
+        trainer.state.level, trainer.state.weights = 0, torch.zeros(2)  # type: ignore[attr-defined]
+        trainer.state.serialized_attributes += ["level", "weights"]
+        return trainer
+
+    with pytest.raises(Crash):
+        make(8).fit()
+    capsys.readouterr()
+    again = make(0)
+    assert "state/level: state.serialized_attributes does not name it" in " ".join(capsys.readouterr().err.split())
+    again.fit()
+    assert again.state.level == 12  # type: ignore[attr-defined]
+    assert again.state.weights.tolist() == [12, 12]  # type: ignore[attr-defined]
+
+
+class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The points without noise, as a stream or by index."""
+
+    def __iter__(self) -> Any:
+        return map(self.__getitem__, range(34))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(4.0) * index, torch.tensor(index % 3)
+
+
+def rows(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Rows(), batch_size=6)
+    made = [Rows()[index] for index in range(34)]
+    return DataLoader(made, batch_size=6, shuffle=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_batch_that_is_drawn_is_not_yet_trained(tmp_path: Path, kind: str) -> None:
+    """A save between drawing a batch and training it: what goes on from there trains it."""
+
+    class SaveAtStart(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 8:
+                whole.save_checkpoint(str(tmp_path / "drawn"))
+
+    whole = rich(tmp_path / "a", callbacks=[SaveAtStart()], train_dataloader=rows(kind))
+    whole.fit()
+    again = rich(tmp_path / "b", callbacks=[Callback()], load_path=tmp_path / "drawn", train_dataloader=rows(kind))
+    assert int(again.state.timestamp.batch) == 8
+    again.fit()
+    assert_state_equal(everything(again), everything(whole))
+
+
+@pytest.mark.parametrize(("size", "ends", "epochs"), [(4, "7ba", 1), (9, "4ba", 0)])
+def test_an_epoch_that_goes_on_with_another_batch_size_is_over_when_its_data_are(
+    tmp_path: Path, size: int, ends: str, epochs: int
+) -> None:
+    """34 samples, 18 of them trained in 3 batches: 4 batches of 4 make the epoch whole, one of 9 does not."""
+    with plain(tmp_path, max_duration="3ba", save_interval="3ba") as first:
+        first.fit()
+    with plain(tmp_path, max_duration=ends, autoresume=True, train_dataloader=loader(batch_size=size)) as second:
+        second.fit()
+        assert int(second.state.timestamp.epoch) == epochs
+    with plain(tmp_path, max_duration="1ep", autoresume=True, train_dataloader=loader(batch_size=size)) as third:
+        third.fit()
+        assert int(third.state.timestamp.sample) == 34
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_fit_after_an_error_trains_the_batch_that_was_drawn(kind: str) -> None:
+    """In a notebook: an error in the middle of a batch, and fit() again, which leaves none out."""
+
+    class Note(Callback):
+        def __init__(self) -> None:
+            self.dies, self.seen = True, list[float]()
+
+        def before_forward(self, state: Any, logger: Any) -> None:
+            if self.dies and int(state.timestamp.batch) == 3:
+                self.dies = False
+                raise Crash
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.seen.extend(state.batch[0][:, 1].tolist())
+
+    trainer = plain(None, callbacks=(note := Note()), train_dataloader=rows(kind), max_duration="2ep")
+    with pytest.raises(Crash):
+        trainer.fit()
+    trainer.fit()
+    assert sorted(note.seen) == sorted([*range(34), *range(34)])
+
+
+def test_a_checkpoint_that_is_loaded_within_the_loop(tmp_path: Path) -> None:
+    """A callback goes back to an earlier moment: the loop draws on, each batch once, to the end of its epoch."""
+
+    class GoBack(Callback):
+        def __init__(self) -> None:
+            self.loaded, self.seen = False, list[float]()
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.seen.append(state.batch[0].sum().item())
+            if int(state.timestamp.batch) == 4 and not self.loaded:
+                self.loaded = True
+                load_checkpoint(str(tmp_path / "ep0-ba2"), state)
+
+    with plain(tmp_path, max_duration="2ba", save_interval="2ba") as first:
+        first.fit()
+    plain(None, max_duration="1ep", callbacks=(back := GoBack())).fit()
+    assert len(back.seen) == len(set(back.seen)) == 6
 
 
 def test_two_of_one_class(tmp_path: Path) -> None:
@@ -164,3 +308,61 @@ def test_an_evaluation_is_done_once(tmp_path: Path, suffix: str) -> None:
         again.fit()
     assert watch.batches == [6, 12] == whole.state.callbacks[0].batches
     assert hf.Checkpoint(tmp_path / "twin" / "ends" / "ep1").metrics["eval"] == {"loss": loss}
+
+
+def test_fit_with_a_duration_goes_on_where_it_began(tmp_path: Path) -> None:
+    """fit(duration) of a life that was killed ends where it would have ended; so does the second one of a script.
+
+    What is loaded into another folder is another run: there it counts from now.
+    """
+
+    def script(folder: Path, crash_at: int | None = None) -> hf.Trainer:
+        trainer = rich(folder, max_duration=None, crash_at=crash_at, autoresume=True)
+        with trainer:
+            trainer.fit("1ep")
+            trainer.fit("9ba")
+        return trainer
+
+    whole = script(tmp_path / "a")
+    for crash_at in (5, 9):
+        with pytest.raises(Crash):
+            script(tmp_path / "b", crash_at)
+    broken = script(tmp_path / "b")
+    assert int(broken.state.timestamp.batch) == 15
+    states = [everything(trainer) for trainer in (broken, whole)]
+    for state in states:
+        starts = state["timestamp"].pop("run")["fit_starts"]
+        assert [start["batch"] for start in starts] == [0, 6]
+    assert_state_equal(*states)
+    assert int(script(tmp_path / "b").state.timestamp.batch) == 15
+    tuned = rich(tmp_path / "c", max_duration=None, load_path=tmp_path / "b" / "ep2-ba15")
+    tuned.fit("2ba")
+    assert int(tuned.state.timestamp.batch) == 17
+
+
+@pytest.mark.parametrize("how", ["threshold", "own"])
+def test_a_training_that_has_stopped_itself_is_over(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A further life of the run trains no more, and says so, until it is asked for more."""
+
+    class Own(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 4:
+                state.stop_training()
+
+    def life() -> hf.Trainer:
+        stop = Own() if how == "own" else ThresholdStopper("loss", "eval", 1e9)
+        return plain(tmp_path, callbacks=stop, eval_dataloader=loader(6), autoresume=True, max_duration="3ep")
+
+    ends = {"own": 4, "threshold": 6}[how]
+    with life() as first:
+        first.fit()
+        assert int(first.state.timestamp.batch) == ends
+    with life() as second:
+        assert "was stopped" in capsys.readouterr().err
+        second.fit()
+        assert int(second.state.timestamp.batch) == ends
+        second.state.max_duration = f"{ends + 1}ba"
+        second.fit()
+        assert int(second.state.timestamp.batch) == ends + 1

@@ -27,7 +27,9 @@ __all__ = ["PassCounts", "SamplerMemory"]
 _MOST = 10_000_000  # elements of an attribute
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _log = get_logger("data")
-# Samplers that this process has drawn an epoch from: they remember by themselves.
+# Samplers -> digests of what they remembered where passes of this process ended, until the next pass has begun there.
+_ends: weakref.WeakKeyDictionary[Any, set[bytes]] = weakref.WeakKeyDictionary()
+# Data sets that this process has seen a pass of.
 _drawn_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -48,8 +50,7 @@ class SamplerMemory:
 
     def begin(self) -> None:
         """Give back what is known, and keep what the samplers hold now: the order is drawn next."""
-        here = any(owner in _drawn_here for owner in self._owners.values())
-        if self._is_mid_epoch or not here:
+        if self._is_mid_epoch or not self._goes_on():
             for path, packed in self._given.items():
                 owner, _, name = path.rpartition("/")
                 if owner in self._owners and hasattr(self._owners[owner], name):
@@ -57,8 +58,19 @@ class SamplerMemory:
                     put = _put(now, packed)
                     if put is not now:
                         setattr(self._owners[owner], name, put)
-        _drawn_here.update(self._owners.values())
         self._held = self._capture()
+
+    def _goes_on(self) -> bool:
+        """Tell whether the last pass of a sampler in this process has ended with what is known: it remembers by itself.
+
+        Each end counts once: who loads it again, in the same process, goes back to it.
+        """
+        here, known = False, _digest(self._given)
+        for owner in self._owners.values():
+            ends = _ends.get(owner, set())
+            here = here or known in ends
+            ends.discard(known)
+        return here
 
     def drawn(self) -> None:
         """Note what the draw has changed so far."""
@@ -72,7 +84,11 @@ class SamplerMemory:
         now = self._capture() if is_over and self._changed else self._held
         if not self._held:
             return self._given
-        return {path: now[path] for path in sorted(self._changed) if path in now}
+        found = {path: now[path] for path in sorted(self._changed) if path in now}
+        if is_over:
+            for owner in self._owners.values():
+                _ends.setdefault(owner, set()).add(_digest(found))
+        return found
 
     def _capture(self) -> dict[str, Any]:
         found = {}

@@ -125,13 +125,13 @@ class EMA(Algorithm):
         self._swapped = not back
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
-        return {"average": dict(self.average)}
+        """Return the average, and whether it has begun: of a sharded model there is one from the start."""
+        return {"average": dict(self.average), "begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the average of the earlier life."""
         self.average = {name: tensor.clone() for name, tensor in state["average"].items()}
-        self._begun = bool(self.average)
+        self._begun = bool(state.get("begun", self.average))
 
 
 class LabelSmoothing(Algorithm):

@@ -178,7 +178,6 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping(patience={patience!r}): give epochs, batches, samples or a time")
         self.best: float | None = None
         self.best_at: Timestamp | None = None
-        self.stopped = False
 
     def _improved(self, new: float) -> bool:
         if self.best is None:
@@ -208,19 +207,15 @@ class EarlyStopping(Callback):
                 "%s %s has not been better than %s since batch %d: training ends at batch %d",
                 self.dataloader_label, self.monitor, self.best, int(self.best_at.batch), int(state.timestamp.batch),
             )  # fmt: skip
-            self.stopped = True
             state.stop_training()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Leave a training that was ended by this in an earlier life as it is; say if there is nothing to look at."""
+        """Say if there is nothing to look at."""
         if self.dataloader_label not in ("train", *state.eval_dataloaders):
             _LOG.warning(
                 "EarlyStopping(%r, dataloader_label=%r) never stops this training: there is no eval_dataloader of that "
                 "name (there are %s)", self.monitor, self.dataloader_label, ", ".join(state.eval_dataloaders) or "none",
             )  # fmt: skip
-        if self.stopped:
-            _LOG.warning("%s stopped getting better in an earlier life of this training: it is over", self.monitor)
-            state.stop_training()
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of the evaluation that has just ended."""
@@ -240,11 +235,11 @@ class EarlyStopping(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and when it was."""
         best_at = None if self.best_at is None else self.best_at.state_dict()
-        return {"best": self.best, "best_at": best_at, "stopped": self.stopped}
+        return {"best": self.best, "best_at": best_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on waiting where the earlier life was."""
-        self.best, self.stopped = state["best"], state.get("stopped", False)
+        self.best = state["best"]
         self.best_at = None if state["best_at"] is None else Timestamp.from_state_dict(state["best_at"])
 
 
@@ -346,14 +341,15 @@ class EventEngine:
                 for handler in _handlers(callback, event):
                     handler(state, logger)
         if state.algorithms:
-            self._run_algorithms(event)
+            self.run_algorithms(event)
         if event is Event.INIT:
             self._begun = True
             return
         for handler in self._handlers[event._value_]:
             handler(state, logger)
 
-    def _run_algorithms(self, event: Event) -> None:
+    def run_algorithms(self, event: Event) -> None:
+        """Tell the algorithms alone."""
         state, logger = self._state, self._logger
         matching = [algorithm for algorithm in state.algorithms if algorithm.match(event, state)]
         for algorithm in reversed(matching) if event.name.startswith("AFTER_") else matching:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ ATTRIBUTES = (
     "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
     "train_metrics", "eval_metrics", "run_name", "dataset_state",
 )  # fmt: skip
+_BESIDE = ("integrations", "metadata")  # what a checkpoint has beside them
 _PREVIOUS = ("epoch", "batch", "sample", "token")  # what tells which intervals were crossed last
 _BY_CLASS = ("optimizers", "schedulers", "algorithms", "callbacks")
 
@@ -56,6 +59,9 @@ class State:
         eval_timestamp: where the evaluation on the current loader is.
         run_name, rank_zero_seed, device, precision, grad_accum: as given.
         dataset_state: the position in the training data.
+        as_in_training: a context with the weights and generators of training, also within an evaluation.
+        fit_starts: where each ``fit(duration)`` of this run began, in any of its lives.
+        stopped: whether `stop_training` has ended this run; setting ``max_duration`` lets it go on.
         ranks: the processes that train; ``state.ranks.rank`` and ``state.ranks.world_size`` are numbers.
         serialized_attributes: names of the attributes that are saved; add your own, or remove some.
     """
@@ -89,7 +95,12 @@ class State:
         self.device = device if device is not None else torch.device("cpu")
         self.precision = precision
         self._max_duration: Time | None = None
+        self.stopped = False
         self.max_duration = max_duration
+        self.as_in_training: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.fit_starts: list[Timestamp] = []
+        self._of_run: Mapping[str, Any] = {}
+        self._late: dict[str, Any] = {}
         self.train_dataloader, self.train_spec = train_dataloader, train_spec
         self.evaluators: dict[str, Evaluator] = dict(evaluators or {})
         self.eval_dataloaders: dict[str, Any] = {
@@ -137,6 +148,7 @@ class State:
 
     @max_duration.setter
     def max_duration(self, value: Any) -> None:
+        self.stopped = False
         # A training that is to end at once has a duration of nothing, which no interval may have.
         self._max_duration = (
             value if value is None or isinstance(value, Time) else parse_every(value, "max_duration").interval
@@ -150,8 +162,8 @@ class State:
     @property
     def is_epoch_over(self) -> bool:
         """True when the last batch of the epoch is trained, on this rank; False if nobody knows how many it has."""
-        trained = self.timestamp.count("batch_in_epoch") + self.dataset_state.num_left_out
-        return trained == self.num_batches
+        epoch = self.timestamp.count("epoch")
+        return self.dataset_state.is_over(self.train_dataloader, seed=self.rank_zero_seed, epoch=epoch)
 
     @property
     def dataloader_len(self) -> Time | None:
@@ -176,8 +188,9 @@ class State:
         return Time(self.timestamp.value(self.max_duration.unit) / max(self.max_duration.value, 1e-12), "dur")
 
     def stop_training(self) -> None:
-        """End training after the current batch; a last checkpoint is saved."""
+        """End training after the current batch; a last checkpoint is saved, and the run is over in later lives too."""
         self.max_duration = self.timestamp.batch
+        self.stopped = True
 
     # -- what is saved
 
@@ -227,11 +240,14 @@ class State:
         if self.own_eval_metrics is not None:
             self.eval_metrics, self.own_eval_metrics = self.own_eval_metrics, None
 
-    def take(self, loaded: Mapping[str, Any]) -> None:
+    def take(self, loaded: Mapping[str, Any]) -> list[str]:
         """Take over the plain data of a loaded checkpoint; objects have got theirs already.
 
         Args:
             loaded: the content of "state". The name of the run is never taken over.
+
+        Returns:
+            The attributes in it that ``serialized_attributes`` does not name; `take_late` can still set them.
         """
         if "rank_zero_seed" in loaded and "rank_zero_seed" in self.serialized_attributes:
             self.rank_zero_seed = int(loaded["rank_zero_seed"])
@@ -241,6 +257,21 @@ class State:
         for label, values in self.dataset_state.evaluated.items():  # before the moment that training goes on from
             self.eval_metric_values[label] = dict(values)
             self.evaluated_at[label] = self.timestamp.count("batch")
+        named = {*ATTRIBUTES, *_BESIDE, *self.serialized_attributes}
+        self._late = {name: value for name, value in loaded.items() if name not in named}
+        return list(self._late)
+
+    def take_late(self) -> None:
+        """Set the attributes of the loaded checkpoint that ``serialized_attributes`` has come to name since."""
+        for name in self.serialized_attributes:
+            if name in self._late:
+                setattr(self, name, self._late.pop(name))
+
+    def go_on_with_run(self) -> None:
+        """Take over what the loaded checkpoint says of its run, which this is a further life of."""
+        self.fit_starts = [Timestamp.from_state_dict(start) for start in self._of_run.get("fit_starts", ())]
+        if self._of_run.get("stopped"):
+            self.stop_training()
 
 
 class _TimestampOf:
@@ -250,12 +281,15 @@ class _TimestampOf:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        previous = self._state.previous_timestamp
-        return {**self._state.timestamp.state_dict(), "previous": {name: previous.count(name) for name in _PREVIOUS}}
+        state, previous = self._state, self._state.previous_timestamp
+        run = {"fit_starts": [start.state_dict() for start in state.fit_starts], "stopped": state.stopped}
+        before = {name: previous.count(name) for name in _PREVIOUS}
+        return {**state.timestamp.state_dict(), "previous": before, "run": run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = Timestamp.from_state_dict(state)
         self._state.timestamp, self._state.previous_timestamp = now, now.copy(**state.get("previous", {}))
+        self._state._of_run = state.get("run", {})
 
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:

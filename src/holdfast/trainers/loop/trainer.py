@@ -43,6 +43,7 @@ from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .state import State
 from .times.schedulers import compiled, refresh
+from .times.time import Time
 from .times.timestamp import Every, When, parse_when
 from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
@@ -242,6 +243,7 @@ class Trainer:
         self._signals = StopSignals()
         self._pace = StopPolicy(self._signals)
         self._left_for: str | None = None  # the signal that ended the last `fit`
+        self._num_fits = 0  # calls of fit(duration) in this life
         self._listen(others, destinations, progress_bar=progress_bar)
         self._loss_fn = check_function(loss_fn, "loss_fn", "outputs", "targets")
         self._grad_clip_norm = grad_clip_norm
@@ -302,7 +304,8 @@ class Trainer:
         """Train until ``max_duration``; everything saved is durable on return.
 
         Args:
-            duration: train so much longer than now, instead.
+            duration: train so much longer than now, instead. In a further life of the same run (``autoresume``) the
+                n-th call goes on with the n-th of the earlier lives: it counts from where that one began.
 
         Raises:
             CheckpointExistsError: checkpoints of later moments are in the way; nothing was trained.
@@ -313,19 +316,25 @@ class Trainer:
         if self._closed:
             raise SessionError("this trainer is closed: make another one")
         self._check_not_left()
+        state.take_late()
         if state.train_dataloader is None:
             raise ConfigError("fit() needs train_dataloader")
+        is_last = True
         if (more := parse_duration(duration, "duration")) is not None:
-            state.max_duration = state.timestamp.get(more.unit) + more
+            is_last = self._set_end(more)
         if state.max_duration is None:
             raise ConfigError("fit() needs to know when to end: give max_duration to the Trainer, or fit(duration)")
-        if state.is_finished and state.dataset_state.stage == "":
+        if state.is_finished and (state.dataset_state.stage == "" or not is_last):
             if state.ranks.leads:
                 _LOG.warning(
-                    "training has lasted for %s already, as long as it should: nothing to do. Give a longer "
-                    "max_duration to train on", state.max_duration,
+                    "training has lasted for %s already, %s", state.max_duration,
+                    "and was stopped then (state.stop_training): nothing to do. Set state.max_duration to train on"
+                    if state.stopped
+                    else "as long as it should: nothing to do. Give a longer max_duration to train on",
                 )  # fmt: skip
-            self._complete()
+            if is_last:
+                self._complete()
+            self._num_fits += more is not None
             return
         state.show_own_metrics()
         if next(state.model.parameters(), None) is None:
@@ -339,6 +348,10 @@ class Trainer:
             if isinstance(every, Every):
                 every.check(state.span)
         self._group.open()
+        if more is not None:
+            self._num_fits += 1
+            if self._num_fits > len(state.fit_starts):
+                state.fit_starts.append(state.timestamp)
         self._sets_rates = False
         self._left_for, self._signals = None, StopSignals()
         if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
@@ -350,6 +363,15 @@ class Trainer:
             self._bar.stop()
         if self._left_for is not None:
             raise SystemExit(REQUEUE_STATUS)
+
+    def _set_end(self, more: Time) -> bool:
+        """Let training end ``more`` after this `fit` began, in whichever life; False if another one began after it."""
+        state, starts = self.state, self.state.fit_starts
+        if self._num_fits >= len(starts):
+            state.max_duration = state.timestamp.get(more.unit) + more
+        elif not state.stopped:
+            state.max_duration = starts[self._num_fits].get(more.unit) + more
+        return self._num_fits >= len(starts) - 1
 
     def _complete(self) -> None:
         """Save and send what the life that finished this training was cut off from."""

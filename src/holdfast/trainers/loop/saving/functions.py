@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,18 +54,20 @@ def save_checkpoint(
     path = NameTemplate(check_path(filename, "name"), what="name").format(variables, state.timestamp)
     ignore = check_ignore_keys(ignore_keys, "ignore_keys")
     container = container_of(path, what="name")
-    live = ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
-    step = state.timestamp.count("batch")
-    if container == "directory":
-        save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
-        return path
-    if is_sharded(state.model):
+    if container != "directory" and is_sharded(state.model):
         raise ConfigError(
             f"save_checkpoint({os.fspath(filename)!r}): a sharded model is no single file: use a name without suffix"
         )
-    found = gathered(expand(live), state.ranks)
-    note = {"step": step, "weights_only": weights_only or container != "torch", "metrics": metrics_of(state)}
-    state.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
+    step, bare = state.timestamp.count("batch"), weights_only or container == "safetensors"
+    # Within an evaluation the weights alone are saved as they are evaluated: training does not go on from them.
+    with contextlib.nullcontext() if bare else state.as_in_training():
+        live = ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
+        if container == "directory":
+            save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
+            return path
+        found = gathered(expand(live), state.ranks)
+        note = {"step": step, "weights_only": bare, "metrics": metrics_of(state)}
+        state.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
     return path
 
 

@@ -312,6 +312,7 @@ def _load_stored(
             loaded = load_state(
                 stored, live, only=only, skip=skip or None, lenient=lenient, progress=progress, verify=verify,
                 rank=ranks.rank, world_size=ranks.world_size,
+                added=lambda _: {f"state/{name}" for name in saved if full and name not in live["state"]},
             )  # fmt: skip
     except StateMismatchError as error:
         raise _in_our_words(error, place.uri, uri, options.advice) from None
@@ -321,7 +322,8 @@ def _load_stored(
     report.not_restored += loaded.not_restored
     report.notes += loaded.notes
     if full:
-        state.take(loaded.state["state"])
+        late = "state.serialized_attributes does not name it: if it does by then, it comes back when fit() begins"
+        report.not_restored += [(f"state/{name}", late) for name in state.take(loaded.state["state"])]
         report.notes += state.dataset_state.notes()
         if "rng" in loaded.restored:
             report.generators = rng.capture()

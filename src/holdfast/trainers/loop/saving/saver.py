@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -544,7 +545,7 @@ class CheckpointSaver(Callback):
 
         if context.guard is not None and is_source:
             context.guard.saving(saved.name)
-        with context.holding():
+        with context.holding(), state.as_in_training() if self.is_full else contextlib.nullcontext():
             if last is not None:
                 self._saves.replace(last)
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)

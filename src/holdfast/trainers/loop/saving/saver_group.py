@@ -418,10 +418,13 @@ class StartingPoint:
         self._context.source = (report.uri, self._context.state.timestamp.count("batch")) if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._context.resumed = report.full and (self._resumed or self._own is not None)
-        if self._context.state.is_finished and not self._context.state.dataset_state.stage:
+        state = self._context.state
+        if self._context.resumed:
+            state.go_on_with_run()
+        if state.is_finished and not state.dataset_state.stage:
+            why = "was stopped (state.stop_training)" if state.stopped else "as long as it should"
             report.notes.append(
-                f"this run has lasted for {self._context.state.max_duration}, as long as it should: nothing to do "
-                "unless more is asked for"
+                f"this run has lasted for {state.max_duration}, {why}: nothing to do unless more is asked for"
             )
         if self._context.ranks.leads:
             report.show()

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
-from holdfast.state.data.seeding import generators_kept
+from holdfast.state.data.seeding import generators_kept, generators_within
 
 if TYPE_CHECKING:
     from .evaluator import DataSpec
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
 
 
+_LOG = get_logger("trainers.loop")
 _NAME = "train"  # of the loader, as `holdfast log` names its batches
+_AHEAD = (
+    "data: a batch of epoch {} is drawn and not trained, and the loader keeps its own position, which cannot go back: "
+    "what goes on from here leaves it out. Save at BATCH_END or later"
+)
 
 
 class DataPosition:
@@ -44,6 +50,8 @@ class DataPosition:
         self._rank, self._world_size = rank, world_size
         self._stored: Mapping[str, Any] | None = None
         self._live: ResumableBatches | None = None
+        self._trained = (0, 0)  # samples and batches of the epoch after the last trained batch
+        self._drawn: tuple[Any, int] | None = None  # the batch that comes next, where it is drawn and not trained
         self._counted: tuple[Any, int | None] | None = None
 
     def open(self, loader: Any, *, seed: int, epoch: int) -> ResumableBatches:
@@ -51,12 +59,43 @@ class DataPosition:
         source, live = with_state(loader), self._live
         if live is not None and live.epoch == epoch and live.goes_on(source):
             return live
-        stored = live.state_dict() if live is not None else self._stored
+        stored = self._position() if live is not None else self._stored
         self._live = ResumableBatches(
             source, stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
             rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
+        self.trained()
         return self._live
+
+    def trained(self) -> None:
+        """Count the batch drawn last as trained."""
+        self._drawn = None
+        if self._live is not None:  # else another position was loaded meanwhile
+            self._trained = self._live.samples, self._live.batches
+
+    def _position(self) -> Mapping[str, Any]:
+        """Return where the epoch is after the last trained batch."""
+        live = self._live
+        assert live is not None
+        is_behind = not live.done and self._trained != (live.samples, live.batches)
+        if is_behind and live.kind == "stateful":
+            if (text := _AHEAD.format(live.epoch)) not in said:
+                said.add(text)
+                _LOG.warning("%s", text)
+            is_behind = False
+        return live.state_dict(at=self._trained if is_behind else None)
+
+    def is_over(self, loader: Any, *, seed: int, epoch: int) -> bool:
+        """Tell whether all batches of ``epoch`` are trained or left out, on this rank; False if nobody can know."""
+        known = (self._stored or {}).get("epoch") if self._live is None else self._live.epoch
+        if loader is None or known != epoch:
+            return False
+        live = self._live if self._live is not None else self.open(loader, seed=seed, epoch=epoch)
+        # Not counted from the begin: another batch size or number of ranks may have begun it.
+        left, rest = num_batches(live), range(self._trained[1], live.batches)
+        if left is None:
+            return False
+        return left + len(rest) == len({place for place in self._places(epoch) if place >= self._trained[1]})
 
     def num_batches(self, loader: Any) -> int | None:
         """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
@@ -88,6 +127,8 @@ class DataPosition:
             source: goes through it.
             end: what to return when it is over.
         """
+        if self._drawn is not None:  # by a fit() that was left before it was trained
+            return self._drawn
         while self._left_out and any(
             span[:2] == (_NAME, live.epoch) and span.first <= live.batches < span.end for span in self._left_out
         ):
@@ -95,15 +136,18 @@ class DataPosition:
                 if next(source, end) is end:
                     return end, live.samples
         before = live.samples
-        return next(source, end), before
+        self._drawn = next(source, end), before
+        return self._drawn
 
     @property
     def num_left_out(self) -> int:
         """How many batches of this epoch, or of the one that training goes on in, are left out, on this rank."""
-        stored = self._stored or {}
-        epoch = stored.get("epoch") if self._live is None else self._live.epoch
-        places = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
-        return len(set().union(*places))
+        return len(self._places((self._stored or {}).get("epoch") if self._live is None else self._live.epoch))
+
+    def _places(self, epoch: Any) -> set[int]:
+        """Return which batches of an epoch are left out."""
+        spans = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
+        return set().union(*spans)
 
     def leave_out(self, spans: Iterable[BatchSpan]) -> None:
         """Train these batches no more."""
@@ -111,7 +155,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last trained batch."""
-        train = self._live.state_dict() if self._live is not None else self._stored
+        train = self._position() if self._live is not None else self._stored
         if train is not None and self._world_size > 1:
             train = with_ranks_apart(train)
         return {
@@ -123,7 +167,7 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where an earlier life was."""
         train = state["train"]
-        self._stored, self._live = None if train is None else of_this_rank(train), None
+        self._stored, self._live, self._drawn = None if train is None else of_this_rank(train), None, None
         self.stage, self.evaluated = state.get("stage", ""), dict(state.get("evaluated", {}))
         num_ranks, left_out = state.get("left_out", (0, ()))
         if num_ranks == self._world_size:  # each rank counts its own batches
@@ -169,7 +213,8 @@ class _WithDatasetState:
 def _draws_here(loader: Any) -> bool:
     """Tell whether samples are made by index in this process: its generators, which are saved, go on exactly.
 
-    Seeding each sample, which workers need, costs some 20 us then: more than a small model's step.
+    Seeding each sample, which workers need, costs some 20 us then: more than a small model's step. Generators that the
+    data set holds itself are not saved, so they need it too.
     """
     return (
         isinstance(loader, DataLoader)
@@ -177,6 +222,7 @@ def _draws_here(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
         and not callable(getattr(loader, "state_dict", None))
+        and not generators_within(loader.dataset)
     )
 
 

@@ -106,6 +106,7 @@ class TrainingLoop:
             samples, tokens = self._counts(batches, batches.samples - self._before)
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
+            state.dataset_state.trained()
             state.dataset_state.evaluated.clear()
             self._logger.log_metrics({f"loss/train/{name}": loss for name, loss in self._step.losses.items()})
             if self._logs_metrics and state.train_metrics:

@@ -17,6 +17,7 @@ from holdfast.state.data.batches import batch_length
 from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.order import knows_its_rank
 from holdfast.state.data.seeding import generators_kept, seed_all
+from holdfast.state.tree import rng
 
 from ..callbacks import EventEngine, Logger
 from ..events import Event
@@ -141,7 +142,7 @@ class TrainStep:
 
 
 class Evaluation:
-    """Goes through the evaluation data. Leaves the generators of the host, and the mode of the model, as they were."""
+    """Goes through the evaluation data. Leaves all generators, and the mode of the model, as they were."""
 
     def __init__(
         self,
@@ -158,25 +159,51 @@ class Evaluation:
 
     def run(self, labels: Sequence[str] | None = None) -> bool:
         """Evaluate on the loaders of these labels, or on all; False if it was left because training has to stop."""
-        state, engine = self._state, self._engine
+        state = self._state
         kept = (state.batch, state.outputs, state.dataloader_label)
-        training = state.model.training
+        training, generators = state.model.training, rng.capture()
         state.model.eval()
         try:
-            with torch.no_grad(), generators_kept():
-                engine.run(Event.EVAL_BEFORE_ALL)
-                try:
-                    done = all(
-                        self._evaluate_on(label, loader)
-                        for label, loader in state.eval_dataloaders.items()
-                        if labels is None or label in labels
-                    )
-                finally:
-                    engine.run(Event.EVAL_AFTER_ALL)
+            with torch.no_grad(), self._other_weights(generators):
+                done = all(
+                    self._evaluate_on(label, loader)
+                    for label, loader in state.eval_dataloaders.items()
+                    if labels is None or label in labels
+                )
         finally:
+            rng.restore(generators)
             state.model.train(training)
             state.batch, state.outputs, state.dataloader_label = kept
         return done
+
+    @contextlib.contextmanager
+    def _other_weights(self, generators: Mapping[str, Any]) -> Iterator[None]:
+        """Let algorithms exchange the weights; a save meanwhile finds those of training, and its ``generators``."""
+        state, engine, before = self._state, self._engine, self._state.as_in_training
+
+        @contextlib.contextmanager
+        def as_in_training() -> Iterator[None]:
+            now = rng.capture()
+            engine.run_algorithms(Event.EVAL_AFTER_ALL)
+            rng.restore(generators)
+            try:
+                yield
+            finally:
+                engine.run_algorithms(Event.EVAL_BEFORE_ALL)
+                rng.restore(now)
+
+        state.as_in_training = as_in_training
+        try:
+            engine.run(Event.EVAL_BEFORE_ALL)
+        except BaseException:
+            engine.run_algorithms(Event.EVAL_AFTER_ALL)
+            state.as_in_training = before
+            raise
+        try:
+            yield
+        finally:
+            state.as_in_training = before
+            engine.run(Event.EVAL_AFTER_ALL)
 
     def _evaluate_on(self, label: str, loader: Any) -> bool:
         state, engine = self._state, self._engine
