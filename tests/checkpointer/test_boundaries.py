@@ -58,7 +58,7 @@ def test_a_step_is_saved_where_the_next_batch_is_asked_for(tmp_path: Path) -> No
 def test_an_error_after_that_of_the_body_is_told_and_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What fails while a run ends for an error is logged; the rest of the end is done, and the first error is raised."""
+    """What fails while a run ends for an error is logged; the rest of the end is done, the first error raised."""
 
     def lost(self: RunSession) -> None:
         raise hf.StorageError("the last save is lost")

@@ -166,7 +166,7 @@ def test_children_end_as_they_would_without_us(mode: str, tmp_path: Path) -> Non
 def test_after_a_second_ctrl_c_an_end_that_fails_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """A final save that fails is followed by the rescue of the last snapshot, which takes time: unless that was asked."""
+    """A final save that fails is followed by the rescue of the last snapshot, which takes time, unless asked not to."""
     rescued: list[str] = []
 
     def fails(self: StepBoundary) -> None:

@@ -13,12 +13,12 @@ from catalog_kit import begin, save
 
 from holdfast.errors import RunBusyError, StorageError, StorageUnavailableError
 from holdfast.run import lease as lease_module
+from holdfast.run import record as record_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence
 from holdfast.run.index import RunIndex
-from holdfast.run.record import change_sidecar, read_sidecar
-from holdfast.run import record as record_module
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.run.record import change_sidecar, read_sidecar
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.storage.local.ops import Ops
 
