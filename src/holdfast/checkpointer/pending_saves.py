@@ -19,9 +19,8 @@ from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, Stora
 from holdfast.writer.client import WriterClient
 from holdfast.writer.serial_executor import SerialExecutor
 
-from .rank_group import ANSWER_MARGIN_S
-
 __all__ = [
+    "ANSWER_MARGIN_S",
     "MAX_LOST",
     "TRANSIENT_ERRORS",
     "LostSaves",
@@ -38,6 +37,9 @@ TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
 
 MAX_LOST = 10
 """Saves in a row: who trains on after that trains for nothing."""
+
+ANSWER_MARGIN_S = 15.0
+"""Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
 
 _LOG = get_logger("checkpointer")
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
@@ -31,10 +30,14 @@ from holdfast.writer.step_memory import StepMemory
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .rank_group import SILENCE_S, RankGroup
-from .remote import RemoteWatch
-from .rendezvous import Alone, Meeting
+from .rendezvous import SILENCE_S, Alone, Meeting
 from .stats import SaveCosts, Stats, StepClock
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
+
+    from .rank_group import RankGroup
+    from .remote import RemoteWatch
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
@@ -161,6 +164,8 @@ class RunSession:
         self.saves = self.pending(on_full=on_full)
 
     def _join(self, silence_s: float) -> RankGroup:
+        from .rank_group import RankGroup  # not above: most runs have one rank
+
         try:
             return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
@@ -322,9 +327,13 @@ class RunSession:
         def arrived(name: str) -> None:
             if far is not None and staged:
                 known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
+                from holdfast.checkpoint.handle import Checkpoint
+
                 announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
 
         if mirror is not None and far is not None and self.leads:
+            from .remote import RemoteWatch  # not above: only mirrored runs follow uploads
+
             self.remote_watch = RemoteWatch(
                 self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
@@ -376,9 +385,9 @@ class RunSession:
                 job = self._job(named, save_id, checkpoint_id, step, epoch, {} if callable(metrics) else metrics)
                 fields = job.manifest
                 if self.staged:
-                    self._staged_saves[name] = lambda far, name: CommittedCheckpoint.told(
-                        far, name, step=step, metrics=fields["metrics"]
-                    )
+                    from holdfast.checkpoint.handle import CommittedCheckpoint
+
+                    self._staged_saves[name] = partial(CommittedCheckpoint.told, step=step, metrics=fields["metrics"])
                 late = self._sender.behind(metrics) if callable(metrics) else None
                 future = snapshotter.submit(state(), self.client, self.storage, job, metrics=late, lazy=follow is None)
                 self._tell_memory(snapshotter)
@@ -391,6 +400,8 @@ class RunSession:
             snapshotter.observe(result.unchanged)
             # A staged save is announced when it has arrived at the remote.
             if self.leads and not self.staged and self.announcer.listeners:
+                from holdfast.checkpoint.handle import CommittedCheckpoint
+
                 told = CommittedCheckpoint.told(
                     self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
                 )

@@ -14,17 +14,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.run.costs import Save
 from holdfast.run.record import timestamp
 from holdfast.run.reports import RunHistory
 
 from .progress import Progress
-from .rank_group import RankGroup
 from .signals import StopSignals
+
+if TYPE_CHECKING:
+    from holdfast.run.costs import Save
+
+    from .rank_group import RankGroup
 
 __all__ = [
     "FIRST_S",
