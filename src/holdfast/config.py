@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast._optional import tracker
 from holdfast._suggest import suggests_fields
 
 from ._not_here import removed
@@ -556,6 +555,8 @@ class RunConfig:
         _check_kind(self, "failure_config", FailureConfig)
         if isinstance(self.callbacks, (str, bytes)) or not isinstance(self.callbacks, Sequence):
             raise ConfigError(f"RunConfig(callbacks={self.callbacks!r}): give a list of callbacks")
+        from holdfast._optional import tracker
+
         named = [tracker(callback, what="RunConfig(callbacks=...)") for callback in self.callbacks]
         object.__setattr__(self, "callbacks", named)
         for callback in self.callbacks:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ._optional import MODEL_FILES, offered
 from .errors import ConfigError
 
 __all__ = ["Content", "ModelFiles", "maker_of", "model_files_of"]
@@ -106,6 +105,8 @@ def maker_of(given: Any) -> Callable[[Mapping[Any, Any]], ModelFiles | None] | N
     if given is None:
         return None
     if isinstance(given, str):
+        from ._optional import MODEL_FILES, offered  # not above: only for one named by a package
+
         make = offered(MODEL_FILES, given, what="model_files")
         return lambda state: _checked(make(state))
     files = _checked(given)

@@ -17,7 +17,7 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
-from holdfast.storage.local import small_files
+from holdfast.storage.local import local_io
 from holdfast.testing import ArmedOps, FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
@@ -147,7 +147,7 @@ def copied(client, storage, opened, root):
     """Two ranks' directories that stay theirs; where the writer is a thread, their few files count as many."""
     home = Path(f"{root}.user")
     job = intake(opened, "bbbbbbbb", 2, NEW, {rank: home / f"rank{rank}" for rank in RANKS})
-    with mock.patch.multiple(small_files, _MANY=2, flushes_whole=lambda fd: True):
+    with mock.patch.multiple(local_io, _MANY=2, flushes_whole=lambda fd: True):
         client.ingest(storage, job).result(60)
 
 

@@ -11,7 +11,8 @@ from on_device import on_device
 from training_kit import Training, as_late_as_can_be, on_cpu, read
 
 from holdfast.errors import HoldfastError
-from holdfast.state.save.device_copies import Checksums, is_checked, needed
+from holdfast.state.accelerator import any_on_device
+from holdfast.state.save.device_copies import Checksums, is_checked
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 from holdfast.writer.client import WriterClient
@@ -28,8 +29,8 @@ def training(tmp_path, seed):
 @on_device
 def test_needed():
     """Only a state with a tensor on an accelerator takes this way."""
-    assert not needed([torch.ones(1)])
-    assert needed([torch.ones(1), torch.ones(1, device="late")])
+    assert not any_on_device([torch.ones(1)])
+    assert any_on_device([torch.ones(1), torch.ones(1, device="late")])
 
 
 @on_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.format.merge import merged
+from holdfast.format.contents import merged
 
 
 def tensors(at, *keys, ordered=0):

@@ -18,8 +18,7 @@ import holdfast as hf
 from holdfast.format.manifest import FileEntry
 from holdfast.state.load import shared_reads
 from holdfast.state.load.restore import load_state
-from holdfast.state.load.shared_read_buffer import PeerReadBuffer, SharedReadBuffer
-from holdfast.state.load.shared_reads import ChunkNumbers, SharedReads
+from holdfast.state.load.shared_reads import ChunkNumbers, PeerReadBuffer, SharedReadBuffer, SharedReads
 from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()
@@ -374,7 +373,7 @@ def test_the_division_is_even_and_complete(data):
 def test_a_rank_that_dies_is_noticed(tmp_path):
     """The buffer of a process that was killed says so, and what it has published stays readable."""
     script = (
-        "import sys, time; from holdfast.state.load.shared_read_buffer import SharedReadBuffer as Buffer; import json;"
+        "import sys, time; from holdfast.state.load.shared_reads import SharedReadBuffer as Buffer; import json;"
         "buffer = Buffer(memoryview(bytearray(b'\\1' * 8)), 1 << 16); buffer.slots[:3] = b'abc'; buffer.publish(1);"
         "print(json.dumps(buffer.describe()), flush=True); time.sleep(60)"
     )

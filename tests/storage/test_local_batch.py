@@ -13,7 +13,7 @@ import pytest
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.storage import LocalStorage
-from holdfast.storage.local import small_files
+from holdfast.storage.local import local_io
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 from holdfast.writer.ingest.intake import Intake
 from holdfast.writer.messages import IngestJob, IngestSource
@@ -25,8 +25,8 @@ FILES = {f"d{number % 3}/{number % 2}/f{number}": bytes([number]) * (number * 70
 @pytest.fixture(params=["whole", "each"])
 def way(request, monkeypatch):
     """By one flush of the file system, or file by file."""
-    monkeypatch.setattr(small_files, "_MANY", 2)
-    monkeypatch.setattr(small_files, "flushes_whole", lambda fd: request.param == "whole")
+    monkeypatch.setattr(local_io, "_MANY", 2)
+    monkeypatch.setattr(local_io, "flushes_whole", lambda fd: request.param == "whole")
     return request.param
 
 
@@ -124,13 +124,13 @@ def test_a_directory_that_somebody_prunes_meanwhile(tmp_path, way) -> None:
 
 def test_a_disk_that_is_mounted_below(tmp_path, monkeypatch) -> None:
     """A flush of the root's file system does not reach it, so there each file and directory has its fsync."""
-    monkeypatch.setattr(small_files, "_MANY", 2)
-    monkeypatch.setattr(small_files, "flushes_whole", lambda fd: True)
+    monkeypatch.setattr(local_io, "_MANY", 2)
+    monkeypatch.setattr(local_io, "flushes_whole", lambda fd: True)
     ops = FaultyOps(record=True)
     storage = FaultyStorage(tmp_path, ops=ops)
     storage.put("mounted/x", b"1")
-    real, inode = small_files._device, (tmp_path / "mounted").stat().st_ino
-    monkeypatch.setattr(small_files, "_device", lambda fd: -1 if os.fstat(fd).st_ino == inode else real(fd))
+    real, inode = local_io._device, (tmp_path / "mounted").stat().st_ino
+    monkeypatch.setattr(local_io, "_device", lambda fd: -1 if os.fstat(fd).st_ino == inode else real(fd))
     ops.log.clear()
     with storage.batch(9) as batch:
         batch.add("mounted/a", b"1")
@@ -146,7 +146,7 @@ def test_what_is_known_of_this_machine() -> None:
     for path, expected in (("/proc", False), (".", None)):
         fd = os.open(path, os.O_RDONLY)
         try:
-            found = small_files.flushes_whole(fd)
+            found = local_io.flushes_whole(fd)
         finally:
             os.close(fd)
         assert found in (True, False) if expected is None else found is expected
@@ -163,7 +163,7 @@ def many(tmp_path) -> Path:
 
 def test_operations_of_a_reported_directory(tmp_path, many, monkeypatch) -> None:
     """300 small files are committed, and copied out again, by two changes of the disk each and one flush for all."""
-    monkeypatch.setattr(small_files, "flushes_whole", lambda fd: True)
+    monkeypatch.setattr(local_io, "flushes_whole", lambda fd: True)
     ops = FaultyOps(record=True)
     storage = FaultyStorage(tmp_path / "run", ops=ops)
     source = IngestSource(rank=0, path=str(many))
@@ -190,7 +190,7 @@ def test_system_calls_for_each_file(tmp_path, many) -> None:
     program = f"""
 import sys
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.storage import LocalStorage; from holdfast.storage.local import small_files as _local_batch
+from holdfast.storage import LocalStorage; from holdfast.storage.local import local_io as _local_batch
 from holdfast.writer.ingest.intake import Intake
 from holdfast.writer.messages import IngestJob, IngestSource
 from holdfast.writer.serial_executor import SerialExecutor as Side

@@ -18,9 +18,8 @@ import holdfast as hf
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, verify_resume_script
 from holdfast.verify.causes import likely_causes
 from holdfast.verify.comparison import first_difference, unsteady
-from holdfast.verify.moments import Kill, choose
 from holdfast.verify.plan import Moment
-from holdfast.verify.resume import examine
+from holdfast.verify.resume import Kill, choose, examine
 
 
 class Sgd:

@@ -13,7 +13,7 @@ from writer_kit import fill, make_job, noise, stored
 import holdfast as hf
 from holdfast.checkpointer import functions, save_target
 from holdfast.errors import HoldfastError
-from holdfast.state.load import shared_read_buffer
+from holdfast.state.load import shared_reads
 from holdfast.storage import LocalStorage
 from holdfast.writer import arena as arena_module
 from holdfast.writer import frames, launch
@@ -105,7 +105,7 @@ def fresh(monkeypatch):
     """What was found out about the system is found out anew; no writer or memory of an earlier test serves saves."""
     monkeypatch.setattr(save_target, "_clients", {})
     monkeypatch.setattr(functions, "_idle", {})
-    caches = (arena_module.can_share_memory, shared_read_buffer._can_watch)
+    caches = (arena_module.can_share_memory, shared_reads._can_watch)
     for one in caches:
         one.cache_clear()
     yield
@@ -127,4 +127,4 @@ def test_a_sandbox_without_memfd_or_pidfd(tmp_path, monkeypatch, fresh, name, co
     assert torch.equal(hf.load(tmp_path / "one")["model"]["weight"], model.weight)
     assert [one.name for one in (tmp_path / "run").iterdir() if one.name.startswith("step_")] == ["step_00000001"]
     assert launch.can_run_process() == (name != "memfd_create")
-    assert not shared_read_buffer.can_share()
+    assert not shared_reads.can_share()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from holdfast._log import get_logger
-from holdfast._optional import tracker
-from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
 
 __all__ = ["Announcer", "Listener", "listeners"]
 
 _LOG = get_logger("announce")
 
-Listener = Callable[[Checkpoint], object]
+Listener = Callable[["Checkpoint"], object]
 
 
 def listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[Listener, ...]:
@@ -23,7 +26,11 @@ def listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[
     Raises:
         ConfigError: something cannot be called.
     """
-    several = () if given is None else (given,) if callable(given) or isinstance(given, str) else given
+    if given is None:
+        return ()
+    from holdfast._optional import tracker  # not above: most runs have no listener
+
+    several = (given,) if callable(given) or isinstance(given, str) else given
     found = tuple(tracker(listener, what="on_commit") for listener in several)
     for listener in found:
         if not callable(listener):
@@ -40,6 +47,8 @@ class Announcer:
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = tuple(listeners)
+        if self.listeners:
+            import_module("holdfast.checkpoint.handle")  # now: no step waits for what listeners get
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 

@@ -10,17 +10,15 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
 from holdfast.errors import StorageError
 from holdfast.run.life import GUARD_STATUS, RolledBack
-from holdfast.run.trash import Trash
 from holdfast.state.save.snapshot import Snapshotter
 
 from .console import show_rollback
-from .guard import GuardWatch
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
@@ -28,6 +26,9 @@ from .progress import Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
 from .verification import Watcher
+
+if TYPE_CHECKING:
+    from .guard import GuardWatch
 
 __all__ = ["StepBoundary", "leave_for_alarm"]
 
@@ -511,6 +512,8 @@ class StepBoundary:
         free = storage.free_bytes()
         room = "" if free is None else f"; {format_bytes(free)} are free at {storage.uri}"
         with contextlib.suppress(StorageError):
+            from holdfast.run.trash import Trash  # not above: of this error only
+
             if trash := Trash(self._session.root).in_words():
                 room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room

@@ -8,18 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
-from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
-from holdfast.run import costs, retention
-from holdfast.run.candidates import MirrorView
 from holdfast.run.data_ring import DataRing
 from holdfast.run.index import RunIndex
 from holdfast.run.life import RolledBack
@@ -27,7 +24,6 @@ from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
-from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.state.tree.rng import RNG
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
@@ -35,7 +31,6 @@ from holdfast.storage.resolve import resolve
 from .announce import Listener
 from .boundaries import StepBoundary
 from .console import show_interval, show_stop
-from .guard import GuardWatch, Judge
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
@@ -46,6 +41,12 @@ from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
 from .verification import watcher
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.state.tree.groups import Alike
+
+    from .guard import GuardWatch
 
 __all__ = ["Checkpointer"]
 
@@ -186,12 +187,18 @@ class Checkpointer:
         options, info = self.options, current_ranks()
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
-        alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
+        alike = None
+        if world_size > 1:
+            from holdfast.state.tree.groups import ranks_alike
+
+            alike = ranks_alike(options.alike, rank=rank, world_size=world_size)
         self._progress = Progress(
             seed_samples=options.seed_samples, rank=rank, world_size=world_size,
             on_data_mismatch=options.on_data_mismatch,
         )  # fmt: skip
         if options.guard is not None:
+            from .guard import Judge  # not above: most runs have no guard
+
             self._progress.judge = Judge(options.guard)
         given = frozenset(self.state)
         self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
@@ -465,8 +472,12 @@ class Checkpointer:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first; needs no lease, so it works at any time."""
+        from holdfast.checkpoint.handle import Checkpoint
+
         if self.remote is None:
             return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+        from holdfast.run.candidates import MirrorView
+
         sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
@@ -485,6 +496,8 @@ class Checkpointer:
         if not found:
             return None
         side, record = max(found, key=lambda pair: pair[1].order)  # of two equals the local side
+        from holdfast.checkpoint.handle import Checkpoint
+
         return Checkpoint.at(side, record.name)
 
     def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
@@ -507,7 +520,10 @@ class Checkpointer:
         found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
         if not found:
             return None
-        first = retention.rank([record for _, record in found], name, order)[0].name
+        from holdfast.checkpoint.handle import Checkpoint
+        from holdfast.run.retention import rank
+
+        first = rank([record for _, record in found], name, order)[0].name
         side = next(side for side, record in found if record.name == first)  # of two equals the local side
         return Checkpoint.at(side, first)
 
@@ -577,6 +593,8 @@ class Checkpointer:
         guard, progress = self.options.guard, self._progress
         if guard is None or progress.judge is None:
             return None
+        from .guard import GuardWatch
+
         watch = GuardWatch(guard, progress.judge, session, started.rollbacks, step=progress.step, before=started.before)
         manifest = None if started.checkpoint is None else started.checkpoint.manifest
         if manifest is not None and started.is_own and not started.is_named:
@@ -619,7 +637,9 @@ def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule 
         _LOG.warning("what earlier saves of the run have cost cannot be read, 'auto' begins anew: %s", error)
         lives, known = Lives(), []
     else:
-        lives, known = Lives.of(history, before=attempt), costs.saves(history.events)
+        from holdfast.run.costs import saves  # not above: of every="auto" only
+
+        lives, known = Lives.of(history, before=attempt), saves(history.events)
 
     def adjust(auto: AutoInterval, schedule: Schedule) -> float:
         now = time.monotonic()

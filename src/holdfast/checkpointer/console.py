@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from holdfast._outgoing import masked, on_one_line
-from holdfast._progress import progress_bar
 from holdfast.errors import CheckpointError, StorageError
-from holdfast.format.commit import read_manifest
 from holdfast.storage.base import Storage
 
 from .progress import RESERVED
@@ -129,6 +127,8 @@ def load_bar(storage: Storage, *, show: bool | None = None) -> AbstractContextMa
         >>> with load_bar(storage) as progress:                                         # doctest: +SKIP
         ...     load_state(storage, state, progress=progress)
     """
+    from holdfast._progress import progress_bar  # not above: a fresh start loads nothing
+    from holdfast.format.commit import read_manifest
 
     def total() -> int | None:
         try:

@@ -7,26 +7,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._ranks import current_ranks, job_end
 from holdfast._suggest import closest
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
-from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Guard, Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.life import VARIABLE
-from holdfast.state.load.selection import Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.groups import Alike
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
 from .progress import RESERVED
-from .rank_group import SILENCE_S
+from .rendezvous import SILENCE_S
 from .save_policy import Deadline, Schedule
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.state.tree.groups import Alike
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
@@ -203,12 +204,15 @@ class CheckpointerOptions:
                 "fresh start; the default), 'must' (no checkpoint is an error), 'never' (a fresh start), or the path "
                 "of a checkpoint"
             )
-        if not isinstance(resume, Checkpoint) and resume not in _WORDS:
-            resume = Checkpoint(resume)  # made absolute now, so that a later chdir does not move it
+        if not (isinstance(resume, str) and resume in _WORDS):
+            from holdfast.checkpoint.handle import Checkpoint  # not above: most runs name none
+
+            # Made absolute now, so that a later chdir does not move it.
+            resume = resume if isinstance(resume, Checkpoint) else Checkpoint(resume)
         return cls(
             intervals=intervals,
             keep=keep,
-            resume=resume if isinstance(resume, Checkpoint) else str(resume),
+            resume=resume,
             when_busy=when_busy,
             on_full=on_full,
             max_staging_bytes=staging,
@@ -263,10 +267,13 @@ def _fit(
     if rename is not None and not isinstance(rename, Mapping):
         raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
     missing, left_out = ((given,) if isinstance(given, str) else tuple(given) for given in (allow_missing, skip))
-    Selection(missing or None, left_out or None, rename)  # refuses what is no name
-    own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]
-    if own:
-        raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")
+    if missing or left_out or rename:
+        from holdfast.state.load.selection import Selection, covers
+
+        Selection(missing or None, left_out or None, rename)  # refuses what is no name
+        own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]
+        if own:
+            raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")
     return Fit(strict=strict, allow_missing=missing, skip=left_out, rename=rename)
 
 

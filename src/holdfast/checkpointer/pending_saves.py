@@ -19,9 +19,8 @@ from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, Stora
 from holdfast.writer.client import WriterClient
 from holdfast.writer.serial_executor import SerialExecutor
 
-from .rank_group import ANSWER_MARGIN_S
-
 __all__ = [
+    "ANSWER_MARGIN_S",
     "MAX_LOST",
     "TRANSIENT_ERRORS",
     "LostSaves",
@@ -38,6 +37,9 @@ TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
 
 MAX_LOST = 10
 """Saves in a row: who trains on after that trains for nothing."""
+
+ANSWER_MARGIN_S = 15.0
+"""Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
 
 _LOG = get_logger("checkpointer")
 
@@ -242,22 +244,17 @@ class NoteSender:
 
     Args:
         client: the writer.
+
+    Attributes:
+        newest_save: name of the checkpoint whose save began last, and what is done when the writer has it (None: it has
+            it). What is said about that save comes after it, for the writer has to know it.
     """
 
     def __init__(self, client: WriterClient) -> None:
         self._client = client
         self._executor: SerialExecutor | None = None
         self._newest: Future[None] | None = None  # done when the newest record of that thread is sent
-        self._save: tuple[str | None, Future[Any] | None] = (None, None)
-
-    def save_begun(self, name: str, handed_over: Future[Any] | None) -> None:
-        """Note the newest save: what is said about it comes after it, for the writer has to know it.
-
-        Args:
-            name: of the checkpoint.
-            handed_over: done when the writer has the save; None: it has it.
-        """
-        self._save = (name, handed_over)
+        self.newest_save: tuple[str | None, Future[Any] | None] = (None, None)
 
     def send(
         self, op: str, args: Mapping[str, Any], *, about: str | None, late: Callable[[], Mapping[str, Any]] | None
@@ -270,7 +267,7 @@ class NoteSender:
             about: name of its checkpoint.
             late: gives the rest of the record; may wait for a device.
         """
-        name, handed_over = self._save
+        name, handed_over = self.newest_save
         # Rows of a report name a checkpoint that may come later, or never; they go ahead of it.
         after = handed_over if op != "report" and about is not None and about == name else None
         waits = late is not None or (after is not None and not after.done())

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,10 @@ from holdfast.errors import ConfigError
 from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
-from .guard import Judge
 from .ledger import DataLedger
+
+if TYPE_CHECKING:
+    from .guard import Judge
 
 __all__ = ["RESERVED", "Batches", "NumberedBatches", "Progress"]
 

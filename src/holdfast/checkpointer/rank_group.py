@@ -22,15 +22,14 @@ from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
 from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 
-from .rendezvous import Meeting, same_for_all
+from .pending_saves import ANSWER_MARGIN_S
+from .rendezvous import SILENCE_S, Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 
 _WORD_S = 10.0
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
-ANSWER_MARGIN_S = 15.0
-"""Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
-BEAT_S, SILENCE_S = 5.0, 30.0
+BEAT_S = 5.0
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
 
 

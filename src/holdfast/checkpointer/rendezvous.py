@@ -25,7 +25,20 @@ from holdfast._version import code_id
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "find_store", "meet", "same_for_all", "store_of_this_life"]
+__all__ = [
+    "SILENCE_S",
+    "Alone",
+    "Meeting",
+    "Rendezvous",
+    "StoreLife",
+    "find_store",
+    "meet",
+    "same_for_all",
+    "store_of_this_life",
+]
+
+SILENCE_S = 30.0
+"""A rank that says nothing for so many seconds is given up."""
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
-from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -27,6 +26,7 @@ from .progress import RESERVED, Progress
 from .rendezvous import Alone, Meeting
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
     from holdfast.state.load.put_back import PutBack
     from holdfast.state.load.restore import Loaded
 
@@ -98,7 +98,7 @@ def resume_run(
         StateMismatchError: the checkpoint does not fit the state.
     """
     meeting = meeting or Alone()
-    is_named = isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never")
+    is_named = mode not in ("auto", "must", "never")
     if is_named and not since:
         return _explicit(mode, state, meeting, fit)
     if mode == "never":
@@ -166,7 +166,7 @@ def beginning(
         is_own: that belongs to the run.
     """
     taken = outcome.checkpoint
-    if outcome.is_named and isinstance(named, Checkpoint) and not (is_own and taken != named):  # the run itself: "auto"
+    if outcome.is_named and not isinstance(named, str) and not (is_own and taken != named):  # the run itself: "auto"
         return {"uri": named.uri, "id": checkpoint_id, "attempt": opened.attempt}
     began, attempts = _began(opened), {row[0]: row[1] for row in opened.records}
     follows = is_own and taken is not None and attempts.get(taken.name, 0) >= began.get("attempt", 0)
@@ -222,6 +222,8 @@ def first_good(
         """Yield every copy of every candidate: of a mirrored run one side may be damaged and the other good."""
         for name in candidates:
             if name not in quarantined:
+                from holdfast.checkpoint.handle import Checkpoint  # not above: a fresh start needs none
+
                 for number, side in enumerate([storage] if sides is None else sides(name), 1):
                     yield name, (number, Checkpoint.at(side, name))
 
@@ -292,6 +294,8 @@ def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, fit: Fit, *
 def _explicit(
     mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], meeting: Meeting, fit: Fit
 ) -> ResumeResult:
+    from holdfast.checkpoint.handle import Checkpoint, newest_of_run  # not above: a fresh start needs none
+
     checkpoint = newest_of_run(mode if isinstance(mode, Checkpoint) else Checkpoint(mode))
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():

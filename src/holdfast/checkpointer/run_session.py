@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast._ranks import rank_list
-from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
@@ -31,10 +30,12 @@ from holdfast.writer.step_memory import StepMemory
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .rank_group import SILENCE_S, RankGroup
-from .remote import RemoteWatch
-from .rendezvous import Alone, Meeting
+from .rendezvous import SILENCE_S, Alone, Meeting
 from .stats import SaveCosts, Stats, StepClock
+
+if TYPE_CHECKING:
+    from .rank_group import RankGroup
+    from .remote import RemoteWatch
 
 __all__ = ["NamedSave", "RunSession", "answer"]
 
@@ -145,7 +146,7 @@ class RunSession:
         self.life = LifeReport()
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
-        self._staged_saves: dict[str, Callable[[Storage, str], Checkpoint]] = {}
+        self._staged_saves: dict[str, tuple[int, Mapping[str, Any]]] = {}  # name -> step and metrics
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
@@ -161,6 +162,8 @@ class RunSession:
         self.saves = self.pending(on_full=on_full)
 
     def _join(self, silence_s: float) -> RankGroup:
+        from .rank_group import RankGroup  # not above: most runs have one rank
+
         try:
             return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s, silence_s=silence_s)
         except BaseException as error:
@@ -321,10 +324,18 @@ class RunSession:
 
         def arrived(name: str) -> None:
             if far is not None and staged:
-                known = self._staged_saves.pop(name, None)  # None: an earlier life has saved it
-                announcer.tell(Checkpoint.at(far, name) if known is None else known(far, name))
+                from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint  # not above: needed by few
+
+                known = self._staged_saves.pop(name, None)
+                if known is None:  # an earlier life has saved it
+                    announcer.tell(Checkpoint.at(far, name))
+                else:
+                    step, metrics = known
+                    announcer.tell(CommittedCheckpoint.told(far, name, step=step, metrics=metrics))
 
         if mirror is not None and far is not None and self.leads:
+            from .remote import RemoteWatch  # not above: only mirrored runs follow uploads
+
             self.remote_watch = RemoteWatch(
                 self.client, mirror, far.uri, staged=staged, arrived=arrived,
             )  # fmt: skip
@@ -376,21 +387,27 @@ class RunSession:
                 job = self._job(named, save_id, checkpoint_id, step, epoch, {} if callable(metrics) else metrics)
                 fields = job.manifest
                 if self.staged:
-                    self._staged_saves[name] = lambda far, name: CommittedCheckpoint.told(
-                        far, name, step=step, metrics=fields["metrics"]
-                    )
+                    self._staged_saves[name] = step, fields["metrics"]
                 late = self._sender.behind(metrics) if callable(metrics) else None
                 future = snapshotter.submit(state(), self.client, self.storage, job, metrics=late, lazy=follow is None)
-                self._tell_memory(snapshotter)
-                self._sender.save_begun(name, snapshotter.handed_over)
+                # So that `holdfast run` keeps the memory of the newest saves for the next life.
+                self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
+                self._sender.newest_save = name, snapshotter.handed_over
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
-            self._note_cost(save, steps_measured=follow is None)
+            held, lost = self._costs.of_save()
+            cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
+            if follow is None:
+                cost["lost_s"] = lost
+                self.paid(lost, cost["durable_s"])
+            self.journal("cost", step=save.step, name=save.name, **cost)
             snapshotter.observe(result.unchanged)
             # A staged save is announced when it has arrived at the remote.
             if self.leads and not self.staged and self.announcer.listeners:
+                from holdfast.checkpoint.handle import CommittedCheckpoint
+
                 told = CommittedCheckpoint.told(
                     self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
                 )
@@ -432,7 +449,7 @@ class RunSession:
         named = named or NamedSave(name=self._free_name(step), saves=self.saves)
         job = self._job(named, f"{self.start_id}-{_SNAPSHOTS + step:x}", uuid.uuid4().hex, step, epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
-        self._tell_memory(snapshotter)
+        self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
         self._costs.kept(time.perf_counter() - begun, step=step)
         self._tell_snapshots()
         return kept
@@ -451,10 +468,6 @@ class RunSession:
             directory=named.name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
             run=in_run and self.leads, part=joint, joint=joint,
         )  # fmt: skip
-
-    def _tell_memory(self, snapshotter: Snapshotter) -> None:
-        """Let `holdfast run` keep the memory of the newest saves for the next life."""
-        self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
 
     def save_directory(
         self,
@@ -613,14 +626,6 @@ class RunSession:
                 self.names.discard(name)
 
     # -- what it cost
-
-    def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
-        held, lost = self._costs.of_save()
-        cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
-        if steps_measured:
-            cost["lost_s"] = lost
-            self.paid(lost, cost["durable_s"])
-        self.journal("cost", step=save.step, name=save.name, **cost)
 
     def _tell_snapshots(self, *, is_end: bool = False) -> None:
         if told := self._costs.take_snapshots(is_end=is_end):

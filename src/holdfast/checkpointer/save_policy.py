@@ -14,17 +14,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.run.costs import Save
 from holdfast.run.record import timestamp
 from holdfast.run.reports import RunHistory
 
 from .progress import Progress
-from .rank_group import RankGroup
 from .signals import StopSignals
+
+if TYPE_CHECKING:
+    from holdfast.run.costs import Save
+
+    from .rank_group import RankGroup
 
 __all__ = [
     "FIRST_S",
@@ -62,6 +65,9 @@ class Schedule:
     Args:
         intervals: what ``every=`` gave.
         now: monotonic seconds at the start.
+
+    Attributes:
+        counts_samples: an interval is given in samples.
     """
 
     def __init__(self, intervals: Sequence[Interval], *, now: float) -> None:
@@ -70,6 +76,7 @@ class Schedule:
                 raise ConfigError(f"every={str(interval)!r}: a Checkpointer does not count tokens; use steps or time")
         self._steps = [int(interval.value) for interval in intervals if interval.unit == "ba"]
         self._samples = [int(interval.value) for interval in intervals if interval.unit == "sp"]
+        self.counts_samples = bool(self._samples)
         self._epochs = [int(interval.value) for interval in intervals if interval.unit == "ep"]
         self._seconds = min((interval.value for interval in intervals if interval.unit == "sec"), default=None)
         self._since = now  # the last save, or the start
@@ -83,11 +90,6 @@ class Schedule:
         """Save at least every so many seconds, beside the intervals given; counted from the last save."""
         self.auto_s = seconds
         self.next_time = self._since + min(seconds, self._seconds or seconds)
-
-    @property
-    def counts_samples(self) -> bool:
-        """True when an interval is given in samples."""
-        return bool(self._samples)
 
     def never_due(self, *, epochs: bool, samples: bool) -> str:
         """Name the intervals if none of them can ever come due; "" if one can.

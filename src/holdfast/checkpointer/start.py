@@ -9,23 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes, format_duration
-from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.record import unpack
 from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
-from holdfast.run.trash import Trash
 from holdfast.run.view import RunView
-from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
-from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
 from holdfast.state.tree.optimizers import is_plain
@@ -33,13 +29,15 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
-from .node_local import share_a_disk, take_up
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
 from .rendezvous import Meeting, same_for_all
 from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
 from .save_policy import FIRST_S
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.handle import Checkpoint
 
 __all__ = ["StartedRun", "check_room", "start_run"]
 
@@ -228,6 +226,8 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     """
     if meeting.world_size < 3:
         return []
+    from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
+
     found = {path: module for path, module in parallel_modules(live).items() if module.process_group.size() > 2}
     keys = {path: _key_of(path, parallel_group(module) or ()) for path, module in found.items()}
 
@@ -248,7 +248,10 @@ def _key_of(path: str, ranks: tuple[int, ...]) -> str:
 def _open(session: RunSession, options: CheckpointerOptions) -> None:
     """Find out whether the ranks share a disk, and open the run at a storage that all of them reach."""
     mirror, remote, meeting = options.mirror, session.remote, session.meeting
-    session.staged = meeting.world_size > 1 and remote is not None and not share_a_disk(session)
+    if meeting.world_size > 1 and remote is not None:
+        from .node_local import share_a_disk
+
+        session.staged = not share_a_disk(session)
     if not session.staged or remote is None or mirror is None:
         session.open(keep=options.keep, mirror=mirror)
         return
@@ -259,6 +262,8 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
         "stage", lambda: session.answer(session.client.stage(local, remote, mirror, start_id=start_id), local),
         work_s=options.timeout_s,
     )  # fmt: skip
+    from .node_local import take_up
+
     take_up(session)
 
 
@@ -280,7 +285,7 @@ def _resume(
     """Load the checkpoint to go on from, and put plain values back into the mapping that the user gave."""
     bad, named = {**session.opened.quarantined, **unsound}, options.resume
     since: Sequence[str] = ()
-    if isinstance(named, Checkpoint):
+    if not isinstance(named, str):
         usable = [name for name in candidates if name not in bad]
         since = saved_since(named, session.opened, usable, session.meeting)
     outcome = resume_run(
@@ -298,6 +303,7 @@ def _resume(
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
         from holdfast.state.load.put_back import put_back  # not above: a fresh start has nothing to put back
+        from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
     return outcome
@@ -359,6 +365,8 @@ def _agree_on_options(
 
 def _spelled(option: Any) -> str:
     """Spell an argument out, alike on machines that have mounted the same storage at different places."""
+    from holdfast.checkpoint.handle import Checkpoint  # not above: most runs have one rank
+
     return f"Checkpoint {option.name}" if isinstance(option, Checkpoint) else repr(option)
 
 
@@ -404,6 +412,8 @@ def check_room(
         if free is not None and free < expected + _MARGIN:
             whose = f" on the machine of rank {first}" if machine else ""
             what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
+            from holdfast.run.trash import Trash  # not above: of this error only
+
             trash = Trash(storage).in_words()
             raise StorageFullError(
                 f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
@@ -548,7 +558,7 @@ def _start_block(
                     "resume='auto' goes on from them"
                 )
                 notes.extend(_not_used(opened, options))
-        elif isinstance(options.resume, Checkpoint):
+        elif not isinstance(options.resume, str):
             notes.append(
                 f"resume={options.resume.uri!r} is not used again: this run began there and has got further by itself. "
                 "To begin there once more, use another directory"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from holdfast._optional import upgrade_command
 from holdfast._outgoing import brief
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
@@ -140,6 +139,8 @@ class Index:
             if type(version) is not int or type(writer) is not int or not 0 <= writer < _LIMIT or version < 1:
                 raise TypeError("index version or writer")
             if version > INDEX_VERSION:
+                from holdfast._optional import upgrade_command  # not above: of this error only
+
                 raise FormatVersionError(
                     f"{where}: index version {version}, this Holdfast reads {INDEX_VERSION}: {upgrade_command()}"
                 )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from holdfast._optional import upgrade_command
 from holdfast._outgoing import brief
 from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
@@ -230,6 +229,8 @@ def _check_version(tree: dict[str, Any], where: str) -> None:
         versions = tree.get("versions")
         writer = versions.get("holdfast") if isinstance(versions, dict) else None
         needed = writer if isinstance(writer, str) and re.fullmatch(r"[0-9a-z.+]+", writer) else None
+        from holdfast._optional import upgrade_command  # not above: of this error only
+
         raise FormatVersionError(
             f"{where} is of format version {version}, this Holdfast reads {FORMAT_VERSION[0]}.x: "
             f"{upgrade_command(needed)}"

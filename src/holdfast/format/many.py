@@ -9,7 +9,6 @@ from itertools import chain, islice
 from holdfast.storage.base import ObjectInfo, Storage
 from holdfast.storage.together import together
 
-from .commit import remove
 from .names import MANIFEST_NAME, SIDECARS, UNLISTED, join, start_id_of
 
 __all__ = ["listed_at_once", "names_under", "remove_listed"]
@@ -74,6 +73,8 @@ def remove_listed(storage: Storage, listed: Mapping[str, Collection[str]]) -> No
     plain = {
         name: paths for name, paths in listed.items() if all(path in UNLISTED or start_id_of(path) for path in paths)
     }
+    from .commit import remove  # not above: who only lists removes nothing
+
     # In the others the manifest decides what to remove: files that we wrote or listed, not files that came later.
     together(storage, [partial(remove, storage, name) for name in listed if name not in plain])
     storage.delete_many([join(name, MANIFEST_NAME) for name, paths in plain.items() if MANIFEST_NAME in paths])

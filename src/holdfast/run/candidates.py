@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.format.manifest import Manifest
 
 from .record import Record
 from .remains import is_numbered
+
+if TYPE_CHECKING:
+    from holdfast.format.manifest import Manifest
 
 __all__ = ["GONE", "GUESTS", "Candidate", "MirrorView", "copies_shown", "find_copies", "newest_good"]
 

@@ -31,13 +31,11 @@ from holdfast.errors import (
     StorageError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.format.names import join
 from holdfast.storage.base import ObjectInfo, Storage
 
 from .fence import newest_fence
-from .lease import announced
 from .process import is_dead, this_process
 from .record import METRICS_FILE, Sidecar, change_sidecar
 
@@ -194,6 +192,8 @@ def holders(storage: Storage) -> dict[str, list[str]]:
 
 def _check_stays(storage: Storage, name: str) -> None:
     """Make sure that a checkpoint exists and that no process has begun to delete it."""
+    from holdfast.format.commit import read_manifest
+
     until = time.monotonic() + _DECIDED_S
     while True:
         is_doomed = _is_doomed(storage, name)
@@ -212,6 +212,8 @@ def _check_stays(storage: Storage, name: str) -> None:
 
 
 def _is_doomed(storage: Storage, name: str) -> bool:
+    from .lease import announced  # not above: only who takes or changes a checkpoint of others asks
+
     if name in announced(storage):
         return True
     fence = newest_fence(storage)

@@ -10,10 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from holdfast.format.commit import sweep
 from holdfast.format.many import names_under
 from holdfast.format.names import REMOVING_NAME, start_id_of
-from holdfast.format.parts import is_plan, sweep_passing, sweep_planned
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -62,6 +60,8 @@ def sweep_names(
     Returns:
         The removed paths.
     """
+    from holdfast.format.parts import sweep_passing  # not above: only the owner of a run sweeps
+
     swept = []
     for name in [*committed, *incomplete, *filter(_NUMBERED.match, foreign)]:
         storage.tidy(name)  # unfinished puts
@@ -83,10 +83,15 @@ def sweep_names(
 
 
 def _is_plain(path: str, past: Collection[str]) -> bool:
+    from holdfast.format.parts import is_plan
+
     return start_id_of(path) in past and not is_plan(path)
 
 
 def _sweep_incomplete(storage: Storage, name: str, past: Collection[str], paths: list[str]) -> list[str]:
+    from holdfast.format.commit import sweep
+    from holdfast.format.parts import is_plan, sweep_planned
+
     skip = len(name) + 1
     if f"{name}/{REMOVING_NAME}" in paths:
         return [f"{name}/{path}" for path in sweep(storage, name)]

@@ -250,7 +250,11 @@ class RetentionIndex:
         keep, order, ranked = self._keep, self._order, self._ranked
         if not rules_of(keep):
             return []
-        self._mark_milestones()
+        if keep.interval is not None and self._milestones is None:
+            self._milestones = Milestones(keep.interval)
+            names = [name for _, _, name in order if self._milestones.add(self._records[name]) is not None]
+            self._open |= self._milestone_names.difference(names)
+            self._milestone_names = set(names)
         last, best = max(keep.last or 0, 1), keep.best or 0
         self._open |= self._protected - protect
         self._open.update(key[-1] for key in _below(order, last, self._moves))
@@ -269,14 +273,6 @@ class RetentionIndex:
         self._open, self._moves, self._protected = {record.name for record in goes}, 0, protect
         why = otherwise(keep)
         return [Verdict(name=record.name, keep=False, why=why) for record in goes]
-
-    def _mark_milestones(self) -> None:
-        if self._keep.interval is None or self._milestones is not None:
-            return
-        self._milestones = Milestones(self._keep.interval)
-        names = [name for _, _, name in self._order if self._milestones.add(self._records[name]) is not None]
-        self._open |= self._milestone_names.difference(names)
-        self._milestone_names = set(names)
 
 
 def _below(ordered: list[Any], places: int, moves: int) -> list[Any]:

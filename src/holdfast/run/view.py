@@ -24,7 +24,6 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
 from holdfast.format.many import listed_at_once
 from holdfast.storage.base import Storage
@@ -36,10 +35,9 @@ from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
 from .index import RunIndex
+from .names import LOGS, REPORTS
 from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains
-from .reports import LOGS, REPORTS
-from .retention import is_number, rank
 from .rollbacks import bad_steps, choose, read_rollbacks, watched_metric
 
 __all__ = ["RunView"]
@@ -229,7 +227,7 @@ class RunView:
                 continue
             tried.add(name)
             try:
-                manifest = read_manifest(self.storage, name)
+                manifest = self._manifest(name)
             except (CheckpointNotFoundError, IncompleteCheckpointError):
                 self.index.rows.pop(name, None)  # deleted since the row was written
                 continue
@@ -258,6 +256,8 @@ class RunView:
 
     def best(self, metric: str, mode: str = "min") -> Record | None:
         """Return the best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
+        from .retention import is_number, rank  # not above: a start ranks nothing
+
         for record in rank(self.records(), metric, mode):
             if not is_number(metric_value(record.metrics, metric)):
                 return None
@@ -346,9 +346,14 @@ class RunView:
         # A request that was sent again may have brought a manifest back after its checkpoint was deleted.
         return self._is_whole(name)
 
+    def _manifest(self, name: str, *, check_sizes: bool = False) -> Manifest:
+        from holdfast.format.commit import read_manifest  # not above: a fresh run has none to read
+
+        return read_manifest(self.storage, name, check_sizes=check_sizes)
+
     def _is_whole(self, name: str) -> bool:
         try:
-            read_manifest(self.storage, name, check_sizes=True)
+            self._manifest(name, check_sizes=True)
         except CheckpointError:
             return False
         return True
@@ -416,7 +421,7 @@ class RunView:
     def _classify(self, name: str) -> Manifest | None:
         """Read the manifest of a name without a row; None, with the reason noted, if it has no good manifest."""
         try:
-            return read_manifest(self.storage, name)
+            return self._manifest(name)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             ours = is_remains(info.path for info in self.storage.list(name, recursive=False))
             (self.incomplete if ours else self.foreign).append(name)
@@ -469,7 +474,7 @@ class RunView:
     def _look(self, name: str) -> Record | Manifest | CheckpointError:
         """Read the record of a checkpoint; only its manifest if it is of another run or void; or the error."""
         try:
-            manifest = read_manifest(self.storage, name)
+            manifest = self._manifest(name)
         except CheckpointError as error:
             return error
         if not self._is_mine(name, manifest) or self.is_void(name, manifest):

@@ -6,9 +6,11 @@ chosen unless it is named: it has no float64, so a script that says nothing may 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-__all__ = ["accelerator", "default_device", "group_backend", "has_streams", "make_current"]
+__all__ = ["accelerator", "any_on_device", "default_device", "group_backend", "has_streams", "make_current"]
 
 
 def accelerator() -> str | None:
@@ -25,6 +27,11 @@ def accelerator() -> str | None:
 def has_streams(device: torch.device) -> bool:
     """Tell whether a device works on streams; another one (MPS, XLA) blocks while it copies, as the CPU does."""
     return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "current_stream")
+
+
+def any_on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether any tensor lives on an accelerator."""
+    return not all(tensor.is_cpu for tensor in tensors)
 
 
 def default_device(local_rank: int) -> torch.device:

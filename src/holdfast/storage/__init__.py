@@ -7,16 +7,18 @@ one; it imports `holdfast.errors` alone.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage, StorageTraits, WrappedStorage
 from .local.local_storage import LocalStorage
-from .memory import MemoryStorage
 from .resolve import from_description, resolve, split_uri
 
 if TYPE_CHECKING:
     from .adapters.libcloud import LibcloudObjectStore as LibcloudObjectStore
+    from .memory import MemoryStorage as MemoryStorage
 
+_HOME = {"LibcloudObjectStore": ".adapters.libcloud", "MemoryStorage": ".memory"}  # imported when asked for
 __all__ = [
     "FileReader",
     "FileWriter",
@@ -35,8 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LibcloudObjectStore":
+    home = _HOME.get(name)
+    if home is None:
         raise AttributeError(f"module 'holdfast.storage' has no attribute {name!r}")
-    from .adapters.libcloud import LibcloudObjectStore
-
-    return LibcloudObjectStore
+    return getattr(import_module(home, __name__), name)

@@ -11,7 +11,6 @@ from holdfast.errors import ConfigError
 
 from .base import Storage
 from .local.local_storage import LocalStorage
-from .memory import MemoryStorage
 from .plugins import find, from_entry_point, rebuild, schemes
 
 __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
@@ -140,6 +139,8 @@ def _from_uri(location: str) -> Storage:
         return LocalStorage(os.path.expanduser(rest))
     if scheme == "memory":
         name, _, prefix = rest.partition("/")
+        from .memory import MemoryStorage
+
         return MemoryStorage(name).child(prefix)
     conceal_url(location)
     prefix, mark, _ = scheme.partition("+")

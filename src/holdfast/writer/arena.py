@@ -37,6 +37,11 @@ class Arena:
     A memfd needs no /dev/shm, cannot be leaked, and travels over a socket. Forked children (data loader workers) do
     not inherit the mapping: it would be copied page by page on write otherwise.
 
+    Attributes:
+        size: length in bytes, a multiple of 4096.
+        fd: descriptor of the memory, None when it cannot be shared (or after `close`).
+        address: where the memory is mapped in this process.
+
     Example:
         >>> with Arena.create(8192) as arena:
         ...     arena.view[:5] = b"hello"
@@ -45,10 +50,10 @@ class Arena:
     """
 
     def __init__(self, memory: mmap.mmap, fd: int | None, size: int) -> None:
-        self._memory, self._fd, self._size = memory, fd, size
+        self._memory, self.fd, self.size = memory, fd, size
         self._view: memoryview | None = memoryview(memory)
         anchor = ctypes.c_char.from_buffer(memory)
-        self._address = ctypes.addressof(anchor)
+        self.address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from being closed
         self.number = next(_NUMBERS)
         self.prefaulted = threading.Event()
@@ -109,21 +114,6 @@ class Arena:
         return cls(memory, None, size)
 
     @property
-    def size(self) -> int:
-        """Length in bytes, a multiple of 4096."""
-        return self._size
-
-    @property
-    def fd(self) -> int | None:
-        """File descriptor of the memory, None when it cannot be shared (or after `close`)."""
-        return self._fd
-
-    @property
-    def address(self) -> int:
-        """Where the memory is mapped in this process."""
-        return self._address
-
-    @property
     def view(self) -> memoryview:
         """The whole memory, writable."""
         if self._view is None:
@@ -155,17 +145,17 @@ class Arena:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advice = _POPULATE_WRITE if allocate else _POPULATE_READ
-        for start in range(0, self._size, _STEP):
+        for start in range(0, self.size, _STEP):
             if self._stop.is_set():
                 return
-            length = min(_STEP, self._size - start)
+            length = min(_STEP, self.size - start)
             try:
-                if allocate and self._fd is not None and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._fd, start, length)
+                if allocate and self.fd is not None and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, start, length)
             except OSError as error:
                 _LOG.debug("arena: fallocate of %d bytes failed: %s", length, error)
             # Older kernels (before 5.14) answer EINVAL: the pages are then faulted by the first copy, as without us.
-            if madvise(self._address + start, length, advice) != 0:
+            if madvise(self.address + start, length, advice) != 0:
                 _LOG.debug("arena: populate failed with errno %d", ctypes.get_errno())
                 break
         self.prefaulted.set()
@@ -189,10 +179,10 @@ class Arena:
             view.release()
             self._memory.close()
         except BufferError:
-            _LOG.debug("arena: %d bytes stay mapped until the last view of them goes", self._size)
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            _LOG.debug("arena: %d bytes stay mapped until the last view of them goes", self.size)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
     def __enter__(self) -> Arena:
         return self
@@ -204,7 +194,7 @@ class Arena:
         # The child has no mapping here (MADV_DONTFORK), yet its copy of the mmap object would unmap the range when
         # it is collected, by then perhaps somebody else's memory. One reference too many keeps that from happening.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
-        self._view = self._fd = None
+        self._view = self.fd = None
 
 
 def _memfd(name: str) -> int | None:

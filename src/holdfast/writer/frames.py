@@ -72,6 +72,9 @@ class FrameDecoder:
         peer: who sends, for messages ("a worker").
         max_header_bytes: longest header that is taken.
         max_attached_bytes: what the attachments of one message may have together; 0 for none.
+
+    Attributes:
+        wanted: bytes that are missing of the present part: whoever reads no more never reads beyond a frame.
     """
 
     def __init__(
@@ -84,16 +87,11 @@ class FrameDecoder:
         self._begin()
 
     def _begin(self) -> None:
-        self._wanted = _PREFIX.size
+        self.wanted = _PREFIX.size
         self._length_known = False
         self._header: dict[str, Any] | None = None
         self._sizes: list[int] = []  # of the attachments that are still to come, the last one first
         self._attachments: list[bytes] = []
-
-    @property
-    def wanted(self) -> int:
-        """Bytes that are missing of the present part: whoever reads no more never reads beyond a frame."""
-        return self._wanted
 
     @property
     def is_between(self) -> bool:
@@ -114,12 +112,17 @@ class FrameDecoder:
         found: list[Message] = []
         rest = memoryview(data)
         while True:
-            piece = rest[: self._wanted]
+            piece = rest[: self.wanted]
             if piece:
-                self._keep(piece)
+                if len(piece) == self.wanted or len(piece) >= _SMALL:
+                    self._pieces.append(piece)
+                elif self._pieces and isinstance(self._pieces[-1], bytearray):
+                    self._pieces[-1] += piece
+                else:
+                    self._pieces.append(bytearray(piece))
                 rest = rest[len(piece) :]
-                self._wanted -= len(piece)
-            if self._wanted:
+                self.wanted -= len(piece)
+            if self.wanted:
                 return found
             self._take_part(found)
 
@@ -131,23 +134,15 @@ class FrameDecoder:
         self._begin()
         return fds
 
-    def _keep(self, piece: memoryview) -> None:
-        if len(piece) == self._wanted or len(piece) >= _SMALL:
-            self._pieces.append(piece)
-        elif self._pieces and isinstance(self._pieces[-1], bytearray):
-            self._pieces[-1] += piece
-        else:
-            self._pieces.append(bytearray(piece))
-
     def _take_part(self, found: list[Message]) -> None:
         part = b"".join(self._pieces)
         self._pieces.clear()
         if not self._length_known:
-            (self._wanted,) = _PREFIX.unpack(part)
+            (self.wanted,) = _PREFIX.unpack(part)
             self._length_known = True
-            if self._wanted > self._max_header:
+            if self.wanted > self._max_header:
                 raise HoldfastError(
-                    f"{self._peer} sent a message header of {self._wanted} bytes, more than {self._max_header}: both "
+                    f"{self._peer} sent a message header of {self.wanted} bytes, more than {self._max_header}: both "
                     "sides must run the same Holdfast"
                 )
             return
@@ -156,7 +151,7 @@ class FrameDecoder:
         else:
             self._attachments.append(part)
         if self._sizes:
-            self._wanted = self._sizes.pop()
+            self.wanted = self._sizes.pop()
             return
         found.append(Message(header=self._header, attachments=tuple(self._attachments), fds=tuple(self._fds)))
         self._fds.clear()

@@ -324,7 +324,10 @@ class Run:
                 if self._mirror is not None:
                     self._mirror.committed(record)
                 self._retain()
-                self._flush_journal()
+                journal = self._catalog.index.journal
+                if journal.is_full:
+                    with self._segments, contextlib.suppress(StorageError):  # tried again, and old events are dropped
+                        self._catalog.index.flush_journal()
             except RunBusyError:
                 raise
             except HoldfastError as error:
@@ -349,12 +352,6 @@ class Run:
     def take_events(self, events: Any) -> None:
         """Take what the trainer knows of its saves; may be called by any thread."""
         self._catalog.index.journal.take(events)
-
-    def _flush_journal(self) -> None:
-        index = self._catalog.index
-        if index.journal.is_full:
-            with self._segments, contextlib.suppress(StorageError):  # it is tried again, and old events are dropped
-                index.flush_journal()
 
     def _announce(self, doomed: Collection[str]) -> None:
         """Announce deletions in the lease; the same request confirms that what was committed before counts."""

@@ -41,7 +41,7 @@ from ..tree.flatten import Flat
 from .plan import Layout
 from .staging import arena_tensor, stage
 
-__all__ = ["Checksums", "DeviceCopies", "is_checked", "needed", "try_pinning"]
+__all__ = ["Checksums", "DeviceCopies", "is_checked", "try_pinning"]
 
 MIN_BYTES = 64 << 10  # below, a copy costs a device less than a checksum
 _COLUMNS = range(4097, 8192, 2)
@@ -51,11 +51,6 @@ _LOG = get_logger("state")
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
 _FOLLOW = 96 << 20  # checked bytes between two messages to the writer, which writes what is checked
 _NAMED = 5  # tensors in a message
-
-
-def needed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether any tensor lives on an accelerator."""
-    return not all(tensor.is_cpu for tensor in tensors)
 
 
 @dataclass(slots=True)

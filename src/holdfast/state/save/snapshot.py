@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,12 +31,15 @@ from holdfast.writer.conversation import WindowsLostError
 from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
+from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
-from . import device_copies
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, fingerprints, stage
+
+if TYPE_CHECKING:
+    from .device_copies import DeviceCopies
 
 __all__ = ["Snapshotter"]
 
@@ -97,7 +100,7 @@ class Snapshotter:
         self.layout: Layout | None = None
         self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
-        self.copies: device_copies.DeviceCopies | None = None
+        self.copies: DeviceCopies | None = None
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = self._has_said_whole = False
         self.dropped: tuple[str, ...] = ()
@@ -167,15 +170,21 @@ class Snapshotter:
         self._fit_memory(state, layout)
         if not self._windowed(layout):
             arena = self._arena(layout)
-            if device_copies.needed(flat.tensors):
+            if any_on_device(flat.tensors):
                 # Its hook has to see a step before it may copy late.
-                self.copies = self.copies or device_copies.DeviceCopies()
-                self.copies.prepare(flat)
+                self._late_copies().prepare(flat)
             while self.rescues and len(self._spares) < _ARENAS - 1:
                 self._spares.append(self._more(layout))
             for own in (arena, *self._spares):
                 own.prefault()
                 client.attach(own)
+
+    def _late_copies(self) -> DeviceCopies:
+        if self.copies is None:
+            from .device_copies import DeviceCopies  # not above: a state in host memory needs none
+
+            self.copies = DeviceCopies()
+        return self.copies
 
     @paused_gc()
     def keep(self, state: Mapping[Any, Any], client: WriterClient, storage: Storage, job: SaveJob) -> bool:
@@ -219,9 +228,8 @@ class Snapshotter:
             client.hold(storage, job, [content() for content in contents], arena)
             return SaveFuture(0)  # nobody waits for it
 
-        if device_copies.needed(flat.tensors):
-            self.copies = self.copies or device_copies.DeviceCopies()
-            self.copies.submit(flat, layout, arena, client, hand_over, lazy=False)
+        if any_on_device(flat.tensors):
+            self._late_copies().submit(flat, layout, arena, client, hand_over, lazy=False)
         else:
             stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
@@ -352,7 +360,7 @@ class Snapshotter:
         before, layout = self.layout, self._layout(flat)
         self._fit_memory(state, layout)
         self._put_together(flat, layout)
-        on_device = device_copies.needed(flat.tensors)
+        on_device = any_on_device(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
         windowed = bounded or aside
@@ -381,8 +389,7 @@ class Snapshotter:
             future = self._send_windows(flat, layout, client, hand_over)
         elif on_device:
             arena, blobs = self._turn_for_save(layout, client, job), [content() for content in contents]
-            self.copies = self.copies or device_copies.DeviceCopies()
-            future = self.copies.submit(
+            future = self._late_copies().submit(
                 flat,
                 layout,
                 arena,

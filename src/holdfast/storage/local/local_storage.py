@@ -32,9 +32,8 @@ from ..base import (
 )
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
-from .local_io import LocalReader, LocalReplacingWriter, LocalWriter, write_all
+from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
 from .ops import POSIX, Ops, errors_of, translate
-from .small_files import LocalBatch, flush_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
