@@ -346,8 +346,8 @@ class Progress:
                 self._remind(
                     f"the loop over {name!r} had been left after {position['batches']} batches of epoch {self.epoch} "
                     "when this checkpoint was saved, and goes on with the next one now. If the script begins the next "
-                    "epoch after such a `break`, these batches are more than the uninterrupted run has trained: save in "
-                    "the body over ck.batches(), or give it a loader of that length"
+                    "epoch after such a `break`, these batches are more than the uninterrupted run has trained: save "
+                    "in the body over ck.batches(), or give it a loader of that length"
                 )
             self._drawn[name] = int(batches.state_dict()["batches"])
             self._trained[name] = batches.samples, self._drawn[name]
