@@ -264,6 +264,7 @@ def test_a_batch_that_cannot_be_read_is_left_out_where_the_script_goes_on(worker
                     except OSError:
                         continue
                     seen.append(batch.tolist())
+                    assert ck.batch == batch[0] // 2, "counted in the whole epoch"
                     ck.step()
                     if ck.global_step == kill_at:
                         ck.wait()
