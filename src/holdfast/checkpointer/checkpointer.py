@@ -609,8 +609,9 @@ def _say_not_closed(of: weakref.ref[Checkpointer]) -> None:
     checkpointer = of()
     if checkpointer is None or not checkpointer._open or os.getpid() != checkpointer._owner:
         return
-    if checkpointer._course is not None:
-        checkpointer._course.say_left("the script has ended without ck.close()")
+    course = checkpointer._course
+    if course is not None and course.pace.snapshots is None:  # else the writer saves the last snapshot
+        course.say_left("the script has ended without ck.close()")
 
 
 def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
