@@ -55,6 +55,49 @@ def test_a_step_is_saved_where_the_next_batch_is_asked_for(tmp_path: Path) -> No
     assert [one.metrics["val"] for one in ck.checkpoints()] == [2, 1]
 
 
+@pytest.mark.parametrize("asks", ["report", "save"])
+def test_what_another_thread_asks_for_is_not_saved_in_the_middle_of_a_step(
+    tmp_path: Path, asks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A validation beside the loop: its metric is recorded, a save is made where the step under way has ended."""
+    state = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    keep = hf.Keep(last=9, best=9, metric="val")
+
+    def beside() -> None:
+        if asks == "report":
+            ck.report(val=1.0)
+        else:
+            ck.save()
+        ck.wait()
+
+    with hf.Checkpointer(tmp_path, state, every=None, keep=keep) as ck:
+        for _ in ck.batches(kit.loader(15)):
+            state["a"] += 1
+            if ck.global_step in (1, 3):
+                thread = threading.Thread(target=beside)
+                thread.start()
+                thread.join()
+            state["b"] += 1
+            ck.step()
+    assert [one.step for one in ck.checkpoints()] == ([5] if asks == "report" else [5, 4, 2])
+    for one in ck.checkpoints():
+        assert [hf.load(one)[name][0].item() for name in "ab"] == [one.step, one.step]
+    rows = [row["metrics"] for row in index_of(tmp_path).history() if row["step"] == 1]
+    assert rows == ([{"val": 1.0}] if asks == "report" else [])
+    assert caplog.text.count("in another thread than that of the steps") == (asks == "report")
+
+
+@pytest.mark.parametrize("how", ["exit", "no close", "error", "closed"])
+def test_steps_that_are_lost_without_an_error_are_said(tmp_path: Path, how: str) -> None:
+    """With status 0 nothing else tells: `sys.exit` in the body, and a script that forgets ``ck.close()``."""
+    ends = {"exit": "sys.exit(0)", "no close": "", "error": "raise KeyError('x')", "closed": "ck.close()"}
+    begin = "with ck:\n    ck.step(); ck.step(); " if how in ("exit", "error") else "ck.start(); ck.step(); ck.step(); "
+    body = f"import sys, holdfast as hf\nck = hf.Checkpointer(sys.argv[1], {{'n': 0}})\n{begin}{ends[how]}\n"
+    code, _, err = kit.finish(kit.start(body, tmp_path / "run"))
+    assert code == (1 if how == "error" else 0)
+    assert err.count("steps 1 to 2 are in no checkpoint") == (how in ("exit", "no close")), err
+
+
 def test_an_error_after_that_of_the_body_is_told_and_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -477,3 +477,14 @@ def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_pat
         one.wait_for_arena(stuck)
     stuck.set_exception(OSError("its own handle tells of it"))
     one.wait_for_arena(stuck)
+
+
+def test_what_the_state_has_no_place_for_is_refused_alone_too(tmp_path: Path) -> None:
+    """Nothing is missing and nothing is wrong: an entry that would be dropped is reason enough."""
+    hf.save(tmp_path / "one", {"w": torch.ones(2), "more": torch.ones(2)})
+    state = {"w": torch.zeros(2)}
+    with pytest.raises(hf.StateMismatchError, match="1 in the checkpoint but not in the state"):
+        hf.load(tmp_path / "one", state)
+    assert state["w"].sum() == 0
+    hf.load(tmp_path / "one", state, strict=False)
+    assert state["w"].sum() == 2

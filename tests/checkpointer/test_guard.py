@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -404,6 +405,30 @@ def test_a_rollback_of_a_start_afresh_says_that_the_next_one_begins_anew(
     said = capsys.readouterr().err
     assert "from before that step without resume='never', with it it begins anew (exit status 86)" in said
     assert "`holdfast run` starts it again" not in said
+
+
+def test_no_checkpoint_of_a_bad_step_is_the_best(tmp_path: Path) -> None:
+    """Weights of NaN may have the best metric: neither ``best``, nor retention, nor `holdfast ls` takes them for it."""
+    run, keep = tmp_path / "run", hf.Keep(last=1, best=1, metric="val")
+
+    def train(*, is_bad: bool) -> hf.Checkpointer:
+        with contextlib.suppress(SystemExit), hf.Checkpointer(
+            run, {"w": torch.zeros(2)}, every=1, keep=keep, guard=hf.Guard(metric="loss", patience=2)
+        ) as ck:  # fmt: skip
+            while ck.global_step < 7:
+                now = is_bad and ck.global_step >= 4
+                ck.step(loss=math.nan if now else 1.0)
+                ck.report(val=0.01 if now else {2: 0.4}.get(ck.global_step, 0.5))
+        return ck
+
+    ck = train(is_bad=True)
+    assert ck.best().step == 2
+    listed = json.loads(CliRunner().invoke(cli, ["ls", str(run), "--json"]).stdout)["checkpoints"]
+    assert [row["step"] for row in listed if "best" in row["marks"]] == [2]
+    ck = train(is_bad=False)
+    assert ck.best().step == 2
+    assert {2, 7} <= {one.step for one in ck.checkpoints()}
+    assert all(one.manifest.attempt == 2 for one in ck.checkpoints() if one.step > 4), "the bad ones had to go"
 
 
 def test_a_fresh_start_each_time_is_refused_where_each_death_starts_again(

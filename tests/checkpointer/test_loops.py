@@ -238,6 +238,124 @@ def test_a_stream_left_for_an_evaluation_goes_on_where_it_was(one_shot: bool, ca
     assert caplog.text.count("batches again to get back to the position") == 1
 
 
+class Unreadable(kit.Ids):
+    """Has one sample that cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if int(index) == 4:
+            raise OSError("cannot read sample 4")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_cannot_be_read_is_left_out_where_the_script_goes_on(workers: int, tmp_path: Path) -> None:
+    """As with the loader itself: the next batch comes next, no epoch ends early, and a resume goes on behind it."""
+
+    def life(kill_at: int) -> list[list[int]]:
+        seen: list[list[int]] = []
+        with contextlib.suppress(Killed), hf.Checkpointer(tmp_path / "run", {"n": 0}, every=1) as ck:
+            for _ in ck.epochs(2):
+                batches = iter(ck.batches(DataLoader(Unreadable(12), batch_size=2, num_workers=workers)))
+                while True:
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        break
+                    except OSError:
+                        continue
+                    seen.append(batch.tolist())
+                    assert ck.batch == batch[0] // 2, "counted in the whole epoch"
+                    ck.step()
+                    if ck.global_step == kill_at:
+                        ck.wait()
+                        raise Killed
+        return seen
+
+    epoch = [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+    assert life(3) == epoch[:3]
+    assert life(0) == epoch[3:] + epoch
+
+
+def test_data_that_fail_for_ever_are_not_asked_for_ever(tmp_path: Path) -> None:
+    """A script that catches all errors of its data would spin: the second failure at one place is another error."""
+
+    class Broken(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Any:
+            yield from (0, 1, 2)
+            raise OSError("no more indices")
+
+        def __len__(self) -> int:
+            return 12
+
+    failures = 0
+    with pytest.raises(hf.SessionError, match="cannot be gone on with"), hf.Checkpointer(tmp_path, {"n": 0}) as ck:
+        batches = iter(ck.batches(DataLoader(kit.Ids(12), sampler=Broken(), batch_size=1)))
+        while True:
+            try:
+                next(batches)
+            except OSError:
+                failures += 1
+                continue
+            ck.step()
+    assert failures == 1
+
+
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_batches_in_flight_at_the_end_of_the_data_are_trained_once(tmp_path: Path, per_step: int) -> None:
+    """With ``ahead=3`` the last steps draw nothing any more: each moves the position on, up to the end."""
+
+    def life(path: Path, kill_at: int) -> list[int]:
+        seen: list[int] = []
+        with contextlib.suppress(Killed), hf.Checkpointer(path, {"n": 0}, every=1) as ck:
+            for _ in ck.epochs(1):
+                batches = iter(ck.batches(kit.loader(8, batch_size=1), ahead=3 * per_step))
+
+                def drawn(num: int, batches: Any = batches) -> list[torch.Tensor]:
+                    return [batch for _ in range(num) if (batch := next(batches, None)) is not None]
+
+                flight = drawn(3 * per_step)
+                while flight:
+                    now, flight = flight[:per_step], flight[per_step:] + drawn(per_step)
+                    seen += [batch.item() for batch in now]
+                    ck.step()
+                    if ck.global_step == kill_at:
+                        ck.wait()
+                        raise Killed
+        return seen
+
+    whole = life(tmp_path / "whole", 0)
+    assert len(whole) == 8
+    for kill_at in range(4 // per_step, 8 // per_step + 1):
+        seen = life(tmp_path / f"killed-{kill_at}", kill_at)
+        assert [*seen, *life(tmp_path / f"killed-{kill_at}", 0)] == whole
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_pass_that_was_left_before_a_save_is_said_to_go_on(
+    tmp_path: Path, in_order: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Epochs of three batches by `break`: a start from a save behind them draws more. Not so at the end of a run."""
+
+    def life(num_epochs: int, kill: bool) -> None:
+        with contextlib.suppress(Killed), hf.Checkpointer(tmp_path / "run", {"n": 0}, every=None) as ck:
+            for _ in ck.epochs(num_epochs):
+                for index, _ in ck.enumerate(kit.loader(24)):
+                    ck.step()
+                    if index >= 2:
+                        break
+                if kill:
+                    ck.save()
+                    ck.wait()
+                    raise Killed
+                if in_order:
+                    return
+
+    life(1, kill=not in_order)
+    assert not caplog.records
+    life(2, kill=False)
+    assert caplog.text.count("had been left after 3 batches of epoch 0") == (not in_order)
+
+
 def test_a_stream_that_fails_is_read_from_its_begin_again() -> None:
     """An error of the stream that the script catches loses nothing: what was trained is drawn again and dropped."""
     seen, failures = [], iter([True, False])

@@ -162,6 +162,24 @@ def test_children_end_as_they_would_without_us(mode: str, tmp_path: Path) -> Non
     assert ("the worker is dead" in out) == (mode == "worker")
 
 
+@pytest.mark.parametrize("asks", ["report", "save"])
+def test_a_signal_before_a_save_that_is_asked_for_stops_in_order(tmp_path: Path, asks: str) -> None:
+    """In the evaluation behind an epoch whose metric ranks checkpoints, and before a save within the body."""
+    keep = hf.Keep(last=1, best=1, metric="val") if asks == "report" else None
+    with pytest.raises(SystemExit) as stop, hf.Checkpointer(tmp_path, {"n": 0}, every=100, keep=keep) as ck:
+        for epoch in ck.epochs(5):
+            for _ in ck.batches(kit.loader()):
+                ck.step()
+                if asks == "save" and ck.global_step == 6:
+                    ck.save()
+                    signal.raise_signal(signal.SIGTERM)
+            if asks == "report" and epoch == 1:
+                signal.raise_signal(signal.SIGTERM)
+                ck.report(val=0.5)
+    assert stop.value.code == 85
+    assert kit.steps(tmp_path) == [8 if asks == "report" else 6]
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_after_a_second_ctrl_c_an_end_that_fails_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool

@@ -358,3 +358,17 @@ def test_what_was_set_aside_is_not_tried_again() -> None:
     assert (found, tried) == ((1, [("b", "it does not load")]), [2, 1])
     with pytest.raises(CorruptCheckpointError, match=r"2 checkpoint\(s\)"):
         newest_good(candidates[:2], check, bad={"c": "rot"}, where="run", advice="start anew")
+
+
+def test_a_checkpoint_that_was_moved_and_linked_costs_itself_alone(tmp_path) -> None:
+    """Links are not followed, for they could lead anywhere: it is set aside and named, and the run goes on."""
+    storage = LocalStorage(tmp_path / "run")
+    catalog = begin(storage)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    (tmp_path / "run" / "step_0001").rename(tmp_path / "old")
+    (tmp_path / "run" / "step_0001").symlink_to(tmp_path / "old")
+    again = Catalog(storage)
+    assert [record.step for record in again.records()] == [3, 2]
+    assert "a part of the path is a symbolic link" in again.bad()["step_0001"]
+    assert again.latest().step == 3

@@ -48,6 +48,12 @@ def test_the_order_of_discovery_does_not_matter(given_sizes, rng):
     assert first == second
 
 
+def test_one_large_tensor_is_balanced_by_many_small_ones():
+    """By bytes, not by number: a rank that has the embedding gets nothing else until the others have as much."""
+    owners = divide([f"t{number}" for number in range(101)], [100] + [1] * 100, 2)
+    assert sum(owner == owners[0] for owner in owners) == 1
+
+
 def test_division_is_nearly_linear():
     """Eight times the tensors take nowhere near 64 times as long."""
 

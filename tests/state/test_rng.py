@@ -274,3 +274,12 @@ def test_words_of_a_generator_have_a_plain_dtype(name):
     """Anything else would go to the parser of NumPy, which raises what it likes."""
     with pytest.raises(ValueError, match="no dtype of a generator"):
         rng._arrays({"state": {"dtype": name, "data": b"12345678"}})
+
+
+def test_generators_in_a_state_go_back_with_it(tmp_path):
+    """`hf.RNG` as an entry: the same numbers come after a load as after the save."""
+    hf.save(tmp_path / "one", {"n": 1, "rng": hf.RNG})
+    first = (torch.rand(3), random.random(), np.random.rand())
+    hf.load(tmp_path / "one", {"n": 0, "rng": hf.RNG})
+    assert torch.equal(torch.rand(3), first[0])
+    assert (random.random(), np.random.rand()) == first[1:]

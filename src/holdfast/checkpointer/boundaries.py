@@ -80,6 +80,7 @@ class StepBoundary:
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
         self._said_long = False  # that a body had too many of them
+        self._said_elsewhere = False  # that another thread has asked for a save
         self._said_saved = False  # that `save_now` has found nothing to do
         self._per_body = 1  # steps in the last body that had any
         self._step_s = 0.0
@@ -142,7 +143,8 @@ class StepBoundary:
             self._bound()
 
     def _bound(self) -> None:
-        is_new, self._open, self._early = self._open or not self._wanted, False, False
+        is_new, is_wanted = self._open or not self._wanted, self._wanted
+        self._open = self._wanted = self._early = False  # a stop saves, and comes here again
         now, session = time.monotonic(), self._session
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
@@ -150,8 +152,7 @@ class StepBoundary:
             self.attend(now, self._step_s)
         elif session.unsettled:
             session.glance()
-        if self._wanted or self._progress.step in self.saves_at:
-            self._wanted = False
+        if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
         if self.pace.keeps(now):
             self._keep_snapshot()
@@ -194,6 +195,8 @@ class StepBoundary:
         """Save the current step: now, or at its boundary if that is still to come."""
         if self._open or self._progress.after_pass:
             self._wanted = True
+        elif self._progress.is_elsewhere:
+            self._want_from_elsewhere(metrics)
         elif not metrics and self._before_step:
             # The weights may be those of the step that ck.step() has yet to count: it is saved, when it is over.
             self._wanted = self._early = True
@@ -201,6 +204,18 @@ class StepBoundary:
             if self._before_step:
                 self._progress.remind_of_order()
             self.save(force=True)
+
+    def _want_from_elsewhere(self, metrics: Mapping[str, Any]) -> None:
+        """Another thread than the loop's asks: the loop may be in the middle of its next step, which nobody saves."""
+        if not metrics:
+            self._wanted = self._early = True
+        elif not self._said_elsewhere:
+            self._said_elsewhere = True
+            _LOG.warning(
+                "ck.report() or ck.save() with metrics in another thread than that of the steps: the metrics of step "
+                "%d are recorded, and it is not saved for them, for the next step may be under way. Call it in the "
+                "loop after ck.step(), or evaluate a checkpoint (ck.latest(), holdfast.follow)", self._progress.step,
+            )  # fmt: skip
 
     @property
     def _before_step(self) -> bool:
@@ -346,7 +361,7 @@ class StepBoundary:
         """
         self._early = False
         is_over = not self._progress.in_body or self._num_open >= self._per_body
-        if self._wanted or (self._open and is_over):
+        if (self._wanted or (self._open and is_over)) and not self._progress.is_elsewhere:
             self._bound()
         session = self._session
         self.log.flush(self._progress.step)
@@ -468,8 +483,13 @@ class StepBoundary:
         finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
 
-    def end_after(self, reason: str) -> None:
-        """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised."""
+    def end_after(self, reason: str, *, is_silent: bool = False) -> None:
+        """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised.
+
+        Args:
+            reason: why it was left.
+            is_silent: nobody else will say that steps were lost.
+        """
         session = self._session
         session.life.leaves()
 
@@ -482,6 +502,9 @@ class StepBoundary:
                 self.rescues_later = session.team is not None
                 if name is not None:
                     _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
+                    return
+            if is_silent and not self.rescues_later and not self._stopped:
+                self.say_left(reason)
 
         def end() -> None:
             why = f"the guard: {self.left_for}" if self.left_for else reason
@@ -495,6 +518,13 @@ class StepBoundary:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
                 self.log.complain(late)
+
+    def say_left(self, how: str) -> None:
+        """Say which steps are in no checkpoint, where the body was not left in order."""
+        step, safe = self._progress.step, max(0, self._session.stats.last_durable_step)
+        if self._session.leads and step > safe:
+            steps = f"steps {safe + 1} to {step} are" if step > safe + 1 else f"step {step} is"
+            _LOG.warning("the run was left (%s): %s in no checkpoint", how, steps)
 
     def _last_details(self) -> dict[str, Any]:
         return {"last_step": self._progress.step, **self.pace.stop_details()}

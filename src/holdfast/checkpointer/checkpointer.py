@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
@@ -232,6 +234,7 @@ class Checkpointer:
             >>> ck.step()
             >>> ck.close()
         """
+        atexit.register(_say_not_closed, weakref.ref(self))
         return self.__enter__()
 
     def close(self) -> None:
@@ -260,7 +263,7 @@ class Checkpointer:
             if kind is None:
                 self._leave_in_order(session, course)
             if (kind is not None or course.left_for) and not self._signals.impatient:
-                course.end_after(reason)
+                course.end_after(reason, is_silent=isinstance(error, SystemExit) and not error.code)
         finally:
             self._signals.remove()
             course.close()
@@ -286,6 +289,7 @@ class Checkpointer:
     def _leave_in_order(self, session: RunSession, course: StepBoundary) -> None:
         """Make what is durable of a body that has ended by itself; of one that a guard has stopped nothing."""
         try:
+            self._progress.leaves()
             with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised at the very end
                 course.boundary()
                 course.judge_rest(alone=True)
@@ -616,6 +620,16 @@ class Checkpointer:
             f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
             "which alone saves it: call ck there, or holdfast.save(path, state) here"
         )
+
+
+def _say_not_closed(of: weakref.ref[Checkpointer]) -> None:
+    """Say at the end of the interpreter that a run was entered by `start` and not left."""
+    checkpointer = of()
+    if checkpointer is None or not checkpointer._open or os.getpid() != checkpointer._owner:
+        return
+    course = checkpointer._course
+    if course is not None and course.pace.snapshots is None:  # else the writer saves the last snapshot
+        course.say_left("the script has ended without ck.close()")
 
 
 def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:

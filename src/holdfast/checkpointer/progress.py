@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast._log import get_logger
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, SessionError
 from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
@@ -73,8 +73,12 @@ class Progress:
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
         self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: 1 + the number of batches drawn ahead
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
+        self._failures: dict[str, int] = {}  # where a loader has failed last in this pass
+        self._left: set[str] = set()  # loaders whose loop was left in this epoch, and is not gone on with
+        self._reopened: set[str] = set()  # loaders whose pass was gone on with in this epoch
         self._by_epochs = self.used_epochs = False
         self._body, self._body_thread = "", _NOBODY
+        self._stepper: threading.Thread | None = None  # has made the last step
         self._index = 0
         self._draws: dict[str, list[int]] = {}  # of each pass: batches at its start, before its first step, its second
         self.num_drawn = self.num_steps = self.num_passes = 0
@@ -95,6 +99,9 @@ class Progress:
         self.step += 1
         self.num_steps += 1
         self.epoch_steps += 1
+        self._stepper = threading.current_thread()
+        for name, marks in self._marks.items():
+            self._move_up(name, marks)
         if self.judge is not None:
             self.place = tuple(
                 BatchSpan(name, self.epoch, self._trained[name][1], marks[0][1])
@@ -126,6 +133,14 @@ class Progress:
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
             )
+
+    def _move_up(self, name: str, marks: deque[tuple[int, int]]) -> None:
+        """Where no batch is left to be drawn, let a step go on to those that were drawn ahead."""
+        if len(marks) > 1 and self._live[name].done:
+            begin, *drawn = self._draws[name]
+            first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
+            for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
+                marks.popleft()
 
     @property
     def samples(self) -> int:
@@ -325,7 +340,17 @@ class Progress:
             self._remind_of_epochs()
         self.ledger.opened(loader, name, batches, position)
         self.num_passes += 1
-        if before is None:
+        self._left.discard(name)
+        if before is not None:
+            self._reopened.add(name)
+        else:
+            if position is not None and position.get("left") and position["epoch"] == self.epoch:
+                self._remind(
+                    f"the loop over {name!r} had been left after {position['batches']} batches of epoch {self.epoch} "
+                    "when this checkpoint was saved, and goes on with the next one now. If the script begins the next "
+                    "epoch after such a `break`, these batches are more than the uninterrupted run has trained: save "
+                    "in the body over ck.batches(), or give it a loader of that length"
+                )
             self._drawn[name] = int(batches.state_dict()["batches"])
             self._trained[name] = batches.samples, self._drawn[name]
         self._marks[name] = deque([self._trained[name]], maxlen=ahead + 1)
@@ -371,26 +396,53 @@ class Progress:
             self._trained[name] = after
         return True
 
+    def failed(self, name: str, error: Exception) -> None:
+        """Note that a batch of ``name`` could not be drawn; one that the loader leaves behind counts as drawn.
+
+        Raises:
+            SessionError: nothing was drawn since it failed before: a script that catches the error would try for ever.
+        """
+        at, before = self._live[name].batches, self._failures.get(name)
+        self._drawn[name] = at
+        self._failures[name] = at
+        if before == at:
+            raise SessionError(
+                f"the data of {name!r} fail at batch {at} of epoch {self.epoch} whenever they are asked for it "
+                f"({type(error).__name__}: {error}), and cannot be gone on with behind it: mend them, or leave out in "
+                "the data set what cannot be read"
+            ) from error
+
     def exhausted(self, name: str, loader: Any) -> None:
-        """Note that ``name`` has no more batches: what was drawn ahead moves up.
+        """Note that ``name`` has no more batches.
 
         Raises:
             StateMismatchError: the epoch has more of them, see `DataLedger`.
         """
         self.ledger.ended(loader, name, self._live[name], index=self._drawn[name], step=self.step)
-        self._marks[name].append((self._live[name].samples, self._drawn[name]))
         self._index = self._drawn[name] if self._by_epochs else 0
         self.left_body(name)
 
     def left_body(self, name: str) -> None:
-        """Note that the loop over ``name`` was left."""
+        """Note that the loop over ``name`` has no body any more."""
         if self._body == name:
             self._body, self._body_thread = "", _NOBODY
+
+    def broke_off(self, name: str) -> None:
+        """Note that the loop over ``name`` was left by a `break`: steps after it are boundaries of their own."""
+        if name in self._live and name not in self._reopened:  # else each batch has a loop of its own: `next(iter())`
+            self._left.add(name)
+        self.left_body(name)
 
     @property
     def in_body(self) -> bool:
         """True within the body of a loop over batches that this thread has drawn."""
         return self._body_thread == threading.get_ident()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in another thread than the one that makes the steps, as long as that may make more."""
+        stepper = self._stepper
+        return stepper is not None and stepper is not threading.current_thread() and stepper.is_alive()
 
     @property
     def after_pass(self) -> bool:
@@ -414,6 +466,10 @@ class Progress:
                 rank=self._rank, world_size=self._world_size, split=split, remarks=False,
             )
         )  # fmt: skip
+
+    def leaves(self) -> None:
+        """Note that the run is left in order: whoever asks for more steps goes on with an epoch that was broken off."""
+        self._left.clear()
 
     def finish(self, *, is_saved: bool) -> None:
         """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn.
@@ -456,7 +512,8 @@ class Progress:
         batches = self._live[name]
         trained = self._trained[name]
         is_behind = batches.kind != "stateful" and trained != (batches.samples, batches.batches)
-        return batches.state_dict(at=trained if is_behind else None)
+        left = {"left": True} if name in self._left and not batches.done else {}
+        return {**batches.state_dict(at=trained if is_behind else None), **left}
 
     def remind_at_end(self, *, was_finished: bool) -> None:
         """Say, where the body ends, what was not counted, and what a loop that asks at its bottom did too much.
@@ -511,6 +568,7 @@ class Progress:
         self._live, self._drawn, self._trained, self._marks, self._draws = {}, {}, {}, {}, {}
         self._body, self._body_thread = "", _NOBODY
         self._late_steps = 0
+        self._left, self._reopened, self._failures = set(), set(), {}
 
     def _next_epoch(self) -> None:
         # What was yielded and never trained at the end of an epoch (gradients not stepped) is over with it.
@@ -604,13 +662,17 @@ class Batches:
             self._ended = True
             progress.exhausted(name, self._loader)
             raise
+        except BaseException as error:  # whoever catches it and asks again gets what comes behind it
+            self._drawn = None
+            if isinstance(error, Exception):
+                progress.failed(name, error)
+            raise
         progress.drew(name, self._loader, batch)
         return batch
 
     def __del__(self) -> None:
-        # A loop that was left by `break` has no body any more: steps after it are boundaries of their own.
         if self._drawn is not None and not self._ended:
-            self._progress.left_body(self._name)
+            self._progress.broke_off(self._name)
 
 
 class NumberedBatches:

@@ -73,8 +73,8 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
     good = catalog.records()
-    best, newest, bad_steps = best_of(good, metric, mode), catalog.newest_sound(), catalog.bad_steps()
-    rows = [_row(storage, record, "ok", newest=record == newest, best=record is best) for record in good]
+    best, newest, bad_steps = best_of(catalog.sound(), metric, mode), catalog.newest_sound(), catalog.bad_steps()
+    rows = [_row(storage, record, "ok", newest=record == newest, best=record == best) for record in good]
     for row in rows:
         if row["name"] in bad_steps:
             row["bad_step"] = bad_steps[row["name"]]
@@ -266,7 +266,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         return {**head, "state": "unreadable", "reason": str(error), "metrics": {}}
     index, records = catalog.index, catalog.records()
     metric, mode = ranking(index.keep, metric, mode)
-    best = best_of(records, metric, mode)
+    best = best_of(catalog.sound(), metric, mode)
     newest = catalog.newest_sound()
     current = index.current
     where = state.text if state.is_live else None

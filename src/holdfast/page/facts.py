@@ -191,7 +191,7 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
     drawn, said = curves(live, _CURVE_OF_RUN)
     records = catalog.records()
     ranking = _ranking(catalog.index.keep)
-    best = best_of(records, ranking.get("metric"), ranking.get("mode", "min"))
+    best = best_of(catalog.sound(), ranking.get("metric"), ranking.get("mode", "min"))
     made = saves(history.events, records)
     attempts = attempt_rows(history, made)
     source = attempts[0]["from_name"] if attempts else None
@@ -248,7 +248,7 @@ def _checkpoints(
     """Describe all checkpoints, newest first: good ones with why they are kept, bad ones, and deleted ones."""
     keep = catalog.index.keep
     ranking = _ranking(keep)
-    best = best_of(good, ranking.get("metric"), ranking.get("mode", "min"))
+    best = best_of(catalog.sound(), ranking.get("metric"), ranking.get("mode", "min"))
     why = {verdict.name: verdict.why for verdict in decide(stored_keep(keep), good)}
     details = _details(catalog.storage, good)
     for name, verified in read_verified(catalog.storage, catalog.found()).items():
@@ -257,7 +257,7 @@ def _checkpoints(
     newest, bad_steps = catalog.newest_sound(), catalog.bad_steps()
     rows = []
     for record in good:
-        marks = {"newest": record == newest, "best": record is best, "pinned": record.pinned}
+        marks = {"newest": record == newest, "best": record == best, "pinned": record.pinned}
         marks |= {"resumed from": record.resumed_from, "bad step": record.name in bad_steps}
         names = [name for name, on in marks.items() if on]
         about = {"state": "ok", "why": why.get(record.name, ""), "marks": names, "details": details.get(record.name)}

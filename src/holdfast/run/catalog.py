@@ -71,6 +71,7 @@ class Catalog(RunView):
         self._standing: tuple[Keep, RetentionIndex] | None = None
         self._touched = self.index.rows.watch()
         self._unusable: Set[str] = frozenset()
+        self._bad: Set[str] = frozenset()
         self._held: str | None = None
         self._unlisted = 0
 
@@ -134,21 +135,26 @@ class Catalog(RunView):
     def _stand(self, keep: Keep) -> RetentionIndex:
         """Return the rules' view of the checkpoints, brought up to date."""
         unusable = self.index.quarantined.keys() | self.corrupt.keys()
+        bad = self.bad_steps().keys() if keep.best is not None else frozenset[str]()  # no checkpoint is best by these
         resumed = self._resumed
         held = {name for name in (resumed, self._held) if name is not None}
-        names = self._touched | (unusable ^ self._unusable) | held
+        names = self._touched | (unusable ^ self._unusable) | (bad ^ self._bad) | held
+
+        def judged(record: Record) -> Record:
+            return replace(record, metrics={}) if record.name in bad else record
+
         if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
-            self._standing = keep, RetentionIndex(keep, self.records())
+            self._standing = keep, RetentionIndex(keep, map(judged, self.records()))
             names = self._touched  # a row that cannot be unpacked has been replaced by now
         standing = self._standing[1]
         for name in sorted(names):
             record = None if name in unusable else self._known(name)
             if record is not None:
-                standing.put(record)
+                standing.put(judged(record))
             else:
                 standing.drop(name)
         self._touched.clear()
-        self._unusable, self._held = unusable, resumed
+        self._unusable, self._bad, self._held = unusable, bad, resumed
         return standing
 
     def _lists_now(self) -> bool:

@@ -8,6 +8,7 @@ nor is a *guest*, a copy that somebody made by hand: its manifest has another na
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -175,6 +176,11 @@ class RunView:
         """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
         return bad_steps(self._to_judge(), self.index.notes)
 
+    def sound(self) -> list[Record]:
+        """Return the checkpoints, newest first, without those that hold a bad step."""
+        bad = self.bad_steps()
+        return [record for record in self.records() if record.name not in bad]
+
     def passed_over(self, taken: str | None) -> str:
         """Say which checkpoints newer than ``taken`` are not, for what the guard has found; "" if there are none."""
         names = self._order()
@@ -255,10 +261,10 @@ class RunView:
         return next((candidate.record for candidate in self.candidates()), None)
 
     def best(self, metric: str, mode: str = "min") -> Record | None:
-        """Return the best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
+        """Return the best existing checkpoint by ``metric`` that holds no bad step; None where none has a number."""
         from .retention import is_number, rank  # not above: a start ranks nothing
 
-        for record in rank(self.records(), metric, mode):
+        for record in rank(self.sound(), metric, mode):
             if not is_number(metric_value(record.metrics, metric)):
                 return None
             if self._still_there(record.name):
@@ -475,11 +481,15 @@ class RunView:
         """Read the record of a checkpoint; only its manifest if it is of another run or void; or the error."""
         try:
             manifest = self._manifest(name)
+            if not self._is_mine(name, manifest) or self.is_void(name, manifest):
+                return manifest
+            return self._record(name, manifest)
         except CheckpointError as error:
             return error
-        if not self._is_mine(name, manifest) or self.is_void(name, manifest):
-            return manifest
-        return self._record(name, manifest)
+        except StorageError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            return CorruptCheckpointError(f"{name}: {error}")  # moved elsewhere by hand, and linked: one, not the run
 
 
 def _judged(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:

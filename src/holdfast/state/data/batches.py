@@ -269,21 +269,29 @@ class ResumableBatches:
             with generators_kept():
                 iterator = iter(loader)
             while True:
-                with guard():
-                    batch = next(iterator, _END)
+                try:
+                    with guard():
+                        batch = next(iterator, _END)
+                except Exception:
+                    if sizes:  # else the sampler has failed: whoever goes on leaves this batch out
+                        self._count(*sizes.popleft(), order)
+                    raise
                 if batch is _END:
                     break
-                size, self._indices, prefix = sizes.popleft()
-                self._samples += size * order.replicas
-                if prefix:
-                    self._prefixes[self._samples] = prefix
-                    if len(self._prefixes) > _NUM_PREFIXES:
-                        del self._prefixes[next(iter(self._prefixes))]
-                self._batches += 1
+                self._count(*sizes.popleft(), order)
                 yield batch
         finally:
             keys.close()  # persistent workers hold on to it, and it to the loader
         self._done = True
+
+    def _count(self, size: int, indices: int, prefix: int, order: MapOrder) -> None:
+        self._indices = indices
+        self._samples += size * order.replicas
+        if prefix:
+            self._prefixes[self._samples] = prefix
+            if len(self._prefixes) > _NUM_PREFIXES:
+                del self._prefixes[next(iter(self._prefixes))]
+        self._batches += 1
 
     def _keys(self, order: MapOrder, sizes: deque[tuple[int, int, int]]) -> Generator[Any]:
         drawn = order.batches(self._samples, seeded=self._seed_samples)
