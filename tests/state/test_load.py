@@ -50,7 +50,14 @@ def test_only_and_skip_with_into(saved):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"only": "modle"}, {"only": ["model", "optimiser/*"]}, {"rename": {"backbone.*": "model.*"}}]
+    "arguments",
+    [
+        {"only": "modle"},
+        {"only": ["model", "optimiser/*"]},
+        {"rename": {"backbone.*": "model.*"}},
+        {"skip": ["optimizer", "optimzer"]},
+        {"skip": ["optimizer", "optimizer/param_groups/0/lr"]},
+    ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(saved, arguments):
     """A misspelt name would load nothing and say nothing: it is an error that says what there is."""
@@ -59,6 +66,19 @@ def test_a_pattern_that_matches_nothing_is_refused(saved, arguments):
         hf.load(place, **arguments)
     with pytest.raises(hf.ConfigError, match=r"it holds .*model"):
         hf.load(place, {"model": model}, **arguments)
+
+
+def test_skip_may_name_what_only_the_state_has(saved):
+    """A pattern of `skip` is of use if it leaves something of the live state out, or would if that had any state."""
+    place, model = saved
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": plain, "list": [torch.ones(1), 4]})
+    live = {"model": net(1), "new": torch.nn.Linear(2, 2), "list": [torch.ones(1), 5]}
+    optimizer = torch.optim.SGD(live["model"].parameters(), lr=0.1)
+    skip = ["new", "list/1", "optimizer/state/model/0.*"]
+    assert hf.load(place, {**live, "optimizer": optimizer}, skip=skip)["list"][1] == 5
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def three_layers(seed):

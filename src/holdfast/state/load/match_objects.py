@@ -256,20 +256,21 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
     for group, row in zip(live.param_groups, rows, strict=True):
         for param, name in zip(group["params"], row, strict=True):
+            where = f"{path}/state/{name}"
+            is_wanted = plan.takes(where)
             if name in known:
-                where = f"{path}/state/{name}"
                 have, state = live.state.get(param, {}), states.get(name, {})
                 if flaw := _of_another_shape(plan, param, have, state, where, stored_name.get(name, name)):
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
                 fresh[param] = _match_state(plan, have, state, where, new)
-            elif not plan.takes(f"{path}/state/{name}"):
+            elif not is_wanted:
                 continue
-            elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
-                plan.not_restored.append((f"{path}/state/{name}", "a parameter the checkpoint does not have"))
+            elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
+                plan.not_restored.append((where, "a parameter the checkpoint does not have"))
             else:
-                plan.problems.missing.append(f"{path}/state/{name}")
+                plan.problems.missing.append(where)
     others = _match_others(plan, live, saved.state.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
     _unused(plan, known - {name for row in rows for name in row}, path)
     if plan.takes(f"{path}/param_groups"):
