@@ -17,7 +17,7 @@ from torch import nn
 from ..tree import arrays, objects, rng
 from ..tree.names import parameter_names
 from ..tree.objects import ask_in_order, state_of
-from ..tree.optimizers import is_plain
+from ..tree.optimizers import is_plain, live_names, to_positions
 from ..tree.sharded import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
@@ -210,6 +210,8 @@ class Matcher(MatchPlan):
             return live
         # A dict: the caller saved the result of the object's state_dict().
         content = saved.state if isinstance(saved, ObjectNode) else saved
+        if isinstance(saved, ObjectNode) and saved.kind == "optimizer" and isinstance(live, torch.optim.Optimizer):
+            content = to_positions(content, live_names(live, self.parameter_names))
         if not metric and spread_types():
             _place_alike(self, content, state_of(live, self._asked, path))
         state = self.fresh(content, path)

@@ -21,7 +21,7 @@ from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
 from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import OTHER_STATE, apply_groups, empty_beside, live_names, state_device
+from ..tree.optimizers import OTHER_STATE, apply_groups, by_param_name, empty_beside, live_names, state_device
 from ..tree.sharded import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
@@ -237,7 +237,9 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if not _wanted(plan, rows, path):
         return live
     if isinstance(saved, Mapping):
-        saved = _from_positions(saved, rows, type(live).__name__)
+        saved = _from_positions(saved, live, rows, type(live).__name__)
+    elif isinstance(saved, ObjectNode) and saved.kind == "object" and isinstance(saved.state, Mapping):
+        saved = _from_positions(saved.state, live, rows, saved.type)  # it had hooks for its state_dict
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
         kind = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
         plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {kind} in the checkpoint")
@@ -248,7 +250,11 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
             f"skip=[{path!r}] to start it afresh"
         )
         return live
-    rename = plan.selection.renamed
+    by_name = _by_param_name(saved.state["param_groups"], live, rows)
+
+    def rename(name: str) -> str:
+        return plan.selection.renamed(by_name.get(name, name))
+
     states = {rename(name): state for name, state in saved.state["state"].items()}
     stored_name = {rename(name): name for name in saved.state["state"]}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
@@ -327,11 +333,22 @@ def _wanted(plan: MatchPlan, rows: list[list[str]], path: str) -> bool:
     return any(takes(f"{path}/state/{name}") for row in rows for name in row)
 
 
-def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) -> Any:
+def _by_param_name(groups: Sequence[Mapping[str, Any]], live: Optimizer, rows: list[list[str]]) -> dict[str, str]:
+    """Return the live names of stored parameters for which their position alone speaks on one of the two sides.
+
+    Torch keeps names of its own if the optimizer was made with ``named_parameters``; empty if one side has none.
+    """
+    mine = by_param_name(live.param_groups, rows)
+    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    found = ((stored, mine.get(name, name)) for name, stored in theirs.items())
+    return {stored: now for stored, now in found if stored.startswith("param.") or now.startswith("param.")}
+
+
+def _from_positions(saved: Mapping[Any, Any], live: Optimizer, rows: list[list[str]], kind: str) -> Any:
     """Turn the dict of torch's own ``state_dict`` into a stored optimizer; unchanged if the parameters are not as many.
 
-    Takes the dict of ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or
-    positions as text.
+    Names that torch keeps on both sides (``param_names``) count more than positions. Takes the dict of
+    ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or positions as text.
     """
     groups, states, others = saved.get("param_groups"), saved.get("state", {}), saved.get(OTHER_STATE, {})
     if not (isinstance(groups, list) and isinstance(states, Mapping) and isinstance(others, Mapping)):
@@ -339,8 +356,10 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
     keys = [key for group in groups for key in group["params"]]
     names = [name for row in rows for name in row]
     name_of: dict[Any, str]
-    if all(type(key) is int for key in keys) and len(keys) == len(names):
-        name_of = dict(zip(keys, names, strict=True))
+    mine = by_param_name(live.param_groups, rows)
+    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    if all(type(key) is int for key in keys) and (theirs or len(keys) == len(names)):
+        name_of = {key: mine.get(name, name) for name, key in theirs.items()} or dict(zip(keys, names, strict=True))
         name_of.update({str(key): name for key, name in name_of.items()})
     elif all(type(key) is str for key in keys):
         short = {name.rpartition("/")[2]: name for name in names}
