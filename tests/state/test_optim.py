@@ -313,6 +313,29 @@ def test_state_dict_of_an_optimizer_loads_into_the_optimizer():
     same_future(model, optimizer, other, again)
 
 
+@pytest.mark.parametrize(
+    "place_in",
+    [lambda a, b: {"gan/d": a, "gan": {"d": b}}, lambda a, b: {"m": {0: a, "0": b}}],
+    ids=["slash", "number and text"],
+)
+def test_two_parameters_that_would_have_one_name_are_refused(place_in):
+    """The state of one of them would take the place of that of the other: at a save, and at a load of such a state."""
+
+    def state(optimized):
+        pair = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+        optimizer = torch.optim.SGD([part.weight for part in pair[:optimized]], lr=0.1, momentum=0.9)
+        return {**place_in(*pair), "optimizer": optimizer}
+
+    place = memory_uri()
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['optimizer'\]: two parameters are called '.*/weight'"):
+        hf.save(place, state(2))
+    assert "optimizer" not in hf.save(place, state(2), unsupported="drop").keys()  # noqa: SIM118 - no mapping
+    hf.save(place, state(1), overwrite=True)
+    with pytest.raises(hf.StateMismatchError, match="two parameters are called"):
+        hf.load(place, state(2))
+    hf.load(place, state(1))
+
+
 def momentum_of(model, order):
     """Make an optimizer that knows names, with parameters in ``order``; each momentum is the number in the model."""
     named = list(model.named_parameters())

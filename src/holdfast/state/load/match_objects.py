@@ -21,7 +21,15 @@ from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
 from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import OTHER_STATE, apply_groups, by_param_name, empty_beside, live_names, state_device
+from ..tree.optimizers import (
+    OTHER_STATE,
+    apply_groups,
+    by_param_name,
+    empty_beside,
+    live_names,
+    shared_names,
+    state_device,
+)
 from ..tree.sharded import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
@@ -249,6 +257,9 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
             f"{path}: optimizer {type(live).__name__} in the state, {saved.type} in the checkpoint: load with "
             f"skip=[{path!r}] to start it afresh"
         )
+        return live
+    if shared := shared_names(live, rows):
+        plan.problems.wrong.extend(f"{path}: {flaw}" for flaw in shared)
         return live
     by_name = _by_param_name(saved.state["param_groups"], live, rows)
 

@@ -262,6 +262,8 @@ class _Walker:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
         named = optimizers.to_named(optimizer, self.parameter_names)
+        if shared := optimizers.shared_names(optimizer, [group["params"] for group in named["param_groups"]]):
+            raise UnsupportedStateError(f"state{path}: {shared[0]}")
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""

@@ -25,6 +25,7 @@ __all__ = [
     "is_plain",
     "live_names",
     "odd_layouts",
+    "shared_names",
     "state_device",
     "to_named",
     "to_positions",
@@ -71,6 +72,19 @@ def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
             position += 1
         groups.append(row)
     return groups
+
+
+def shared_names(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Say which of the names that `live_names` gave several parameters have, and what to do."""
+    names = [name for row in rows for name in row]
+    if len(set(names)) == len(names):
+        return []
+    owner: dict[str, torch.Tensor] = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    twice = {name for name, param in zip(names, params, strict=True) if owner.setdefault(name, param) is not param}
+    return [
+        f"two parameters are called {name!r} by their places in the state: give it other keys" for name in sorted(twice)
+    ]
 
 
 def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
