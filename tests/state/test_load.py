@@ -177,6 +177,60 @@ def test_rename_for_fine_tuning(saved):
         hf.load(place, only=["model"], rename={"model/0.*": "elsewhere/x.*"})
 
 
+class Doubled(nn.Module):
+    """`encoder.weight` is 3, `weight` is 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(2, 2, bias=False)
+        self.weight = nn.Parameter(torch.full((2, 2), 7.0))
+        nn.init.constant_(self.encoder.weight, 3.0)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("form", ["module", "dict", "containers", "values"])
+def test_two_entries_that_rename_gives_one_name_are_refused(form, fresh):
+    """One of them would be gone. `only` and `skip`, with stored names, say which of them it is to be."""
+    place = memory_uri()
+    first, second = torch.full((2, 2), 3.0), torch.full((2, 2), 7.0)
+    state = {
+        "module": {"model": Doubled()},
+        "dict": {"model": {"encoder.weight": first, "weight": second}},
+        "containers": {"ema": {"weight": first}, "model": {"weight": second}},
+        "values": {"model": {"a1": first, "weight": second}},
+    }[form]
+    hf.save(place, state)
+    old, new = {"containers": ("ema", "model"), "values": ("model/a1", "model/weight")}.get(
+        form, ("model/encoder.*", "model/*")
+    )
+
+    def load(**arguments):
+        into = None
+        if not fresh:
+            into = {"model": nn.Linear(2, 2, bias=False) if form == "module" else {"weight": torch.zeros(2, 2)}}
+        return hf.load(place, into, rename={old: new}, **arguments)["model"]
+
+    with pytest.raises(hf.ConfigError, match=r"'(ema|model).*' and 'model.*' of the checkpoint would both be 'model"):
+        load()
+    kept = load(only=old)
+    found = kept.weight if isinstance(kept, nn.Module) else kept["weight"]
+    assert torch.equal(found, first)
+
+
+def test_rename_leaves_the_place_to_what_is_not_skipped():
+    """Of an average and the model, the one that `skip` does not name comes back."""
+    place = memory_uri()
+    model, ema = net(0), net(1)
+    hf.save(place, {"model": model, "ema": ema})
+    options = {"rename": {"ema/*": "model/*"}}
+    with pytest.raises(hf.ConfigError, match="would both be"):
+        hf.load(place, {"model": net(2)}, **options)
+    for arguments, wanted in (({"skip": "ema"}, model), ({"only": "ema"}, ema)):
+        live = net(2)
+        hf.load(place, {"model": live}, **options, **arguments)
+        assert_same(live.state_dict(), wanted.state_dict())
+
+
 def test_rename_takes_the_optimizer_along():
     """Optimizer state follows a renamed parameter."""
     model = nn.ModuleDict({"old": nn.Linear(2, 2)})

@@ -98,7 +98,12 @@ class Matcher(MatchPlan):
         if path and simple and not self.selection.partly(path):
             return self.fresh(saved, path) if self.takes(path) else live
         result: Any = defaultdict(saved.default_factory) if isinstance(saved, defaultdict) else type(saved)()
-        available = {self._key(path, key): (key, value) for key, value in saved.items()}
+        outdone = self.selection.outdone(self._spot(path, key)[0] for key in saved) | self.outdone
+        available = {
+            self._key(path, key): (key, value)
+            for key, value in saved.items()
+            if not outdone or self._spot(path, key)[0] not in outdone
+        }
         if self.selection.renames:
             spots = ((new, self._spot(path, key)[0]) for (new, _), (key, _) in available.items())
             self._origin.update((new, old) for new, old in spots if new != old)

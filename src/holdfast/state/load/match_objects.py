@@ -33,7 +33,7 @@ from ..tree.optimizers import (
 from ..tree.sharded import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
-from .selection import covers
+from .selection import covers, of_one_name_each
 
 __all__ = ["match_module", "match_optimizer"]
 
@@ -117,7 +117,7 @@ def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) 
         if isinstance(item, TensorRef):
             # By its stored name: the container may have been renamed as well.
             name = item.name
-            if plan.selection.renamed(name) != name:
+            if plan.selection.renamed(name) != name or name in plan.outdone:
                 continue
         have[name.removeprefix(prefix)] = item
     return have
@@ -266,6 +266,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     def rename(name: str) -> str:
         return plan.selection.renamed(by_name.get(name, name))
 
+    of_one_name_each((name, rename(name)) for group in saved.state["param_groups"] for name in group["params"])
     states = {rename(name): state for name, state in saved.state["state"].items()}
     stored_name = {rename(name): name for name in saved.state["state"]}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]

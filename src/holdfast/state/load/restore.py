@@ -27,7 +27,7 @@ from .match import Matcher
 from .match_plan import Problems
 from .read_request import CheckingReader, ReadRequest
 from .reader import read_tensors
-from .selection import Selection
+from .selection import Selection, of_one_name_each
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
 from .targets import Targets
@@ -247,15 +247,21 @@ def select(value: Any, path: str, selection: Selection) -> Any:
     if not isinstance(value, dict):
         return value
     kept = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+    taken: list[str] = []
     for key, item in value.items():
         where = f"{path}/{key}" if path else str(key)
         content = item.state if isinstance(item, ObjectNode) else item
         if isinstance(content, dict) and content:
             inner = select(item, where, selection)
-            if inner.state if isinstance(inner, ObjectNode) else inner:
-                kept[_new_key(path, where, key, selection)] = inner
+            if not (inner.state if isinstance(inner, ObjectNode) else inner):
+                continue
         elif selection.takes(where):
-            kept[_new_key(path, where, key, selection)] = item
+            inner = item
+        else:
+            continue
+        kept[_new_key(path, where, key, selection)] = inner
+        taken.append(where)
+    of_one_name_each((where, selection.renamed(where)) for where in taken)
     return kept
 
 

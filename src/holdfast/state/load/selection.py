@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Selection", "covers"]
+__all__ = ["Selection", "covers", "of_one_name_each"]
 
 
 def covers(patterns: Iterable[str], path: str) -> bool:
@@ -19,6 +19,22 @@ def covers(patterns: Iterable[str], path: str) -> bool:
         if fnmatchcase(path, pattern + "/*"):
             return True
     return False
+
+
+def of_one_name_each(names: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Turn pairs of (stored name, new name) into new name -> stored name.
+
+    Raises:
+        ConfigError: two entries would have one name, and one of them would be gone.
+    """
+    origin: dict[str, str] = {}
+    for old, new in names:
+        if (other := origin.setdefault(new, old)) != old:
+            raise ConfigError(
+                f"rename: {other!r} and {old!r} of the checkpoint would both be {new!r}: give another new name, or "
+                "choose one of them by its stored name with only= or skip="
+            )
+    return origin
 
 
 class Selection:
@@ -79,6 +95,18 @@ class Selection:
                     filled += match.groups()[number] + part
                 return filled + (match["below"] or "")
         return name
+
+    def outdone(self, names: Iterable[str]) -> set[str]:
+        """Return the stored names that are not taken and whose place one takes that is.
+
+        Raises:
+            ConfigError: two entries that are taken would have one name.
+        """
+        if not self._rules:
+            return set()
+        pairs = [(name, self.renamed(name)) for name in names]
+        origin = of_one_name_each((old, new) for old, new in pairs if self.takes(new, old))
+        return {old for old, new in pairs if origin.get(new, old) != old}
 
     def check(self, paths: Iterable[str]) -> None:
         """Refuse patterns that match nothing: a misspelt one would silently load nothing, or what was to be left out.
