@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.optim import Optimizer
 
 from holdfast._log import get_logger
@@ -38,6 +40,9 @@ from .selection import covers, of_one_name_each
 __all__ = ["match_module", "match_optimizer"]
 
 _LOG = get_logger("state")
+_NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
+_TRIAL_BYTES = 1 << 30  # a part of a module that is larger is not copied to try its code
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)  # of code that is tried
 
 
 def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.Module:
@@ -56,11 +61,12 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     check_module(module, path)
     raw = module.state_dict()
     owned = [*module.parameters(), *module.buffers()]
-    own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
+    own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
     memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # key -> value that has to go through load_state_dict
     direct: dict[str, Any] = {}
+    odd: dict[str, tuple[TensorRef, str]] = {}  # key -> what is stored has another shape
     absent: list[tuple[Any, str]] = []
     for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
         where = prefix + name
@@ -73,6 +79,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = plan.fresh(ref, where)
+        elif in_place and _shape(value) != tuple(plan.stored.entry(ref.name).shape):
+            odd[key] = ref, where
         elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
             if plan.read(ref, value, where):
                 direct[key] = value
@@ -83,10 +91,20 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             target = torch.empty_like(value, device=plan.home_of(value))
             if plan.read(ref, target, where):
                 copies[key] = target
+    shapes = {key: plan.stored.entry(ref.name) for key, (ref, _) in odd.items()}
+    resized = _resized(module, raw, shapes) if odd else frozenset()
+    for key, (ref, where) in odd.items():
+        if key in resized:
+            copies[key] = plan.fresh(ref, where)
+        elif _shape(raw[key]) is None:
+            plan.problems.wrong.append(f"{where}: {_NO_SHAPE}")
+        else:
+            plan.read(ref, raw[key], where)  # notes the two shapes
     given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
     for value, where in absent:
         # Other libraries (transformers) store a tied tensor under one of its names only.
-        if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
+        tied = isinstance(value, torch.Tensor) and not is_lazy(value)
+        if not (tied and (local_tensor(value).data_ptr(), value.shape) in given):
             plan.lacks(value, where)
     for name in have:
         if plan.takes(prefix + name):
@@ -131,6 +149,53 @@ def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
 
 def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the shape of a tensor; None if a lazy module has not given it one yet."""
+    return None if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _resized(module: nn.Module, raw: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> frozenset[str]:
+    """Return the tensors that code of the module gives their stored shape when it loads them.
+
+    Observers, code books and lazy layers do so. Whether a part does is tried with a copy of it, so that a module that
+    does not is refused before anything changes.
+
+    Args:
+        module: gets them through ``load_state_dict``.
+        raw: its ``state_dict``.
+        stored: the tensors of another shape, by their keys in ``raw``.
+    """
+    found: set[str] = set()
+    for path, part in reversed([*module.named_modules()]):  # inner parts first: they are small
+        prefix = f"{path}." if path else ""
+        mine = {key for key in stored.keys() - found if key.startswith(prefix)}
+        is_base = type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not mine or (is_base and not part._load_state_dict_pre_hooks):
+            continue
+        have = {key: value for key, value in raw.items() if key.startswith(prefix) and isinstance(value, torch.Tensor)}
+        sized = [value for value in have.values() if not is_lazy(value)]
+        if any(map(is_spread, sized)) or sum(value.nbytes for value in sized) > _TRIAL_BYTES:
+            continue
+        try:
+            lazy = (value for value in part.buffers() if is_lazy(value))  # torch cannot copy these
+            memo = {
+                id(value): UninitializedBuffer(device=value.device, dtype=value.dtype)  # type: ignore[call-arg]
+                for value in lazy
+            }
+            trial = copy.deepcopy(part, memo)
+            values: Any = OrderedDict((key.removeprefix(prefix), have[key]) for key in have if key not in stored)
+            for key in stored.keys() & have.keys():
+                zeros = torch.zeros(stored[key].shape, dtype=arrays.dtype_of(stored[key].dtype))
+                values[key.removeprefix(prefix)] = zeros
+            values._metadata = getattr(trial.state_dict(), "_metadata", None)
+            nn.Module.load_state_dict(trial, values, strict=False)
+            after = trial.state_dict()
+        except _REFUSALS:
+            continue
+        found |= {key for key in mine if _shape(after[key.removeprefix(prefix)]) == tuple(stored[key].shape)}
+    return frozenset(found)
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
@@ -440,6 +505,8 @@ def _of_another_shape(
 
     State of another shape than its parameter is usual (factored moments): the shape that the parameter had decides.
     """
+    if is_lazy(param):
+        return _NO_SHAPE if saved else None
     now = tuple(param.shape)
     for key, item in saved.items():
         if key != "step" and isinstance(item, TensorRef) and item.kind == "tensor" and plan.takes(f"{path}/{key}"):
