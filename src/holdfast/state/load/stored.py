@@ -220,6 +220,8 @@ def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple
         if tag == "tensors":
             at = node["at"]
             items = {key: TensorRef(at + key) for key in node["k"]}
+            for key in node.get("rg", ()):
+                items[key].extra = {"rg": 1}
             refs.update((ref.name, ref) for ref in items.values())
             return OrderedDict(items) if node["o"] else items
         if tag == "tensor":

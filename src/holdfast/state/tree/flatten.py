@@ -333,7 +333,10 @@ class _Walker:
             self.flat.names.extend(names)
             self.flat.tensors.extend(value.values())
             self.flat.files.extend([self.file if name else ""] * len(names))
-        return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+        node = {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+        if trained := [key for key, tensor in value.items() if tensor.requires_grad and tensor.is_leaf]:
+            node["rg"] = trained
+        return node
 
     def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         rows = _take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
@@ -369,6 +372,8 @@ class _Walker:
         if isinstance(value, nn.Parameter):
             node["k"] = "parameter"
             node["rg"] = int(value.requires_grad)
+        elif value.requires_grad and value.is_leaf:
+            node["rg"] = 1
         return node
 
     def _spread(self, value: torch.Tensor, name: str, path: str) -> sharded.Parts:
@@ -485,5 +490,7 @@ def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
         rows.names.extend([at + row_key for row_key in keys])
         rows.tensors.extend(row.values())
         rows.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+    if any(tensor.requires_grad for tensor in rows.tensors):
+        return None
     whole = arrays.all_dense(rows.tensors) and len(set(rows.names)) == len(rows.names)
     return rows if whole else None
