@@ -44,7 +44,7 @@ def check_node(tag: str, node: Mapping[str, Any]) -> None:
         good = type(node.get("type")) is type(node.get("kind")) is str and "state" in node
         good = good and _are_layouts(node.get("spread", {}))
     elif tag == "torch":
-        good = type(node.get("t")) is str and type(node.get("d", "")) is str
+        good = type(node.get("t")) is type(node.get("d", "")) is type(node.get("own", "")) is str
         good = good and type(node.get("v")) is (list if node["t"] == "size" else str)
         good = good and (node["t"] != "size" or _are_sizes(node["v"]))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -227,6 +227,11 @@ class _Walker:
             self.flat.per_rank[name] = self._own(value.value, name, path)
             return {"$": "per_rank", "key": name}
         if (plain := arrays.encode_torch_value(value)) is not None:
+            if self.shared and isinstance(value, torch.Generator):
+                # Beside the one of rank 0, which is all that a reader needs that does not know of the others.
+                key = _unused(name, self.flat.per_rank)
+                self.flat.per_rank[key] = plain
+                return {**plain, "own": key}
             return plain
         if arrays.is_array(value):
             stored, extra = arrays.array_to_tensor(value, f"state{path}")
@@ -426,13 +431,18 @@ class _Walker:
                 del regions[number]
 
     def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
-        unique, number = name, 1
-        while unique in self.taken:
-            number += 1
-            unique = f"{name}~{number}"
+        unique = _unused(name, self.taken)
         self.taken.add(unique)
         self._put(unique, parts, self.file)
         return {"$": "tensor", "n": unique}
+
+
+def _unused(name: str, taken: Container[str]) -> str:
+    unique, number = name, 1
+    while unique in taken:
+        number += 1
+        unique = f"{name}~{number}"
+    return unique
 
 
 def _check_names(flat: Flat) -> None:
