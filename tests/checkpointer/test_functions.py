@@ -314,6 +314,24 @@ def test_checkpoint_load_is_the_same_door(tmp_path):
     assert checkpoint.load(only="b") == {"b": 1}
 
 
+def test_what_load_does_not_restore_is_said(tmp_path, caplog):
+    """One warning lists what was not restored, also where nothing was refused; a load of everything says nothing."""
+    model = torch.nn.Linear(2, 2)
+    hf.save(tmp_path / "a", {"model": model, "plain": 3})
+    hf.load(tmp_path / "a", {"model": model, "plain": 0})
+    assert caplog.text == ""
+    hf.load(tmp_path / "a", {"model": model, "plain": hf.PerRank(7), "rng": hf.RNG})
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "NOT restored: plain (the checkpoint has no part for this rank)" in said
+    assert "rng (" in said
+    caplog.clear()
+    many = torch.nn.ModuleDict({f"layer{number}": torch.nn.Linear(1, 1) for number in range(9)})
+    hf.load(tmp_path / "a", {"model": many, "plain": 0}, strict=False)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "NOT restored: model/layer" in said
+    assert said.endswith("and 12 more")
+
+
 def test_a_forked_child_can_save(tmp_path):
     """A child of fork has writers of its own: both processes save, and neither disturbs the other."""
     script = f"""

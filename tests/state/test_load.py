@@ -50,7 +50,14 @@ def test_only_and_skip_with_into(saved):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"only": "modle"}, {"only": ["model", "optimiser/*"]}, {"rename": {"backbone.*": "model.*"}}]
+    "arguments",
+    [
+        {"only": "modle"},
+        {"only": ["model", "optimiser/*"]},
+        {"rename": {"backbone.*": "model.*"}},
+        {"skip": ["optimizer", "optimzer"]},
+        {"skip": ["optimizer", "optimizer/param_groups/0/lr"]},
+    ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(saved, arguments):
     """A misspelt name would load nothing and say nothing: it is an error that says what there is."""
@@ -59,6 +66,19 @@ def test_a_pattern_that_matches_nothing_is_refused(saved, arguments):
         hf.load(place, **arguments)
     with pytest.raises(hf.ConfigError, match=r"it holds .*model"):
         hf.load(place, {"model": model}, **arguments)
+
+
+def test_skip_may_name_what_only_the_state_has(saved):
+    """A pattern of `skip` is of use if it leaves something of the live state out, or would if that had any state."""
+    place, model = saved
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": plain, "list": [torch.ones(1), 4]})
+    live = {"model": net(1), "new": torch.nn.Linear(2, 2), "list": [torch.ones(1), 5]}
+    optimizer = torch.optim.SGD(live["model"].parameters(), lr=0.1)
+    skip = ["new", "list/1", "optimizer/state/model/0.*"]
+    assert hf.load(place, {**live, "optimizer": optimizer}, skip=skip)["list"][1] == 5
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def three_layers(seed):
@@ -155,6 +175,60 @@ def test_rename_for_fine_tuning(saved):
     assert {"stem.weight", "stem.bias", "2.bias"} < set(fresh["model"])
     with pytest.raises(hf.ConfigError, match="another container"):
         hf.load(place, only=["model"], rename={"model/0.*": "elsewhere/x.*"})
+
+
+class Doubled(nn.Module):
+    """`encoder.weight` is 3, `weight` is 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(2, 2, bias=False)
+        self.weight = nn.Parameter(torch.full((2, 2), 7.0))
+        nn.init.constant_(self.encoder.weight, 3.0)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("form", ["module", "dict", "containers", "values"])
+def test_two_entries_that_rename_gives_one_name_are_refused(form, fresh):
+    """One of them would be gone. `only` and `skip`, with stored names, say which of them it is to be."""
+    place = memory_uri()
+    first, second = torch.full((2, 2), 3.0), torch.full((2, 2), 7.0)
+    state = {
+        "module": {"model": Doubled()},
+        "dict": {"model": {"encoder.weight": first, "weight": second}},
+        "containers": {"ema": {"weight": first}, "model": {"weight": second}},
+        "values": {"model": {"a1": first, "weight": second}},
+    }[form]
+    hf.save(place, state)
+    old, new = {"containers": ("ema", "model"), "values": ("model/a1", "model/weight")}.get(
+        form, ("model/encoder.*", "model/*")
+    )
+
+    def load(**arguments):
+        into = None
+        if not fresh:
+            into = {"model": nn.Linear(2, 2, bias=False) if form == "module" else {"weight": torch.zeros(2, 2)}}
+        return hf.load(place, into, rename={old: new}, **arguments)["model"]
+
+    with pytest.raises(hf.ConfigError, match=r"'(ema|model).*' and 'model.*' of the checkpoint would both be 'model"):
+        load()
+    kept = load(only=old)
+    found = kept.weight if isinstance(kept, nn.Module) else kept["weight"]
+    assert torch.equal(found, first)
+
+
+def test_rename_leaves_the_place_to_what_is_not_skipped():
+    """Of an average and the model, the one that `skip` does not name comes back."""
+    place = memory_uri()
+    model, ema = net(0), net(1)
+    hf.save(place, {"model": model, "ema": ema})
+    options = {"rename": {"ema/*": "model/*"}}
+    with pytest.raises(hf.ConfigError, match="would both be"):
+        hf.load(place, {"model": net(2)}, **options)
+    for arguments, wanted in (({"skip": "ema"}, model), ({"only": "ema"}, ema)):
+        live = net(2)
+        hf.load(place, {"model": live}, **options, **arguments)
+        assert_same(live.state_dict(), wanted.state_dict())
 
 
 def test_rename_takes_the_optimizer_along():

@@ -360,6 +360,91 @@ def test_layers_that_make_something_of_what_they_load(kind, device):
     assert other[0].weight is weight
 
 
+class Book(nn.Module):
+    """Has a buffer of any size; ``by_hook`` takes the stored size by a hook."""
+
+    def __init__(self, *, by_hook):
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(0))
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.by_hook = by_hook
+        if by_hook:
+            self.register_load_state_dict_pre_hook(lambda one, given, prefix, *_: one.take(given, prefix))
+
+    def take(self, given, prefix):
+        self.codes = torch.empty_like(given[prefix + "codes"])
+
+    def _load_from_state_dict(self, given, prefix, *rest):
+        if not self.by_hook:
+            self.take(given, prefix)
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+def quantized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    return torch.ao.quantization.prepare_qat(model.train())
+
+
+def resizing(name):
+    """Make a model, and change the shapes in its state."""
+    if name == "observers":
+        return quantized, lambda model: model(torch.randn(2, 4))
+    if name == "lazy":
+        return lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), lambda model: model(torch.ones(2, 4))
+
+    def grow(model):
+        model[0].codes = torch.arange(3.0)
+
+    return lambda: nn.Sequential(Book(by_hook=name == "hook"), nn.Linear(2, 2)), grow
+
+
+@pytest.mark.parametrize("name", ["observers", "lazy", "method", "hook"])
+@pytest.mark.filterwarnings("ignore:.*(torch.ao|Lazy|reduce_range|observer).*")
+def test_modules_that_resize_themselves_when_they_load(name):
+    """Observers, lazy layers and code books take the stored shapes, as they do in torch."""
+    make, grow = resizing(name)
+    model, other = make(), make()
+    grow(model)
+    place = memory_uri()
+    hf.save(place, {"model": model})
+    parameters = list(other.parameters())
+    hf.load(place, {"model": other})
+    assert_same(other.state_dict(), model.state_dict())
+    assert all(mine is now for mine, now in zip(parameters, other.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*Lazy.*")
+def test_a_lazy_module_without_shapes_is_refused_where_these_are_needed():
+    """What its optimizer keeps needs them; an entry that the checkpoint lacks is missing, as any other."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3))
+    again = torch.optim.SGD(lazy.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(hf.StateMismatchError, match=r"state/model/0.weight: a lazy module .* run one batch") as caught:
+        hf.load(place, {"model": lazy, "optimizer": again})
+    assert "missing: model/1.weight" in caught.value.problems
+
+
+def test_a_part_that_loads_by_itself_and_does_not_resize_is_refused_as_any_other():
+    """Code for loading that leaves shapes alone: a mismatch that lists everything, before anything is changed."""
+    place = memory_uri()
+    hf.save(place, {"model": nn.ModuleDict({"a": PackedByMethod(), "b": nn.BatchNorm1d(3), "c": nn.Linear(2, 2)})})
+    live = nn.ModuleDict({"a": PackedByMethod(), "b": nn.BatchNorm1d(4), "c": nn.Linear(2, 2)})
+    live["a"].weight = nn.Parameter(torch.zeros(5, 3))
+    before = live["c"].weight.detach().clone()
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, {"model": live})
+    assert {problem.split(": ")[1] for problem in caught.value.problems} == {
+        f"model/{key}" for key in ("a.weight", "b.weight", "b.bias", "b.running_mean", "b.running_var")
+    }
+    assert torch.equal(live["c"].weight, before)
+
+
 def test_a_layer_that_loads_by_itself_beside_names_that_nobody_loads():
     """A state_dict that names a tensor twice: torch says that nothing loads the second name, and the load is whole."""
 

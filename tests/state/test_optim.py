@@ -313,6 +313,106 @@ def test_state_dict_of_an_optimizer_loads_into_the_optimizer():
     same_future(model, optimizer, other, again)
 
 
+@pytest.mark.parametrize(
+    "place_in",
+    [lambda a, b: {"gan/d": a, "gan": {"d": b}}, lambda a, b: {"m": {0: a, "0": b}}],
+    ids=["slash", "number and text"],
+)
+def test_two_parameters_that_would_have_one_name_are_refused(place_in):
+    """The state of one of them would take the place of that of the other: at a save, and at a load of such a state."""
+
+    def state(optimized):
+        pair = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+        optimizer = torch.optim.SGD([part.weight for part in pair[:optimized]], lr=0.1, momentum=0.9)
+        return {**place_in(*pair), "optimizer": optimizer}
+
+    place = memory_uri()
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['optimizer'\]: two parameters are called '.*/weight'"):
+        hf.save(place, state(2))
+    assert "optimizer" not in hf.save(place, state(2), unsupported="drop").keys()  # noqa: SIM118 - no mapping
+    hf.save(place, state(1), overwrite=True)
+    with pytest.raises(hf.StateMismatchError, match="two parameters are called"):
+        hf.load(place, state(2))
+    hf.load(place, state(1))
+
+
+def momentum_of(model, order):
+    """Make an optimizer that knows names, with parameters in ``order``; each momentum is the number in the model."""
+    named = list(model.named_parameters())
+    optimizer = torch.optim.SGD([named[number] for number in order], lr=0.1, momentum=0.9)
+    for number, (_, param) in enumerate(named):
+        param.grad = torch.full_like(param, float(number))
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("form", ["state_dict", "optimizer", "with its module"])
+@pytest.mark.parametrize("live_module", [True, False])
+@pytest.mark.parametrize("hooked", ["", "saved", "live"])
+def test_names_that_torch_keeps_count_more_than_positions(form, live_module, hooked):
+    """Without the module in the state, ``param_names`` on both sides say which parameter is which."""
+    model = net(0)
+    count = len(list(model.parameters()))
+    optimizer = momentum_of(model, range(count))
+    if hooked == "saved":
+        optimizer.register_state_dict_post_hook(lambda *_: None)
+    place = memory_uri()
+    hf.save(
+        place,
+        {
+            "model": model if form == "with its module" else model.state_dict(),
+            "optimizer": optimizer.state_dict() if form == "state_dict" else optimizer,
+        },
+    )
+    other = net(1)
+    again = torch.optim.SGD(list(other.named_parameters())[::-1], lr=0.5, momentum=0.9)
+    if hooked == "live":
+        again.register_load_state_dict_pre_hook(by_names)
+    hf.load(place, {"model": other if live_module else other.state_dict(), "optimizer": again})
+    found = [again.state[param]["momentum_buffer"].flatten()[0].item() for param in other.parameters()]
+    assert found == list(range(count))
+    assert again.param_groups[0]["lr"] == 0.1
+    assert again.param_groups[0]["param_names"][-1] == "0.weight"
+
+
+def by_names(optimizer, state_dict):
+    """Change a dict to the order of the live optimizer: the recipe of torch's documentation."""
+    (saved,), (group,) = state_dict["param_groups"], optimizer.param_groups
+    at = dict(zip(saved["param_names"], saved["params"], strict=True))
+    states = {number: state_dict["state"][at[name]] for number, name in enumerate(group["param_names"])}
+    names = {"params": list(range(len(at))), "param_names": group["param_names"]}
+    return {"state": states, "param_groups": [{**saved, **names}]}
+
+
+def test_names_that_torch_keeps_show_what_is_new():
+    """A parameter with a new name is missing, whatever its position."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    place = memory_uri()
+    hf.save(place, {"optimizer": momentum_of(model, range(3))})
+    hf.save(place + "-dict", {"optimizer": momentum_of(model, range(3)).state_dict()})
+    other = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "bcd"})
+    for where in (place, place + "-dict"):
+        again = torch.optim.SGD(other.named_parameters(), lr=0.5, momentum=0.9)
+        with pytest.raises(hf.StateMismatchError) as caught:
+            hf.load(where, {"optimizer": again})
+        assert caught.value.problems == ("missing: optimizer/state/param.2", "unexpected: optimizer/state/a.weight")
+
+
+def test_hooks_of_an_optimizer_see_what_is_saved_and_loaded():
+    """What a hook adds to the state_dict is saved, and hooks for loading are called."""
+    model = net(0)
+    optimizer = momentum_of(model, range(len(list(model.parameters()))))
+    optimizer.register_state_dict_post_hook(lambda _, found: {**found, "mine": 5})
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    seen = []
+    again = torch.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.9)
+    again.register_load_state_dict_pre_hook(lambda _, found: seen.append(found["mine"]))
+    hf.load(place, {"model": model, "optimizer": again})
+    assert seen == [5]
+    assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 def test_positions_do_not_fit_another_number_of_parameters():
     """Nobody knows which of them moved: a mismatch that names the optimizer, and no guess."""
     place = memory_uri()

@@ -1,5 +1,6 @@
 """What each rank has for itself, loaded by another number of ranks than have saved it."""
 
+import json
 import logging
 import random
 
@@ -10,7 +11,7 @@ from parts_kit import load_rank, save_parts
 
 import holdfast as hf
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree import rng
+from holdfast.state.tree import arrays, rng
 from holdfast.storage import LocalStorage
 
 
@@ -75,6 +76,73 @@ def test_tensors_of_one_rank_within_the_state_of_an_object(storage):
 
 
 # -- generators on another number of ranks
+
+
+class Noisy:
+    """An object whose state holds a generator."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def state_dict(self):
+        return {"generator": self.generator}
+
+    def load_state_dict(self, state):
+        self.generator = state["generator"]
+
+
+def noises(seed):
+    """Make a state with generators at three places."""
+    return {"noise": torch.Generator().manual_seed(seed), "plain": [1, torch.Generator().manual_seed(seed + 50)],
+            "object": Noisy(seed + 90)}  # fmt: skip
+
+
+def drawn(state):
+    """Return the next numbers of the generators of `noises`."""
+    generators = (state["noise"], state["plain"][1], state["object"].generator)
+    return [torch.rand(1, generator=generator).item() for generator in generators]
+
+
+def test_each_rank_has_its_generators_back(storage):
+    """A generator as a value is stored for each rank, with no PerRank; a load without a state gives that of a rank."""
+    save_parts(storage, "one", [noises(rank) for rank in range(3)])
+    for rank in range(3):
+        live = noises(9)
+        loaded = load_rank(storage, "one", live, rank=rank)
+        assert (loaded.notes, loaded.not_restored) == ([], [])
+        assert drawn({**loaded.state, "object": live["object"]}) == drawn(noises(rank))
+        fresh = load_rank(storage, "one", rank=rank).state
+        assert torch.rand(1, generator=fresh["noise"]).item() == drawn(noises(rank))[0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_own_generators_are_derived_for_another_number_of_ranks(storage, world):
+    """No two ranks draw alike, each resume draws the same, and that is said; those in step stay in step."""
+    save_parts(storage, "one", [{**noises(rank), "step": torch.Generator().manual_seed(7)} for rank in range(3)])
+    after = []
+    for rank in [*range(world)] * 2:
+        live = {**noises(9), "step": torch.Generator()}
+        loaded = load_rank(storage, "one", live, rank=rank, world_size=world)
+        assert loaded.not_restored == []
+        assert loaded.notes == [
+            f"{name}: a generator for each of 3 rank(s): derived for {world}"
+            for name in ("noise", "plain/1", "object/generator")
+        ]
+        after.append(tuple(drawn(loaded.state)))
+        seven = torch.Generator().manual_seed(7)
+        assert torch.rand(1, generator=live["step"]).item() == torch.rand(1, generator=seven).item()
+    assert after[:world] == after[world:]
+    before = [tuple(drawn(noises(rank))) for rank in range(3)]
+    assert len({number for row in before + after for number in row}) == 3 * (3 + world)
+
+
+def test_a_reader_that_knows_of_no_other_ranks_gets_the_generator_of_rank_0(storage):
+    """In the structure it stands as ever: older versions read it there."""
+    save_parts(storage, "one", [noises(rank) for rank in range(2)])
+    (state,) = (storage.local_root / "one").glob("state-*.json")
+    node = json.loads(state.read_bytes())["noise"]
+    assert node.pop("own") == "noise"
+    assert arrays.encode_torch_value(noises(0)["noise"]) == node
 
 
 def save_generators(storage, seeds):

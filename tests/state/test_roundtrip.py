@@ -128,6 +128,43 @@ def test_lazy_conjugate_and_negative_views_are_stored_as_what_they_mean():
     assert roundtrip(base.conj().imag).tolist() == [-2.0, 4.0]
 
 
+@pytest.mark.parametrize("form", ["dict", "mixed", "rows", "list", "object"])
+def test_a_leaf_that_trains_comes_back_as_one(form):
+    """A tensor with requires_grad that is no Parameter, as SAC's log_alpha; what was computed has no gradient."""
+    leaf = torch.zeros(1, requires_grad=True)
+    values = {"leaf": leaf, "plain": torch.ones(1), "computed": leaf * 2}
+    given = {
+        "dict": values, "mixed": {**values, "n": 1}, "rows": {"row": values}, "list": [*values.values()],
+        "object": values,
+    }[form]  # fmt: skip
+    place = memory_uri()
+    if form == "object":
+        scheduler = Holder(given)
+        hf.save(place, {"x": scheduler})
+        hf.load(place, {"x": scheduler})
+        found = scheduler.found
+    else:
+        hf.save(place, {"x": given})
+        found = hf.load(place)["x"]
+    found = found["row"] if form == "rows" else found
+    tensors = found if form == "list" else [found[key] for key in values]
+    assert [one.requires_grad for one in tensors] == [True, False, False]
+    assert tensors[0].is_leaf
+
+
+class Holder:
+    """Keeps what it is given."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.found = state
+
+
 def test_parameter_stays_a_parameter():
     """A bare Parameter comes back as one, with its requires_grad."""
     back = roundtrip([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)])

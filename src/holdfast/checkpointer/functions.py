@@ -21,6 +21,7 @@ from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
 
+from .console import listed
 from .progress import RESERVED
 from .rendezvous import Alone, Meeting, meet
 from .save_target import open_place
@@ -223,7 +224,8 @@ def load(
         into: live state, of the kinds of values `save` takes.
         only: names or globs over "/"-joined paths to load ("model", "optimizer/state/*"); None loads everything.
         skip: names or globs to leave out.
-        strict: refuse any difference between checkpoint and ``into``; False takes what fits.
+        strict: refuse any difference between checkpoint and ``into``; False takes what fits. A warning in the log
+            lists what was not restored.
         allow_missing: names or globs of ``into`` that the checkpoint need not have.
         rename: glob of stored names -> their names in ``into`` (``{"model/backbone.*": "model/encoder.*"}``).
         dtype: cast floating tensors to this.
@@ -302,6 +304,9 @@ def load(
     (loaded,) = outcome
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
+    if (left := loaded.not_restored) and (info.rank == 0 or not together or is_apart):
+        what = listed(f"{path} ({why})" for path, why in left)
+        _LOG.warning("%s: NOT restored: %s", checkpoint.uri, what)
     return loaded.state
 
 

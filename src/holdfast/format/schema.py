@@ -34,6 +34,8 @@ def check_node(tag: str, node: Mapping[str, Any]) -> None:
         keys = node.get("k")
         good = type(node.get("at")) is str and type(keys) is list and {*map(type, keys)} <= {str}
         good = good and type(node.get("o")) in (int, bool) and len({*keys}) == len(keys)  # type: ignore[misc, arg-type]
+        trained = node.get("rg", [])
+        good = good and type(trained) is list and {*map(type, trained)} <= {str} and {*trained} <= {*keys}  # type: ignore[misc]
     elif tag == "tensor":
         kind = node.get("k", "tensor")
         good = type(node.get("n")) is str and kind in _TENSOR_KINDS and type(node.get("rg", 0)) in (int, bool)
@@ -42,7 +44,7 @@ def check_node(tag: str, node: Mapping[str, Any]) -> None:
         good = type(node.get("type")) is type(node.get("kind")) is str and "state" in node
         good = good and _are_layouts(node.get("spread", {}))
     elif tag == "torch":
-        good = type(node.get("t")) is str and type(node.get("d", "")) is str
+        good = type(node.get("t")) is type(node.get("d", "")) is type(node.get("own", "")) is str
         good = good and type(node.get("v")) is (list if node["t"] == "size" else str)
         good = good and (node["t"] != "size" or _are_sizes(node["v"]))
     else:

@@ -187,6 +187,8 @@ class OpenedCheckpoint:
             return {MARK: {"$": "array", "t": stand_in, **ref.extra}}
         if ref.kind == "parameter":
             return torch.nn.Parameter(stand_in, requires_grad=bool(ref.extra.get("rg", 1)))
+        if ref.extra.get("rg") and (dtype.is_floating_point or dtype.is_complex):
+            return stand_in.detach().requires_grad_()
         return stand_in
 
 

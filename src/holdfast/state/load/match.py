@@ -17,12 +17,12 @@ from torch import nn
 from ..tree import arrays, objects, rng
 from ..tree.names import parameter_names
 from ..tree.objects import ask_in_order, state_of
-from ..tree.optimizers import is_plain
+from ..tree.optimizers import is_plain, live_names, to_positions
 from ..tree.sharded import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
 from .match_plan import MatchPlan, kind_of
-from .rank_values import match_per_rank, match_rng
+from .rank_values import derive_generators, match_per_rank, match_rng
 
 __all__ = ["Matcher", "holds_live"]
 
@@ -33,6 +33,7 @@ class Matcher(MatchPlan):
     def run(self, into: Mapping[Any, Any]) -> Any:
         """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
         self.parameter_names = parameter_names(into)
+        derive_generators(self)
         if spread_types():
             self._asked = ask_in_order(into, self.takes)
         return self._mapping(into, self.stored.tree, "")
@@ -98,7 +99,12 @@ class Matcher(MatchPlan):
         if path and simple and not self.selection.partly(path):
             return self.fresh(saved, path) if self.takes(path) else live
         result: Any = defaultdict(saved.default_factory) if isinstance(saved, defaultdict) else type(saved)()
-        available = {self._key(path, key): (key, value) for key, value in saved.items()}
+        outdone = self.selection.outdone(self._spot(path, key)[0] for key in saved) | self.outdone
+        available = {
+            self._key(path, key): (key, value)
+            for key, value in saved.items()
+            if not outdone or self._spot(path, key)[0] not in outdone
+        }
         if self.selection.renames:
             spots = ((new, self._spot(path, key)[0]) for (new, _), (key, _) in available.items())
             self._origin.update((new, old) for new, old in spots if new != old)
@@ -210,6 +216,8 @@ class Matcher(MatchPlan):
             return live
         # A dict: the caller saved the result of the object's state_dict().
         content = saved.state if isinstance(saved, ObjectNode) else saved
+        if isinstance(saved, ObjectNode) and saved.kind == "optimizer" and isinstance(live, torch.optim.Optimizer):
+            content = to_positions(content, live_names(live, self.parameter_names))
         if not metric and spread_types():
             _place_alike(self, content, state_of(live, self._asked, path))
         state = self.fresh(content, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.optim import Optimizer
 
 from holdfast._log import get_logger
@@ -21,15 +23,26 @@ from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
 from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import OTHER_STATE, apply_groups, empty_beside, live_names, state_device
+from ..tree.optimizers import (
+    OTHER_STATE,
+    apply_groups,
+    by_param_name,
+    empty_beside,
+    live_names,
+    shared_names,
+    state_device,
+)
 from ..tree.sharded import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
-from .selection import covers
+from .selection import covers, of_one_name_each
 
 __all__ = ["match_module", "match_optimizer"]
 
 _LOG = get_logger("state")
+_NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
+_TRIAL_BYTES = 1 << 30  # a part of a module that is larger is not copied to try its code
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)  # of code that is tried
 
 
 def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.Module:
@@ -48,11 +61,12 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     check_module(module, path)
     raw = module.state_dict()
     owned = [*module.parameters(), *module.buffers()]
-    own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
+    own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
     memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # key -> value that has to go through load_state_dict
     direct: dict[str, Any] = {}
+    odd: dict[str, tuple[TensorRef, str]] = {}  # key -> what is stored has another shape
     absent: list[tuple[Any, str]] = []
     for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
         where = prefix + name
@@ -65,6 +79,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = plan.fresh(ref, where)
+        elif in_place and _shape(value) != tuple(plan.stored.entry(ref.name).shape):
+            odd[key] = ref, where
         elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
             if plan.read(ref, value, where):
                 direct[key] = value
@@ -75,10 +91,20 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             target = torch.empty_like(value, device=plan.home_of(value))
             if plan.read(ref, target, where):
                 copies[key] = target
+    shapes = {key: plan.stored.entry(ref.name) for key, (ref, _) in odd.items()}
+    resized = _resized(module, raw, shapes) if odd else frozenset()
+    for key, (ref, where) in odd.items():
+        if key in resized:
+            copies[key] = plan.fresh(ref, where)
+        elif _shape(raw[key]) is None:
+            plan.problems.wrong.append(f"{where}: {_NO_SHAPE}")
+        else:
+            plan.read(ref, raw[key], where)  # notes the two shapes
     given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
     for value, where in absent:
         # Other libraries (transformers) store a tied tensor under one of its names only.
-        if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
+        tied = isinstance(value, torch.Tensor) and not is_lazy(value)
+        if not (tied and (local_tensor(value).data_ptr(), value.shape) in given):
             plan.lacks(value, where)
     for name in have:
         if plan.takes(prefix + name):
@@ -109,7 +135,7 @@ def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) 
         if isinstance(item, TensorRef):
             # By its stored name: the container may have been renamed as well.
             name = item.name
-            if plan.selection.renamed(name) != name:
+            if plan.selection.renamed(name) != name or name in plan.outdone:
                 continue
         have[name.removeprefix(prefix)] = item
     return have
@@ -123,6 +149,53 @@ def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
 
 def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the shape of a tensor; None if a lazy module has not given it one yet."""
+    return None if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _resized(module: nn.Module, raw: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> frozenset[str]:
+    """Return the tensors that code of the module gives their stored shape when it loads them.
+
+    Observers, code books and lazy layers do so. Whether a part does is tried with a copy of it, so that a module that
+    does not is refused before anything changes.
+
+    Args:
+        module: gets them through ``load_state_dict``.
+        raw: its ``state_dict``.
+        stored: the tensors of another shape, by their keys in ``raw``.
+    """
+    found: set[str] = set()
+    for path, part in reversed([*module.named_modules()]):  # inner parts first: they are small
+        prefix = f"{path}." if path else ""
+        mine = {key for key in stored.keys() - found if key.startswith(prefix)}
+        is_base = type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not mine or (is_base and not part._load_state_dict_pre_hooks):
+            continue
+        have = {key: value for key, value in raw.items() if key.startswith(prefix) and isinstance(value, torch.Tensor)}
+        sized = [value for value in have.values() if not is_lazy(value)]
+        if any(map(is_spread, sized)) or sum(value.nbytes for value in sized) > _TRIAL_BYTES:
+            continue
+        try:
+            lazy = (value for value in part.buffers() if is_lazy(value))  # torch cannot copy these
+            memo = {
+                id(value): UninitializedBuffer(device=value.device, dtype=value.dtype)  # type: ignore[call-arg]
+                for value in lazy
+            }
+            trial = copy.deepcopy(part, memo)
+            values: Any = OrderedDict((key.removeprefix(prefix), have[key]) for key in have if key not in stored)
+            for key in stored.keys() & have.keys():
+                zeros = torch.zeros(stored[key].shape, dtype=arrays.dtype_of(stored[key].dtype))
+                values[key.removeprefix(prefix)] = zeros
+            values._metadata = getattr(trial.state_dict(), "_metadata", None)
+            nn.Module.load_state_dict(trial, values, strict=False)
+            after = trial.state_dict()
+        except _REFUSALS:
+            continue
+        found |= {key for key in mine if _shape(after[key.removeprefix(prefix)]) == tuple(stored[key].shape)}
+    return frozenset(found)
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
@@ -237,7 +310,9 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if not _wanted(plan, rows, path):
         return live
     if isinstance(saved, Mapping):
-        saved = _from_positions(saved, rows, type(live).__name__)
+        saved = _from_positions(saved, live, rows, type(live).__name__)
+    elif isinstance(saved, ObjectNode) and saved.kind == "object" and isinstance(saved.state, Mapping):
+        saved = _from_positions(saved.state, live, rows, saved.type)  # it had hooks for its state_dict
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
         kind = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
         plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {kind} in the checkpoint")
@@ -248,7 +323,15 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
             f"skip=[{path!r}] to start it afresh"
         )
         return live
-    rename = plan.selection.renamed
+    if shared := shared_names(live, rows):
+        plan.problems.wrong.extend(f"{path}: {flaw}" for flaw in shared)
+        return live
+    by_name = _by_param_name(saved.state["param_groups"], live, rows)
+
+    def rename(name: str) -> str:
+        return plan.selection.renamed(by_name.get(name, name))
+
+    of_one_name_each((name, rename(name)) for group in saved.state["param_groups"] for name in group["params"])
     states = {rename(name): state for name, state in saved.state["state"].items()}
     stored_name = {rename(name): name for name in saved.state["state"]}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
@@ -256,20 +339,21 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
     for group, row in zip(live.param_groups, rows, strict=True):
         for param, name in zip(group["params"], row, strict=True):
+            where = f"{path}/state/{name}"
+            is_wanted = plan.takes(where)
             if name in known:
-                where = f"{path}/state/{name}"
                 have, state = live.state.get(param, {}), states.get(name, {})
                 if flaw := _of_another_shape(plan, param, have, state, where, stored_name.get(name, name)):
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
                 fresh[param] = _match_state(plan, have, state, where, new)
-            elif not plan.takes(f"{path}/state/{name}"):
+            elif not is_wanted:
                 continue
-            elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
-                plan.not_restored.append((f"{path}/state/{name}", "a parameter the checkpoint does not have"))
+            elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
+                plan.not_restored.append((where, "a parameter the checkpoint does not have"))
             else:
-                plan.problems.missing.append(f"{path}/state/{name}")
+                plan.problems.missing.append(where)
     others = _match_others(plan, live, saved.state.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
     _unused(plan, known - {name for row in rows for name in row}, path)
     if plan.takes(f"{path}/param_groups"):
@@ -326,11 +410,22 @@ def _wanted(plan: MatchPlan, rows: list[list[str]], path: str) -> bool:
     return any(takes(f"{path}/state/{name}") for row in rows for name in row)
 
 
-def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) -> Any:
+def _by_param_name(groups: Sequence[Mapping[str, Any]], live: Optimizer, rows: list[list[str]]) -> dict[str, str]:
+    """Return the live names of stored parameters for which their position alone speaks on one of the two sides.
+
+    Torch keeps names of its own if the optimizer was made with ``named_parameters``; empty if one side has none.
+    """
+    mine = by_param_name(live.param_groups, rows)
+    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    found = ((stored, mine.get(name, name)) for name, stored in theirs.items())
+    return {stored: now for stored, now in found if stored.startswith("param.") or now.startswith("param.")}
+
+
+def _from_positions(saved: Mapping[Any, Any], live: Optimizer, rows: list[list[str]], kind: str) -> Any:
     """Turn the dict of torch's own ``state_dict`` into a stored optimizer; unchanged if the parameters are not as many.
 
-    Takes the dict of ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or
-    positions as text.
+    Names that torch keeps on both sides (``param_names``) count more than positions. Takes the dict of
+    ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or positions as text.
     """
     groups, states, others = saved.get("param_groups"), saved.get("state", {}), saved.get(OTHER_STATE, {})
     if not (isinstance(groups, list) and isinstance(states, Mapping) and isinstance(others, Mapping)):
@@ -338,8 +433,10 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
     keys = [key for group in groups for key in group["params"]]
     names = [name for row in rows for name in row]
     name_of: dict[Any, str]
-    if all(type(key) is int for key in keys) and len(keys) == len(names):
-        name_of = dict(zip(keys, names, strict=True))
+    mine = by_param_name(live.param_groups, rows)
+    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    if all(type(key) is int for key in keys) and (theirs or len(keys) == len(names)):
+        name_of = {key: mine.get(name, name) for name, key in theirs.items()} or dict(zip(keys, names, strict=True))
         name_of.update({str(key): name for key, name in name_of.items()})
     elif all(type(key) is str for key in keys):
         short = {name.rpartition("/")[2]: name for name in names}
@@ -408,6 +505,8 @@ def _of_another_shape(
 
     State of another shape than its parameter is usual (factored moments): the shape that the parameter had decides.
     """
+    if is_lazy(param):
+        return _NO_SHAPE if saved else None
     now = tuple(param.shape)
     for key, item in saved.items():
         if key != "step" and isinstance(item, TensorRef) and item.kind == "tensor" and plan.takes(f"{path}/{key}"):

@@ -82,9 +82,10 @@ class MatchPlan(ABC):
         self._fresh: dict[str, torch.Tensor] = {}  # stored name -> new tensor; tied tensors share it
         self._origin: dict[str, str] = {}  # new path -> stored path, for what `rename` moves
         self.moved: dict[str, TensorRef] = {}  # new name -> tensor, for what `rename` moves
+        self.outdone = selection.outdone(stored.refs)  # stored names whose place a renamed one takes
         if selection.renames:
             for name, ref in stored.refs.items():
-                if (new := selection.renamed(name)) != name:
+                if (new := selection.renamed(name)) != name and name not in self.outdone:
                     self.moved[new], self._origin[new] = ref, name
 
     @abstractmethod

@@ -20,7 +20,7 @@ from ..tree import rng
 from ..tree.values import PerRank, PerRankNode
 from .match_plan import MatchPlan
 
-__all__ = ["match_per_rank", "match_rng", "restore_derived"]
+__all__ = ["derive_generators", "match_per_rank", "match_rng", "restore_derived"]
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # NumPy's own
 
@@ -59,6 +59,31 @@ def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
         note += f"; those in step on all ranks go on in step: {', '.join(in_step)}"
     plan.notes.append(note)
     plan.not_restored.extend((path, why) for why in problems)
+
+
+def derive_generators(plan: MatchPlan) -> None:
+    """Seed the generators of the state of which each rank stored its own, if another number of ranks loads them.
+
+    Those in step on all ranks, as far as they are compared, are left as rank 0 had them.
+    """
+    stored = plan.stored
+    if stored.resized is None or not stored.generators:
+        return
+    ranks = sorted({0, 1, stored.manifest.world_size - 1} & stored.parts.keys())
+    parts = [part for rank in ranks if (part := stored.part(rank)) is not None]
+    place = mix(stored.manifest.step or 0, stored.resized, plan.rank)
+    for key, generator in stored.generators.items():
+        found = [part[key] for part in parts if isinstance(part.get(key), torch.Generator)]
+        if not found or found[0].device.type != generator.device.type:
+            continue
+        first, *others = (one.get_state() for one in found)
+        if others and all(torch.equal(first, other) for other in others):
+            generator.set_state(first)
+            continue
+        generator.manual_seed(mix(_hash(first), place))
+        if plan.takes(key):
+            before = stored.manifest.world_size
+            plan.notes.append(f"{key}: a generator for each of {before} rank(s): derived for {stored.resized}")
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:

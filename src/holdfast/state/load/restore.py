@@ -27,7 +27,7 @@ from .match import Matcher
 from .match_plan import Problems
 from .read_request import CheckingReader, ReadRequest
 from .reader import read_tensors
-from .selection import Selection
+from .selection import Selection, of_one_name_each
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
 from .targets import Targets
@@ -87,9 +87,9 @@ def load_state(
     ``lenient`` gives names or globs of entries that need not fit: those that do not are listed as not restored. With
     ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for another
     number of ranks than have saved. With ``swap`` all ranks load together, and the ranks of one machine read once what
-    several of them need. ``idle_names`` allows ``only`` and ``rename`` to name entries that the checkpoint lacks: a run
-    that is started again with the same arguments has renamed them already. ``added`` finds, in the stored tree, the
-    paths of values that came into the state during training: if ``into`` lacks them, they come back as values.
+    several of them need. ``idle_names`` allows ``only``, ``skip`` and ``rename`` to name entries that nobody has: a run
+    that is started again with the same arguments has renamed or left them out already. ``added`` finds, in the stored
+    tree, the paths of values that came into the state in training: if ``into`` lacks them, they come back as values.
     ``apart`` are the ranks that hold the same as this rank, where others hold other entries (None: all hold the same):
     then the checkpoint may have entries that ``into`` lacks. With ``swap`` some rank must hold each of them.
     ``bookkeeping`` is the entry that a run adds to its checkpoints, which ``into`` need not have.
@@ -104,9 +104,9 @@ def load_state(
     others = _Others(apart, rank, swap)
     try:
         stored = _opened(storage, rank, world_size, own_first=into is not None)
-        if not idle_names:
-            selection.check(paths(stored))
         if into is None:
+            if not idle_names:
+                selection.check(paths(stored))
             tree, requests = _plan_fresh(stored, selection, dtype, device)
             matcher = None
         else:
@@ -115,6 +115,8 @@ def load_state(
                 added=frozenset(added(stored.tree) if added is not None else ()),
             )  # fmt: skip
             state, requests = matcher.run(into), matcher.targets.requests
+            if not idle_names:
+                selection.check(paths(stored))
             if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
                 matcher.problems.unexpected.remove(bookkeeping)
             others.take(matcher)
@@ -245,15 +247,21 @@ def select(value: Any, path: str, selection: Selection) -> Any:
     if not isinstance(value, dict):
         return value
     kept = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+    taken: list[str] = []
     for key, item in value.items():
         where = f"{path}/{key}" if path else str(key)
         content = item.state if isinstance(item, ObjectNode) else item
         if isinstance(content, dict) and content:
             inner = select(item, where, selection)
-            if inner.state if isinstance(inner, ObjectNode) else inner:
-                kept[_new_key(path, where, key, selection)] = inner
+            if not (inner.state if isinstance(inner, ObjectNode) else inner):
+                continue
         elif selection.takes(where):
-            kept[_new_key(path, where, key, selection)] = item
+            inner = item
+        else:
+            continue
+        kept[_new_key(path, where, key, selection)] = inner
+        taken.append(where)
+    of_one_name_each((where, selection.renamed(where)) for where in taken)
     return kept
 
 

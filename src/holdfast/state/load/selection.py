@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Selection", "covers"]
+__all__ = ["Selection", "covers", "of_one_name_each"]
 
 
 def covers(patterns: Iterable[str], path: str) -> bool:
@@ -19,6 +19,22 @@ def covers(patterns: Iterable[str], path: str) -> bool:
         if fnmatchcase(path, pattern + "/*"):
             return True
     return False
+
+
+def of_one_name_each(names: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Turn pairs of (stored name, new name) into new name -> stored name.
+
+    Raises:
+        ConfigError: two entries would have one name, and one of them would be gone.
+    """
+    origin: dict[str, str] = {}
+    for old, new in names:
+        if (other := origin.setdefault(new, old)) != old:
+            raise ConfigError(
+                f"rename: {other!r} and {old!r} of the checkpoint would both be {new!r}: give another new name, or "
+                "choose one of them by its stored name with only= or skip="
+            )
+    return origin
 
 
 class Selection:
@@ -39,6 +55,7 @@ class Selection:
     ) -> None:
         self.only = None if only is None else _patterns(only, "only")
         self.skip = _patterns(skip, "skip") if skip is not None else ()
+        self._used: set[str] = set()  # patterns of `skip` that have left something out
         self._rules = {old: (_compile(old), new) for old, new in (rename or {}).items()}
         for old, new in (rename or {}).items():
             if new.count("*") > old.count("*"):
@@ -62,9 +79,9 @@ class Selection:
 
     def takes(self, *paths: str) -> bool:
         """Tell whether the entry known under these paths is wanted: chosen by one of them and skipped by none."""
-        if self.only is not None and not any(covers(self.only, path) for path in paths):
-            return False
-        return not (self.skip and any(covers(self.skip, path) for path in paths))
+        skipped = {glob for glob in self.skip if any(covers((glob,), path) for path in paths)}
+        self._used |= skipped
+        return not skipped and (self.only is None or any(covers(self.only, path) for path in paths))
 
     def renamed(self, name: str) -> str:
         """Return what a stored name is called in the live state; the first rule that matches wins."""
@@ -79,8 +96,22 @@ class Selection:
                 return filled + (match["below"] or "")
         return name
 
+    def outdone(self, names: Iterable[str]) -> set[str]:
+        """Return the stored names that are not taken and whose place one takes that is.
+
+        Raises:
+            ConfigError: two entries that are taken would have one name.
+        """
+        if not self._rules:
+            return set()
+        pairs = [(name, self.renamed(name)) for name in names]
+        origin = of_one_name_each((old, new) for old, new in pairs if self.takes(new, old))
+        return {old for old, new in pairs if origin.get(new, old) != old}
+
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse patterns that select nothing: a misspelt pattern would silently load nothing.
+        """Refuse patterns that match nothing: a misspelt one would silently load nothing, or what was to be left out.
+
+        With `skip`, `takes` has to have been asked for all entries of a live state, which may have more.
 
         Args:
             paths: every path of the checkpoint.
@@ -88,10 +119,12 @@ class Selection:
         Raises:
             ConfigError: names the patterns, and the first paths of the checkpoint.
         """
-        if self.only is None and not self._rules:
+        if self.everything:
             return
-        known = list(paths)
+        known = set(paths)
         idle = [f"only: {glob!r}" for glob in self.only or () if not any(covers((glob,), path) for path in known)]
+        skips = (glob for glob in self.skip if glob not in self._used)
+        idle += [f"skip: {glob!r}" for glob in skips if not any(covers((glob,), path) for path in known)]
         idle += [f"rename: {old!r}" for old, (rule, _) in self._rules.items() if not any(map(rule.fullmatch, known))]
         if idle:
             examples = sorted(known, key=lambda path: (path.count("/"), path))[:12]

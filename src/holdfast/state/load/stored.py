@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.codec import decode, loads
@@ -44,6 +46,8 @@ class Stored:
         borrowed: ``per_rank`` is that of rank 0, because this rank stored none.
         digests: tables of the files with tensors.
         refs: all tensors of the tree, by name.
+        generators: key -> decoded generator of ``tree``, for those of which each rank stored its own: that of this
+            rank, or of rank 0.
         resized: how many ranks load; None if as many have saved.
         parts: the files of the ranks that stored values of their own.
         own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: they differ on each rank, so
@@ -60,6 +64,7 @@ class Stored:
     refs: dict[str, TensorRef] = field(default_factory=dict)
     borrowed: bool = False
     own: frozenset[str] = frozenset()
+    generators: dict[str, torch.Generator] = field(default_factory=dict)
     resized: int | None = None
     parts: dict[int, FileEntry] = field(default_factory=dict)
     _warned: bool = False
@@ -185,13 +190,17 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     if structure is None:
         raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
     path, tree = structure
-    stored.tree = _decoded(tree, path, stored.refs, stored._keys)
+    stored.tree = _decoded(tree, path, stored.refs, stored._keys, stored.generators)
     stored.parts = ranks
     if chosen is not None:
         refs: dict[str, TensorRef] = {}
         stored.per_rank = _decode_part(stored._small.read(chosen), chosen.path, refs, stored._keys)
         stored.refs.update(refs)
         stored.borrowed = chosen.writer != rank
+        for key, generator in stored.generators.items():
+            own = stored.per_rank.get(key)
+            if isinstance(own, torch.Generator) and own.device.type == generator.device.type:
+                generator.set_state(own.get_state())
         stored.own = frozenset(refs) if len(listed) > 1 else frozenset()
     stored._unite(indexes)
     return stored
@@ -214,12 +223,20 @@ def decode_tree(
     return _decoded(loads(data, max_bytes=MAX_JSON, where=where), where, refs, keys)
 
 
-def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple[str, bool, str]] | None = None) -> Any:
+def _decoded(
+    tree: Any,
+    where: str,
+    refs: dict[str, TensorRef],
+    keys: list[tuple[str, bool, str]] | None = None,
+    generators: dict[str, torch.Generator] | None = None,
+) -> Any:
     def leaf(tag: str, node: dict[str, Any]) -> Any:
         check_node(tag, node)
         if tag == "tensors":
             at = node["at"]
             items = {key: TensorRef(at + key) for key in node["k"]}
+            for key in node.get("rg", ()):
+                items[key].extra = {"rg": 1}
             refs.update((ref.name, ref) for ref in items.values())
             return OrderedDict(items) if node["o"] else items
         if tag == "tensor":
@@ -235,7 +252,10 @@ def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple
             if keys is not None:
                 keys.append((node["key"], tag == "rng", ""))
             return PerRankNode(node["key"], rng=tag == "rng")
-        return arrays.decode_torch_value(node)
+        value = arrays.decode_torch_value(node)
+        if generators is not None and isinstance(value, torch.Generator) and "own" in node:
+            generators[node["own"]] = value
+        return value
 
     if type(tree) is not dict:
         raise CorruptCheckpointError(f"{where} holds a {type(tree).__name__}, no structure: it is damaged", file=where)

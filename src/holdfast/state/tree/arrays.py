@@ -112,11 +112,15 @@ def decode_torch_value(node: dict[str, Any]) -> Any:
             return torch.Size(value)  # type: ignore[arg-type]
         if kind == "generator":
             device = torch.device(node["d"])
-            if device.type != "cpu" and not torch.get_device_module(device).is_available():
-                device = torch.device("cpu")
+            if device.type != "cpu":
+                devices = torch.get_device_module(device)
+                if not devices.is_available():
+                    device = torch.device("cpu")
+                elif device.index is not None and device.index >= devices.device_count():
+                    device = torch.device(device.type)  # it was that of another rank, or of another machine
             generator = torch.Generator(device=device)
             state = torch.frombuffer(bytearray.fromhex(str(value)), dtype=torch.uint8)
-            if generator.device == torch.device(node["d"]):
+            if generator.device.type == torch.device(node["d"]).type:
                 generator.set_state(state)
             return generator
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -227,6 +227,11 @@ class _Walker:
             self.flat.per_rank[name] = self._own(value.value, name, path)
             return {"$": "per_rank", "key": name}
         if (plain := arrays.encode_torch_value(value)) is not None:
+            if self.shared and isinstance(value, torch.Generator):
+                # Beside the one of rank 0, which is all that a reader needs that does not know of the others.
+                key = _unused(name, self.flat.per_rank)
+                self.flat.per_rank[key] = plain
+                return {**plain, "own": key}
             return plain
         if arrays.is_array(value):
             stored, extra = arrays.array_to_tensor(value, f"state{path}")
@@ -262,6 +267,8 @@ class _Walker:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
         named = optimizers.to_named(optimizer, self.parameter_names)
+        if shared := optimizers.shared_names(optimizer, [group["params"] for group in named["param_groups"]]):
+            raise UnsupportedStateError(f"state{path}: {shared[0]}")
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
@@ -331,7 +338,10 @@ class _Walker:
             self.flat.names.extend(names)
             self.flat.tensors.extend(value.values())
             self.flat.files.extend([self.file if name else ""] * len(names))
-        return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+        node = {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+        if trained := [key for key, tensor in value.items() if tensor.requires_grad and tensor.is_leaf]:
+            node["rg"] = trained
+        return node
 
     def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         rows = _take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
@@ -367,6 +377,8 @@ class _Walker:
         if isinstance(value, nn.Parameter):
             node["k"] = "parameter"
             node["rg"] = int(value.requires_grad)
+        elif value.requires_grad and value.is_leaf:
+            node["rg"] = 1
         return node
 
     def _spread(self, value: torch.Tensor, name: str, path: str) -> sharded.Parts:
@@ -419,13 +431,18 @@ class _Walker:
                 del regions[number]
 
     def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
-        unique, number = name, 1
-        while unique in self.taken:
-            number += 1
-            unique = f"{name}~{number}"
+        unique = _unused(name, self.taken)
         self.taken.add(unique)
         self._put(unique, parts, self.file)
         return {"$": "tensor", "n": unique}
+
+
+def _unused(name: str, taken: Container[str]) -> str:
+    unique, number = name, 1
+    while unique in taken:
+        number += 1
+        unique = f"{name}~{number}"
+    return unique
 
 
 def _check_names(flat: Flat) -> None:
@@ -483,5 +500,7 @@ def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
         rows.names.extend([at + row_key for row_key in keys])
         rows.tensors.extend(row.values())
         rows.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+    if any(tensor.requires_grad for tensor in rows.tensors):
+        return None
     whole = arrays.all_dense(rows.tensors) and len(set(rows.names)) == len(rows.names)
     return rows if whole else None

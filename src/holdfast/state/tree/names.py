@@ -15,7 +15,7 @@ from torch import nn
 
 from .sharded import reshard
 
-__all__ = ["Modules", "canonical_keys", "parameter_names", "stored_parameters", "unwrap"]
+__all__ = ["Modules", "canonical_keys", "parameter_names", "stored_parameters", "unwrap", "without_tokens"]
 
 # Prefixes no user would choose: removed wherever they occur.
 _TOKENS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -37,11 +37,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
     """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
-    names = [_without_tokens(name) for name in keys]
+    names = [without_tokens(name) for name in keys]
     if not any("module." in name for name in names):
         return names  # no wrapper inside: looking for them costs more than the rest
     parallel = [
-        _without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
+        without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
     ]
     if parallel:
         # Longest first: the path of an inner wrapper still contains "module." of the outer wrapper.
@@ -50,7 +50,8 @@ def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> li
     return names
 
 
-def _without_tokens(name: str) -> str:
+def without_tokens(name: str) -> str:
+    """Return a name without the prefixes that no user would choose."""
     if "_wrapped_module." in name or "_orig_mod." in name:
         for token in _TOKENS:
             name = name.replace(token, "")

@@ -8,21 +8,27 @@ without casts (torch's own ``load_state_dict`` turns float32 state of bfloat16 p
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from .names import without_tokens
+
 __all__ = [
     "IMPLEMENTATION_FLAGS",
     "OTHER_STATE",
     "apply_groups",
+    "by_param_name",
     "empty_beside",
     "is_plain",
     "live_names",
     "odd_layouts",
+    "shared_names",
     "state_device",
     "to_named",
+    "to_positions",
 ]
 
 # How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
@@ -34,11 +40,22 @@ OTHER_STATE = "other_state"
 # The live optimizer also keeps its own parameters in each group, and their names.
 _OWN = frozenset({"params", "param_names"})
 
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer keeps its state the standard way; others go through their own ``state_dict``."""
+    """Tell whether the optimizer keeps its state the standard way; others go through their own ``state_dict``.
+
+    Others have methods of their own for it, or hooks that see or change what is saved and loaded.
+    """
     kind = type(optimizer)
-    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+    standard = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+    return standard and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
 
 
 def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
@@ -55,6 +72,19 @@ def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
             position += 1
         groups.append(row)
     return groups
+
+
+def shared_names(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Say which of the names that `live_names` gave several parameters have, and what to do."""
+    names = [name for row in rows for name in row]
+    if len(set(names)) == len(names):
+        return []
+    owner: dict[str, torch.Tensor] = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    twice = {name for name, param in zip(names, params, strict=True) if owner.setdefault(name, param) is not param}
+    return [
+        f"two parameters are called {name!r} by their places in the state: give it other keys" for name in sorted(twice)
+    ]
 
 
 def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
@@ -75,6 +105,52 @@ def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     ]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return {"state": state, "param_groups": hyper, **({OTHER_STATE: others} if others else {})}
+
+
+def by_param_name(groups: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return what stands for each parameter by the name that torch keeps for it (``param_names`` of a group).
+
+    Args:
+        groups: of an optimizer.
+        rows: what stands for the parameters of each group.
+
+    Returns:
+        Empty if some parameter has no name, or two have the same. Prefixes of wrappers are not part of a name.
+    """
+    names: list[str] = []
+    for group, row in zip(groups, rows, strict=True):
+        own = group.get("param_names")
+        if not isinstance(own, (list, tuple)) or len(own) != len(row):
+            return {}
+        names.extend(own)
+    if not all(isinstance(name, str) for name in names):
+        return {}
+    names = [without_tokens(name) for name in names]
+    if all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    found = dict(zip(names, (item for row in rows for item in row), strict=True))
+    return found if len(found) == len(names) else {}
+
+
+def to_positions(named: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what `to_named` gave as the dict of torch's own ``state_dict``.
+
+    Args:
+        named: the result of `to_named`.
+        rows: names of the live parameters: the parameters are in this order, if each group has the same ones.
+    """
+    groups = [dict(group) for group in named["param_groups"]]
+    if [set(group["params"]) for group in groups] == [set(row) for row in rows]:
+        for group, row in zip(groups, rows, strict=True):
+            if "param_names" in group:
+                own = dict(zip(group["params"], group["param_names"], strict=True))
+                group["param_names"] = [own[name] for name in row]
+            group["params"] = list(row)
+    position = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    for group in groups:
+        group["params"] = [position[name] for name in group["params"]]
+    states = {position[name]: state for name, state in named["state"].items()}
+    return {"state": {**states, **named.get(OTHER_STATE, {})}, "param_groups": groups}
 
 
 def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:

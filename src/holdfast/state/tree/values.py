@@ -2,8 +2,10 @@
 
 A stored tree is typed JSON (`holdfast.format.codec`). This layer adds the nodes:
 
-- ``{"$": "tensor", "n": name}``: one tensor; ``"k": "parameter"`` or ``"array"`` if it was that.
-- ``{"$": "tensors", "at": prefix, "k": [keys]}``: a dict that holds tensors only; its tensors are ``prefix/key``.
+- ``{"$": "tensor", "n": name}``: one tensor; ``"k": "parameter"`` or ``"array"`` if it was that, ``"rg": 1`` if it has
+  a gradient.
+- ``{"$": "tensors", "at": prefix, "k": [keys]}``: a dict that holds tensors only; its tensors are ``prefix/key``. Those
+  of the keys ``"rg"`` have a gradient.
 - ``{"$": "object", "type": ..., "kind": ..., "state": tree}``: something with ``state_dict``.
 - ``{"$": "per_rank"}`` and ``{"$": "rng"}``: the tree is in the part of each rank.
 - ``{"$": "torch", "t": "dtype" | "device" | "size" | "generator", ...}``: torch's plain values.
@@ -200,4 +202,7 @@ def _tensor(ref: TensorRef) -> Any:
         return arrays.array_from_tensor(ref.value, ref.extra)
     if ref.kind == "parameter" and isinstance(ref.value, torch.Tensor):
         return torch.nn.Parameter(ref.value, requires_grad=bool(ref.extra.get("rg", 1)))
+    if ref.extra.get("rg") and isinstance(ref.value, torch.Tensor) and ref.value.is_leaf:
+        trains = ref.value.dtype.is_floating_point or ref.value.dtype.is_complex
+        return ref.value.requires_grad_(trains)
     return ref.value

@@ -310,8 +310,8 @@ def _load_stored(
         with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
             only = None if full else ["state/model"]
             loaded = load_state(
-                stored, live, only=only, skip=skip or None, lenient=lenient, progress=progress, verify=verify,
-                rank=ranks.rank, world_size=ranks.world_size,
+                stored, live, only=only, skip=skip or None, idle_names=bool(skip), lenient=lenient, progress=progress,
+                verify=verify, rank=ranks.rank, world_size=ranks.world_size,
                 added=lambda _: {f"state/{name}" for name in saved if full and name not in live["state"]},
             )  # fmt: skip
     except StateMismatchError as error:
