@@ -168,6 +168,22 @@ def test_what_cannot_be_saved_is_refused(tmp_path) -> None:
     assert not (tmp_path / "ck/manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+        {"a/0": torch.ones(2), "a": (torch.zeros(2),)},  # a tuple is a plain value to DCP
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(tmp_path, state) -> None:
+    """Keys with "/" in them can make the names of two tensors alike: an error names both, nothing is committed."""
+    with pytest.raises(CheckpointException, match=r"\['a', 'b'\] and \['a/b'\].*rename a key|'a/0': give one"):
+        dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    assert not (tmp_path / "ck").exists()
+    dcp.save({"a/b": torch.ones(2), "a": {"b": 1}}, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    assert_state_equal(hf.load(tmp_path / "ck"), {"a/b": torch.ones(2), "a": {"b": 1}})
+
+
 def test_remote_storages(tmp_path) -> None:
     """Any storage: DCP's checkpoint_id is a URI."""
     dcp.save({"a": torch.ones(2)}, storage_writer=HoldfastWriter(), checkpoint_id="memory://interop-dcp/ck")

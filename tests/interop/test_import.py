@@ -179,6 +179,21 @@ def lightning(state) -> dict:
     }
 
 
+def test_dcp_directories_with_slashes_in_keys(tmp_path) -> None:
+    """Keys that make the names of several tensors alike: each tensor is taken, under a name of its own."""
+    state = {
+        "a/b": torch.ones(2),
+        "a": {"b": torch.zeros(2), "c": (torch.full((2,), 3.0), 4)},
+        "a/c/0": torch.full((2,), 5.0),
+        "a/b~2": torch.full((2,), 6.0),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    done = hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
+    assert done.checkpoint.verify(deep=True).ok
+    assert_state_equal(hf.load(done.checkpoint), state)
+    assert dict(done.taken) == {"a/b": "1 tensors", "a": "2 tensors", "a/c/0": "1 tensors", "a/b~2": "1 tensors"}
+
+
 def test_lightning(state, tmp_path) -> None:
     """Model, optimizer, scheduler, counters and callbacks are taken; an object of the script is left out and named."""
     torch.save(lightning(state), tmp_path / "last.ckpt")

@@ -18,6 +18,7 @@ from holdfast.state.tree import arrays
 
 from .blobs import WINDOW, Blob, BoxReader, check_parts, fill, windows
 from .contents import CheckpointContents, read_contents
+from .gathered import tensor_names
 from .part import Row, check_free, write_alone
 from .source import OpenedCheckpoint
 
@@ -113,7 +114,7 @@ def average(
         contents = [read_contents(source) for source in sources]
         last = contents[-1]
         tree, left_out = _selected(last, only)
-        names = list(dict.fromkeys(last.original(name) for name in _names(tree)))
+        names = list(dict.fromkeys(last.original(name) for name in tensor_names(tree)))
         if not names:
             raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
         _check_alike(contents, names, only, tree)
@@ -143,7 +144,7 @@ def average(
             }
             for side, share in zip(contents, shares, strict=True)
         ]
-        aliases = {name: target for name in _names(tree) if (target := last.original(name)) != name}
+        aliases = {name: target for name in tensor_names(tree) if (target := last.original(name)) != name}
         write_alone(
             destination,
             rows,
@@ -300,21 +301,6 @@ def _pruned(node: Any, path: str, selection: Selection) -> Any:
             return None
         return dict(kept) if tag is None else {**node, "v": kept}
     return node if node is not None and path and selection.takes(path) else None
-
-
-def _names(node: Any) -> Iterator[str]:
-    """Yield the names of all tensors in typed JSON."""
-    if isinstance(node, dict):
-        if node.get("$") == "tensors":
-            yield from (node["at"] + key for key in node["k"])
-        elif node.get("$") == "tensor":
-            yield node["n"]
-        else:
-            for child in node.values():
-                yield from _names(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from _names(child)
 
 
 def _check_alike(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,14 +54,15 @@ from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
 from holdfast.state.tree.sharded import is_spread, local_tensor
 
 from .blobs import Blob
-from .gathered import nested, node_of, tensor_name
+from .gathered import nested, node_of, tensor_name, tensor_names
 from .part import DirectPartWriter, Row
 from .source import OpenedCheckpoint
 from .to_dcp import flatten_for_dcp
 
 __all__ = ["HoldfastReader", "HoldfastWriter"]
 
-_Paths = Mapping[str, tuple[str | int, ...]]
+_Path = tuple[str | int, ...]
+_Paths = Mapping[str, _Path]
 
 
 class _Place:
@@ -160,7 +161,18 @@ class HoldfastWriter(_Place, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Note the files of earlier saves, which the commit removes; no rank writes before this returns."""
+        """Note the files of earlier saves, which the commit removes; no rank writes before this returns.
+
+        Raises:
+            ConfigError: two tensors would have one name.
+        """
+        paths = {
+            _paths(plan).get(item.index.fqn, (item.index.fqn,))
+            for plan in plans
+            for item in plan.items
+            if item.type != WriteItemType.BYTE_IO
+        }
+        _check_names((path, [tensor_name(path)]) for path in paths)
         target = self._target()
         self._replaced = look_before(target.storage, target.directory)
         return plans
@@ -168,7 +180,7 @@ class HoldfastWriter(_Place, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of the state. On return the files are durable and the future is done."""
         target = self._target()
-        paths: _Paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        paths = _paths(plan)
         tied = _ties(planner, paths)
         rows: list[Row] = []
         done_items: list[tuple[WriteItem, int, Any]] = []
@@ -193,9 +205,13 @@ class HoldfastWriter(_Place, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: write the structure, then the manifest."""
+        """Commit: write the structure, then the manifest.
+
+        Raises:
+            ConfigError: two tensors have one name; nothing is committed.
+        """
         target = self._target()
-        paths: _Paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        paths = _paths(metadata)
         every = [result for rank in results for result in rank]
         plain = {result.index.fqn: result.storage_data.node for result in every}
         nodes = {}
@@ -203,6 +219,7 @@ class HoldfastWriter(_Place, StorageWriter):
             path = paths.get(fqn, (fqn,))
             is_plain = isinstance(entry, BytesStorageMetadata)
             nodes[path] = plain[fqn] if is_plain else {"$": "tensor", "n": tensor_name(path)}
+        _check_names((path, tensor_names(node)) for path, node in nodes.items())
         parts = [
             PartSummary.from_json(result.storage_data.part) for result in every if result.storage_data.part is not None
         ]
@@ -233,6 +250,22 @@ class HoldfastWriter(_Place, StorageWriter):
         if self.path is None:
             raise ConfigError("HoldfastWriter needs a path: HoldfastWriter(path), or dcp.save(..., checkpoint_id=path)")
         return Checkpoint(self.path)
+
+
+def _paths(plan: SavePlan | Metadata) -> _Paths:
+    return plan.planner_data if isinstance(plan.planner_data, dict) else {}
+
+
+def _check_names(tensors: Iterable[tuple[_Path, Iterable[str]]]) -> None:
+    """Refuse names of tensors, by the path of what they belong to, that would occur twice in the checkpoint."""
+    owners: dict[str, _Path] = {}
+    for path, names in tensors:
+        for name in names:
+            if (other := owners.setdefault(name, path)) != path:
+                first, second = sorted((repr(list(other)), repr(list(path))))
+                raise ConfigError(
+                    f"the tensors at {first} and {second} of the state would both be called {name!r}: rename a key"
+                )
 
 
 def _row(name: str, tensor: Any, item: WriteItem | None = None) -> Row:
