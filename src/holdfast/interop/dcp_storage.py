@@ -56,7 +56,7 @@ from holdfast.state.tree.sharded import is_spread, local_tensor
 from .blobs import Blob
 from .gathered import nested, node_of, tensor_name, tensor_names
 from .part import DirectPartWriter, Row
-from .source import OpenedCheckpoint
+from .source import OpenedCheckpoint, paths_of_one_name
 from .to_dcp import flatten_for_dcp
 
 __all__ = ["HoldfastReader", "HoldfastWriter"]
@@ -258,14 +258,10 @@ def _paths(plan: SavePlan | Metadata) -> _Paths:
 
 def _check_names(tensors: Iterable[tuple[_Path, Iterable[str]]]) -> None:
     """Refuse names of tensors, by the path of what they belong to, that would occur twice in the checkpoint."""
-    owners: dict[str, _Path] = {}
-    for path, names in tensors:
-        for name in names:
-            if (other := owners.setdefault(name, path)) != path:
-                first, second = sorted((repr(list(other)), repr(list(path))))
-                raise ConfigError(
-                    f"the tensors at {first} and {second} of the state would both be called {name!r}: rename a key"
-                )
+    if twice := paths_of_one_name((name, path) for path, names in tensors for name in names):
+        raise ConfigError(
+            f"HoldfastWriter cannot store these tensors: {'; '.join(sorted(twice.values()))}: rename a key"
+        )
 
 
 def _row(name: str, tensor: Any, item: WriteItem | None = None) -> Row:
@@ -334,6 +330,7 @@ class HoldfastReader(_Place, StorageReader):
         self._source: OpenedCheckpoint | None = None
         self._values: dict[str, Any] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], tuple[Piece, torch.dtype, Box]] = {}
+        self._twice: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from ``checkpoint_id`` if that is given."""
@@ -350,7 +347,9 @@ class HoldfastReader(_Place, StorageReader):
         source = self._source = OpenedCheckpoint(of.storage.child(of.directory), rank=rank, verify=self.verify)
         entries: dict[str, Any] = {}
         mappings: dict[str, Any] = {}
-        for key, path, value in flatten_for_dcp(source.plain(by_name=True)):
+        flat = list(flatten_for_dcp(source.plain(by_name=True)))
+        self._twice = paths_of_one_name((key, keys) for key, _, keys, _ in flat)
+        for key, path, _, value in flat:
             mappings[key] = path
             if isinstance(value, torch.Tensor):
                 entries[key] = self._tensor(key, source.name_of(value), source)
@@ -362,7 +361,15 @@ class HoldfastReader(_Place, StorageReader):
         """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
+        """Leave the plan as it is.
+
+        Raises:
+            ConfigError: two values of the checkpoint have a key that is wanted.
+        """
+        if twice := {
+            self._twice[item.storage_index.fqn] for item in plan.items if item.storage_index.fqn in self._twice
+        }:
+            raise ConfigError(f"HoldfastReader cannot tell: {'; '.join(sorted(twice))}: use holdfast.load")
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

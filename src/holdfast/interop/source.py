@@ -7,7 +7,7 @@ stand-in, so code that keeps identities keeps ties.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,23 @@ from holdfast.storage.base import FileReader, Storage
 
 from .blobs import Blob, BoxReader, assemble, cast
 
-__all__ = ["OpenedCheckpoint"]
+__all__ = ["OpenedCheckpoint", "paths_of_one_name"]
+
+
+def paths_of_one_name(named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, str]:
+    """Return the names that several paths have, because names of other formats join keys; with a text about the paths.
+
+    Args:
+        named: (name, the keys on the way) of each value.
+    """
+    first: dict[str, Sequence[Any]] = {}
+    found: dict[str, str] = {}
+    for name, path in named:
+        other = first.setdefault(name, path)
+        if other is not path and name not in found:
+            both = " and ".join(sorted((repr(list(other)), repr(list(path)))))
+            found[name] = f"{both} of the state would both be called {name!r}"
+    return found
 
 
 class OpenedCheckpoint:
