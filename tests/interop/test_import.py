@@ -9,7 +9,7 @@ import random
 import re
 import zipfile
 from collections import OrderedDict
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -285,6 +285,58 @@ def test_accelerate_folders_of_fsdp(tmp_path, sharded) -> None:
     assert_state_equal(other, model)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert_state_equal(others.state[two], optimizer.state[one])
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def shards(request, tmp_path):
+    """A folder of Hugging Face; writes its files, given their tensors, and its index."""
+    folder, stem = tmp_path / "hf", "model" if request.param == "safetensors" else "pytorch_model"
+    folder.mkdir()
+
+    def write(*parts: dict, index: dict[str, int] | None = None, total: int = 2) -> Path:
+        names = [f"{stem}-{number + 1:05d}-of-{total:05d}.{request.param}" for number in range(total)]
+        for name, part in zip(names, parts, strict=False):
+            tensors = {key: torch.full((2,), float(value)) for key, value in part.items()}
+            save_file(tensors, folder / name) if request.param == "safetensors" else torch.save(tensors, folder / name)
+        if index is not None:
+            content = {"metadata": {"total_size": 99}, "weight_map": {key: names[at] for key, at in index.items()}}
+            (folder / f"{stem}.{request.param}.index.json").write_text(json.dumps(content))
+        return folder
+
+    return write
+
+
+def test_folders_of_shards(shards, tmp_path) -> None:
+    """With an index or without; what a file has beside it is listed, also a tensor that the index has elsewhere."""
+    folder = shards({"a": 1}, {"b": 2})
+    assert hf.load(hf.import_checkpoint(folder, tmp_path / "0").checkpoint)["model"].keys() == {"a", "b"}
+    shards({"a": 1, "old": 7}, {"b": 2, "a": 9}, index={"a": 0, "b": 1})
+    done = hf.import_checkpoint(folder, tmp_path / "1")
+    assert [path for path, _ in done.not_taken] == ["model/old", "model/a"]
+    assert_state_equal(dict(hf.load(tmp_path / "1")["model"]), {"a": torch.ones(2), "b": torch.full((2,), 2.0)})
+    (one,) = folder.glob("*-00001-of-*")
+    done = hf.import_checkpoint(one, tmp_path / "2")
+    assert (one.name, "one of 2 files, by its name: import their folder for all") in done.not_taken
+
+
+@pytest.mark.parametrize(
+    ("parts", "index", "match"),
+    [
+        (({"a": 1}, {"old": 1}), {"a": 0, "b": 1}, r"model-00002-of-00002\.\w+ lacks 'b'"),
+        (({"a": 1},), {"a": 0, "b": 1}, r"names \w*model-00002-of-00002\.\w+, which is missing"),
+        (({"a": 1},), None, r"1 of the 2 files of \w*model\.\w+; missing: \w*model-00002-of-00002"),
+        (({"a": 1}, {"a": 2}), None, "two files have a tensor 'a'"),
+    ],
+)
+def test_folders_that_are_not_whole(shards, tmp_path, parts, index, match) -> None:
+    """A half-done download, a file of another version: an error that names what is missing, nothing is written."""
+    folder = shards(*parts, index=index)
+    with pytest.raises(hf.CorruptCheckpointError, match=match):
+        hf.import_checkpoint(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    if any(folder.glob("*.safetensors")):
+        with pytest.raises(hf.CorruptCheckpointError, match=match):
+            hf.import_checkpoint(folder, tmp_path / "new", format="safetensors")
 
 
 def test_parts_that_are_there_twice(tmp_path) -> None:

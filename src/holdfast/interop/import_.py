@@ -14,7 +14,7 @@ from holdfast.format.names import MANIFEST_NAME
 
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
-from .from_folder import from_hf, from_safetensors, is_hf
+from .from_folder import from_hf, from_safetensors, is_hf, shard_of
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
 from .part import check_free, write_alone
@@ -113,6 +113,8 @@ def watched_import(
             gathered = _gather(path, kind, stack, trusted=trusted)
         except RecursionError as error:
             raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
+        if is_file and (total := shard_of(of.name)) > 1:
+            gathered.not_taken.append((of.name, f"one of {total} files, by its name: import their folder for all"))
         gathered.tie_equal()
         progress(sum(row.blob.nbytes for row in gathered.rows), 0)
         write_alone(
