@@ -138,6 +138,18 @@ def test_optimizer_state_stays_by_position_where_it_is_not(state, tmp_path) -> N
     assert_state_equal(others.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize("kept", [{"row": 5}, {"exp_avg_sq_row": 5, "exp_avg_sq_col": 4}, {"exp_avg": 5, "sum": 4}])
+def test_factored_moments_are_no_certain_sign(tmp_path, kept) -> None:
+    """The moments of rows have the shape of a frozen norm: nobody is said to be theirs; they stay by position."""
+    moments = {key: torch.ones(size) for key, size in kept.items()}
+    optimizer = {"state": {0: {"step": 1, **moments}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    model = {"w.weight": torch.ones(5, 4), "norm.weight": torch.ones(5)}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
+    done = hf.import_checkpoint(tmp_path / "x.pt", tmp_path / "ck")
+    assert "by position" in dict(done.taken)["optimizer"]
+    assert_state_equal(hf.load(done.checkpoint)["optimizer"], optimizer)
+
+
 def test_dcp_directories(state, tmp_path) -> None:
     """What dcp.save writes: whole tensors, strided ones, plain data, optimizers by name and by position."""
     model, optimizer = state["model"], state["optimizer"]
