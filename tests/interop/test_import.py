@@ -229,6 +229,15 @@ def test_lightning(state, tmp_path) -> None:
         hf.import_checkpoint(tmp_path / "other.ckpt", tmp_path / "other")
 
 
+def test_lightning_with_keys_of_our_names(state, tmp_path) -> None:
+    """What a hook of a LightningModule has put under "model" does not come in the place of the weights."""
+    torch.save({**lightning(state), "model": {"w": torch.ones(1)}, "global_step": -1}, tmp_path / "x.ckpt")
+    done = hf.import_checkpoint(tmp_path / "x.ckpt", tmp_path / "new")
+    assert ("model", "what Lightning itself keeps has this name here") in done.not_taken
+    assert done.checkpoint.step is None
+    assert_state_equal(dict(hf.load(done.checkpoint)["model"]), dict(state["model"].state_dict()))
+
+
 def test_transformers_and_accelerate_folders(tmp_path) -> None:
     """Weights, optimizer, scheduler, generators and counters; configuration files are listed as not taken."""
     model, _ = trained(1)

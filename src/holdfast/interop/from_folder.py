@@ -136,7 +136,7 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         used.add("trainer_state.json")
         state["trainer_state"] = trainer = _json(own_file(folder, "trainer_state.json"))
         step = trainer.get("global_step") if isinstance(trainer, dict) else None
-        gathered.step = step if type(step) is int else None
+        gathered.position(step)
     _finish(gathered, state, models, mapped)
     for name, key in _SHARDED.items():
         if key not in gathered.tree and os.path.isfile(os.path.join(folder, name, METADATA_NAME)):

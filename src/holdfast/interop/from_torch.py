@@ -66,9 +66,7 @@ def _plain(content: Any, path: str) -> Gathered:
     state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(content, where=path).items()}
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
-    step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
-    gathered.step = step if type(step) is int and step >= 0 else None
-    gathered.epoch = epoch if type(epoch) is int and epoch >= 0 else None
+    gathered.position(state.get("step", state.get("global_step")), state.get("epoch"))
     return gathered
 
 
@@ -82,12 +80,12 @@ def _lightning(content: Mapping[str, Any], path: str) -> Gathered:
         elif values:
             state[plural] = list(values)
     renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
-    state.update((key, value) for key, value in content.items() if key not in renamed and value is not None)
+    rest = {key: value for key, value in content.items() if key not in renamed and value is not None}
+    gathered.not_taken += [(key, "what Lightning itself keeps has this name here") for key in rest if key in state]
+    state.update((key, value) for key, value in rest.items() if key not in state)
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
-    step, epoch = content.get("global_step"), content.get("epoch")
-    gathered.step = step if type(step) is int else None
-    gathered.epoch = epoch if type(epoch) is int else None
+    gathered.position(content.get("global_step"), content.get("epoch"))
     return gathered
 
 

@@ -47,6 +47,7 @@ __all__ = [
 
 _MAX_HOLES = 10_000  # items of a list that an importer has left out
 
+_TWICE = "an item of this name was taken from elsewhere in the source"
 _SAMPLE = 64 << 10  # bytes that are compared before whole tensors are
 _MADV_DONTNEED = 4
 
@@ -89,12 +90,15 @@ class Gathered:
     ) -> None:
         """Take nested plain data with tensors in it; values that cannot be saved go to ``not_taken``.
 
+        So does what has the name of an item that was taken before.
+
         Args:
             state: the data.
             labels: name -> its description in ``taken``.
             mapped: memory that is mapped from files (`mapped_ranges`).
         """
-        flat = flatten(state, unsupported="drop")
+        self.not_taken += [(key, _TWICE) for key in state if key in self.tree]
+        flat = flatten({key: value for key, value in state.items() if key not in self.tree}, unsupported="drop")
         items = _top_items(flat.tree)
         self.tree.update(items)
         self.add(flat, mapped)
@@ -103,6 +107,11 @@ class Gathered:
         for key in items:
             count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
             self.taken.append((key, (labels or {}).get(key) or (f"{count} tensors" if count else "plain data")))
+
+    def position(self, step: Any, epoch: Any = None) -> None:
+        """Take step and epoch of the source, if they are what a checkpoint can have."""
+        self.step = step if type(step) is int and step >= 0 else None
+        self.epoch = epoch if type(epoch) is int and epoch >= 0 else None
 
     def add(self, flat: Flat, mapped: Sequence[tuple[int, int]] = ()) -> None:
         """Take the tensors of a flattened state."""
@@ -127,8 +136,7 @@ class Gathered:
         self.aliases.update((name, original) for name, original in other.aliases.items() if is_new(name))
         self.taken += [(key, label) for key, label in other.taken if key not in twice]
         self.not_taken += [(f"{inside}/{path}", why) for path, why in other.not_taken]
-        why = "an item of this name was taken from elsewhere in the source"
-        self.not_taken += [(f"{inside}/{key}", why) for key in sorted(twice)]
+        self.not_taken += [(f"{inside}/{key}", _TWICE) for key in sorted(twice)]
 
     def tie_equal(self) -> None:
         """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.
