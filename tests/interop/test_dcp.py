@@ -161,6 +161,18 @@ def test_cached_plans_and_other_planners(tmp_path) -> None:
     assert hf.load(tmp_path / "half")["n"] == 1
 
 
+def test_views_of_one_memory(tmp_path) -> None:
+    """Tensors of one memory are one only if they have the same values: not a number and its conjugate."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"z": z, "same": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag, "part": z[:1]}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    found = hf.load(tmp_path / "ck")
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
+    assert found["same"].data_ptr() == found["z"].data_ptr()
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path) -> None:
     """An object of no known kind is an error with its path; nothing is committed."""
     with pytest.raises(CheckpointException, match=r"deep.*object cannot be saved"):

@@ -303,7 +303,8 @@ def _ties(planner: SavePlanner, paths: _Paths) -> dict[str, str]:
         local = local_tensor(value) if is_spread(value) else value
         if not local.numel() or not local.data_ptr():
             continue
-        key = (local.data_ptr(), local.device, local.dtype, tuple(value.shape), local.shape, local.stride())
+        seen = (local.data_ptr(), local.device, local.dtype, local.shape, local.stride())
+        key = (*seen, local.is_conj(), local.is_neg(), tuple(value.shape))
         name = tensor_name(paths.get(fqn, (fqn,)))
         original = first.setdefault(key, name)
         if original != name:
