@@ -395,6 +395,17 @@ def test_directories_in_a_folder_that_overlap(tmp_path) -> None:
     assert_state_equal(hf.load(tmp_path / "taken"), {"model": weights, "optimizer": both["optimizer"]})
 
 
+def test_sources_with_nothing_to_take(tmp_path) -> None:
+    """An empty dict, a folder with an empty index: an error instead of a checkpoint without anything in it."""
+    torch.save({}, tmp_path / "x.pt")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for name, why in (("x.pt", "it is empty"), ("hf", r"index\.json: no training state")):
+        with pytest.raises(hf.UnsupportedStateError, match=why):
+            hf.import_checkpoint(tmp_path / name, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_damaged_trainer_state(tmp_path) -> None:
     """JSON that is none is damage, and names the file."""
     torch.save({}, tmp_path / "optimizer.pt")
