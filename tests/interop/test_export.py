@@ -140,6 +140,17 @@ def test_floating_tensors_are_converted(state, saved, tmp_path, to) -> None:
     assert_state_equal(dict(found), wanted)
 
 
+def test_values_beyond_the_range_of_the_dtype(tmp_path) -> None:
+    """The result names tensors that are infinite now and were not; what was infinite before is as it was."""
+    model = {"big": torch.tensor([1e30, 1.0]), "fits": torch.tensor([6e4, 1.0]), "mask": torch.tensor([-torch.inf])}
+    hf.save(tmp_path / "ck", {"model": model})
+    for to in ("torch", "safetensors", "hf", "dcp"):
+        path = tmp_path / ("x.pt" if to == "torch" else to)
+        assert hf.export(tmp_path / "ck", path, to=to, dtype="float16").too_large == ("model/big",)
+    assert hf.export(tmp_path / "ck", tmp_path / "y.pt", to="torch", dtype="bfloat16").too_large == ()
+    assert torch.load(tmp_path / "x.pt")["model"]["fits"].tolist() == [6e4, 1.0]
+
+
 def test_dcp_reads_it_into_live_objects(state, saved, tmp_path) -> None:
     """Plain dcp.load fills a model and an optimizer; dcp_to_torch_save takes all of it."""
     hf.export(saved, tmp_path / "dcp", to="dcp")
