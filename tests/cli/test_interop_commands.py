@@ -30,7 +30,7 @@ def test_export_says_what_it_wrote(saved, tmp_path) -> None:
     found = json.loads(
         invoke("export", tmp_path / "ck", tmp_path / "x.pt", "--to", "torch", "--only", "model", "--json")
     )
-    assert (found["format"], found["tensors"], found["left_out"]) == ("torch", 2, [])
+    assert (found["format"], found["tensors"], found["left_out"], found["too_large"]) == ("torch", 2, [], [])
     assert found["files"] == [{"path": "x.pt", "bytes": (tmp_path / "x.pt").stat().st_size}]
     assert torch.load(tmp_path / "x.pt", weights_only=True).keys() == {"model"}
 

@@ -195,3 +195,47 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 12 << 20
+
+
+@pytest.mark.parametrize("writers", [(0, 0), (0, 1)])
+def test_a_tensor_that_is_stored_twice_is_a_problem(tmp_path, writers):
+    """By one rank or by two that know nothing of each other: no load takes such a checkpoint."""
+    storage, size = LocalStorage(tmp_path), 100
+    rows = [(writer, number) for number, writer in enumerate(writers)]
+    files = []
+    for writer in sorted(set(writers)):
+        path, template = f"m-{writer:05d}-{SAVE}.safetensors", f"m-{writer:05d}-{{save_id}}.safetensors"
+        mine = [number for of, number in rows if of == writer]
+        data = bytes(size * len(mine))
+        pieces = tuple(Piece(template, size * at, size) for at in range(len(mine)))
+        index = Index(
+            writer=writer, files=(template,), tensors={"a/b": TensorEntry("a/b", "uint8", (size,), pieces)}
+        ).to_bytes()
+        tables = f"digests-{writer:05d}-{SAVE}.bin"
+        table = chunk_digests(data)
+        files.append(
+            FileEntry(
+                path=path,
+                size=len(data),
+                digest=file_digest(table),
+                role="tensors",
+                writer=writer,
+                chunks=(tables, 0),
+            )
+        )
+        storage.put(f"s/{path}", data)
+        for name, role, content in (
+            (f"index-{writer:05d}-{SAVE}.json", "index", index),
+            (tables, "digests", table),
+        ):
+            storage.put(f"s/{name}", content)
+            files.append(
+                FileEntry(path=name, size=len(content), digest=bytes_digest(content), role=role, writer=writer)
+            )
+    storage.put(f"s/{STATE}", b"{}")
+    files.append(FileEntry(path=STATE, size=2, digest=bytes_digest(b"{}"), role="state"))
+    manifest = commit(storage, "s", {}, [PartSummary(writer=0, files=tuple(files))])
+    (problem,) = verify_files(storage, "s", manifest)
+    assert "stored" in str(problem)
+    assert "'a/b'" in str(problem)
+    assert verify_files(storage, "s", manifest, deep=False) == []

@@ -18,6 +18,7 @@ import holdfast as hf
 from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, StateMismatchError
 from holdfast.interop.average import average, ema_weights
+from holdfast.interop.diff import compare
 from holdfast.storage import LocalStorage
 
 
@@ -123,6 +124,46 @@ def test_what_does_not_match_is_refused(tmp_path) -> None:
     plain = hf.save(tmp_path / "plain", {"weights": {"x": torch.ones(2)}, "step": 1})
     with pytest.raises(ConfigError, match="has no model"):
         average([plain, plain], Checkpoint(tmp_path / "c"))
+
+
+def test_ties_of_some_sources(tmp_path) -> None:
+    """What only an earlier source ties is averaged by its place; what the last ties has to be equal in the others."""
+    tied, bias = torch.full((2,), 3.0), torch.ones(2)
+    apart = {"emb": torch.ones(2), "head": torch.full((2,), 5.0), "bias": bias}
+    a = hf.save(tmp_path / "a", {"model": apart})
+    b = hf.save(tmp_path / "b", {"model": {"emb": tied, "head": tied, "bias": bias * 3}})
+    found = average([b, a], Checkpoint(tmp_path / "c")).checkpoint.load()["model"]
+    assert {name: value.tolist() for name, value in found.items()} == {"emb": [2, 2], "head": [4, 4], "bias": [2, 2]}
+    with pytest.raises(StateMismatchError) as caught:
+        average([a, b], Checkpoint(tmp_path / "d"))
+    assert "model/head and model/emb differ, and are tied in the last checkpoint" in caught.value.problems[0]
+    assert not (tmp_path / "d").exists()
+    average([a, b], Checkpoint(tmp_path / "d"), only=["model/head"])
+    assert Checkpoint(tmp_path / "d").load()["model"]["head"].tolist() == [4, 4]
+    equal = hf.save(tmp_path / "e", {"model": {"emb": bias, "head": bias.clone(), "bias": bias}})
+    found = average([equal, b], Checkpoint(tmp_path / "f")).checkpoint.load()["model"]
+    assert found["head"].tolist() == [2, 2]
+    assert found["head"].data_ptr() == found["emb"].data_ptr()
+
+
+def test_paths_that_are_alike(tmp_path) -> None:
+    """The keys 1 and "1", "x/y" and y in x, in any order: each is averaged with its like, and compared with it."""
+
+    def state(*order: int, plus: float) -> dict:
+        items = [(1, torch.tensor([1.0])), ("1", torch.tensor([100.0])), ("x/y", torch.tensor([7.0])), ("x", {})]
+        found = dict(items[at] for at in order)
+        found["x"] = {"y": torch.tensor([70.0]) + plus}
+        return {
+            "model": {key: value + plus if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        }
+
+    a = hf.save(tmp_path / "a", state(0, 1, 2, 3, plus=0.0))
+    b = hf.save(tmp_path / "b", state(3, 2, 1, 0, plus=2.0))
+    found = average([a, b], Checkpoint(tmp_path / "c")).checkpoint.load()["model"]
+    assert (found[1], found["1"], found["x/y"], found["x"]["y"]) == (2.0, 101.0, 8.0, 71.0)
+    assert len(compare(a, b).tensors) == 4
+    again = hf.save(tmp_path / "d", state(3, 2, 1, 0, plus=0.0))
+    assert compare(a, again).same
 
 
 def test_damage_leaves_nothing_behind(tmp_path) -> None:

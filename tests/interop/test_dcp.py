@@ -161,11 +161,39 @@ def test_cached_plans_and_other_planners(tmp_path) -> None:
     assert hf.load(tmp_path / "half")["n"] == 1
 
 
+def test_views_of_one_memory(tmp_path) -> None:
+    """Tensors of one memory are one only if they have the same values: not a number and its conjugate."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"z": z, "same": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag, "part": z[:1]}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    found = hf.load(tmp_path / "ck")
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
+    assert found["same"].data_ptr() == found["z"].data_ptr()
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path) -> None:
     """An object of no known kind is an error with its path; nothing is committed."""
     with pytest.raises(CheckpointException, match=r"deep.*object cannot be saved"):
         dcp.save({"deep": {"x": object()}}, storage_writer=HoldfastWriter(tmp_path / "ck"))
     assert not (tmp_path / "ck/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+        {"a/0": torch.ones(2), "a": (torch.zeros(2),)},  # a tuple is a plain value to DCP
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(tmp_path, state) -> None:
+    """Keys with "/" in them can make the names of two tensors alike: an error names both, nothing is committed."""
+    with pytest.raises(CheckpointException, match=r"\['a', 'b'\] and \['a/b'\].*rename a key|'a/0': give one"):
+        dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    assert not (tmp_path / "ck").exists()
+    dcp.save({"a/b": torch.ones(2), "a": {"b": 1}}, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    assert_state_equal(hf.load(tmp_path / "ck"), {"a/b": torch.ones(2), "a": {"b": 1}})
 
 
 def test_remote_storages(tmp_path) -> None:

@@ -12,10 +12,12 @@ import torch.distributed.checkpoint as dcp
 from interop_kit import Odd, adamw, full_state, plain_state, trained
 from parts_kit import Tied, save_parts, train
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast as hf
+from holdfast.dcp import HoldfastReader
 from holdfast.errors import StorageError
 from holdfast.interop.sink import ExportFolder
 from holdfast.state.save.torch_file import from_plain
@@ -72,6 +74,39 @@ def test_safetensors_has_every_name(state, saved, tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "both"),
+    [
+        (
+            {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+            r"\['model', 'a', 'b'\] and \['model', 'a.b'\] .* 'MODELa.b'",
+        ),
+        ({1: torch.ones(1), "1": torch.zeros(1)}, r"\['model', '1'\] and \['model', 1\] .* 'MODEL1'"),
+    ],
+)
+def test_names_that_meet_in_the_other_format(tmp_path, state, both) -> None:
+    """Two tensors that would have one name are refused, both paths named and nothing written; torch holds them."""
+    hf.save(tmp_path / "ck", {"model": state, "more": {"x": torch.ones(1), 1: 5, "1": 6}})
+    for to, above in (("safetensors", ""), ("hf", ""), ("dcp", "model.")):
+        with pytest.raises(hf.ConfigError, match=both.replace("MODEL", above)):
+            hf.export(tmp_path / "ck", tmp_path / to, to=to)
+        assert not (tmp_path / to).exists()
+    with pytest.raises(hf.ConfigError, match=r"\['more', '1'\] and \['more', 1\]"):
+        hf.export(tmp_path / "ck", tmp_path / "dcp", to="dcp", only="more")
+    hf.save(tmp_path / "plain", {"plain": {1: [5], "1": 6, None: {"None": 7}}})
+    hf.export(tmp_path / "plain", tmp_path / "plain-dcp", to="dcp")
+    back = hf.import_checkpoint(tmp_path / "plain-dcp", tmp_path / "back").checkpoint
+    assert hf.load(back) == {"plain": {1: [5], "1": 6, None: {"None": 7}}}
+    hf.export(tmp_path / "ck", tmp_path / "all.pt", to="torch")
+    assert_state_equal(torch.load(tmp_path / "all.pt", weights_only=True)["model"], state)
+    fits = {"more": {"x": torch.zeros(1)}}
+    dcp.load(fits, storage_reader=HoldfastReader(tmp_path / "ck"))
+    assert fits["more"]["x"] == 1
+    key = next(iter(state))
+    with pytest.raises(CheckpointException, match=both.replace("MODEL", "model.")):
+        dcp.load({"model": {key: torch.zeros(1)}}, storage_reader=HoldfastReader(tmp_path / "ck"))
+
+
 def test_hugging_face_layout(state, saved, tmp_path) -> None:
     """Shards with an index; tied tensors once, under their first name; the format that transformers looks for."""
     wanted = weights(state["model"])
@@ -103,6 +138,17 @@ def test_floating_tensors_are_converted(state, saved, tmp_path, to) -> None:
         for key, value in weights(state["model"]).items()
     }
     assert_state_equal(dict(found), wanted)
+
+
+def test_values_beyond_the_range_of_the_dtype(tmp_path) -> None:
+    """The result names tensors that are infinite now and were not; what was infinite before is as it was."""
+    model = {"big": torch.tensor([1e30, 1.0]), "fits": torch.tensor([6e4, 1.0]), "mask": torch.tensor([-torch.inf])}
+    hf.save(tmp_path / "ck", {"model": model})
+    for to in ("torch", "safetensors", "hf", "dcp"):
+        path = tmp_path / ("x.pt" if to == "torch" else to)
+        assert hf.export(tmp_path / "ck", path, to=to, dtype="float16").too_large == ("model/big",)
+    assert hf.export(tmp_path / "ck", tmp_path / "y.pt", to="torch", dtype="bfloat16").too_large == ()
+    assert torch.load(tmp_path / "x.pt")["model"]["fits"].tolist() == [6e4, 1.0]
 
 
 def test_dcp_reads_it_into_live_objects(state, saved, tmp_path) -> None:

@@ -89,6 +89,19 @@ def test_the_folder_of_a_tag(tmp_path: Path) -> None:
     assert hf.import_checkpoint(tmp_path / "theirs/global_step7", tmp_path / "ours").format == "deepspeed"
 
 
+def test_values_of_the_client_with_our_names(tmp_path: Path) -> None:
+    """What a client keeps under "model" or "scheduler" comes in the place of neither weights nor scheduler."""
+    weights = {"w": torch.ones(2, 3)}
+    of_client = {"model": {"w": torch.zeros(5)}, "scheduler": {"mine": 1}, "note": "x"}
+    head = {"module": weights, "buffer_names": [], "param_shapes": None, "lr_scheduler": {"last": 3}, **of_client}
+    torch.save(head, tmp_path / "mp_rank_00_model_states.pt")
+    done = hf.import_checkpoint(tmp_path, tmp_path / "ours")
+    assert [path for path, _ in done.not_taken] == ["model"]
+    found = hf.load(done.checkpoint)
+    assert torch.equal(found["model"]["w"], weights["w"])
+    assert (found["scheduler"], found["lr_scheduler"], found["note"]) == ({"mine": 1}, {"last": 3}, "x")
+
+
 def test_what_lies_beside(tmp_path: Path) -> None:
     """Files of others, in the folder of the tag and beside it, are named; DeepSpeed's own script and ours are not."""
     write(tmp_path / "theirs", 2)

@@ -9,7 +9,7 @@ import random
 import re
 import zipfile
 from collections import OrderedDict
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -138,6 +138,18 @@ def test_optimizer_state_stays_by_position_where_it_is_not(state, tmp_path) -> N
     assert_state_equal(others.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize("kept", [{"row": 5}, {"exp_avg_sq_row": 5, "exp_avg_sq_col": 4}, {"exp_avg": 5, "sum": 4}])
+def test_factored_moments_are_no_certain_sign(tmp_path, kept) -> None:
+    """The moments of rows have the shape of a frozen norm: nobody is said to be theirs; they stay by position."""
+    moments = {key: torch.ones(size) for key, size in kept.items()}
+    optimizer = {"state": {0: {"step": 1, **moments}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    model = {"w.weight": torch.ones(5, 4), "norm.weight": torch.ones(5)}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
+    done = hf.import_checkpoint(tmp_path / "x.pt", tmp_path / "ck")
+    assert "by position" in dict(done.taken)["optimizer"]
+    assert_state_equal(hf.load(done.checkpoint)["optimizer"], optimizer)
+
+
 def test_dcp_directories(state, tmp_path) -> None:
     """What dcp.save writes: whole tensors, strided ones, plain data, optimizers by name and by position."""
     model, optimizer = state["model"], state["optimizer"]
@@ -179,6 +191,21 @@ def lightning(state) -> dict:
     }
 
 
+def test_dcp_directories_with_slashes_in_keys(tmp_path) -> None:
+    """Keys that make the names of several tensors alike: each tensor is taken, under a name of its own."""
+    state = {
+        "a/b": torch.ones(2),
+        "a": {"b": torch.zeros(2), "c": (torch.full((2,), 3.0), 4)},
+        "a/c/0": torch.full((2,), 5.0),
+        "a/b~2": torch.full((2,), 6.0),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    done = hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
+    assert done.checkpoint.verify(deep=True).ok
+    assert_state_equal(hf.load(done.checkpoint), state)
+    assert dict(done.taken) == {"a/b": "1 tensors", "a": "2 tensors", "a/c/0": "1 tensors", "a/b~2": "1 tensors"}
+
+
 def test_lightning(state, tmp_path) -> None:
     """Model, optimizer, scheduler, counters and callbacks are taken; an object of the script is left out and named."""
     torch.save(lightning(state), tmp_path / "last.ckpt")
@@ -200,6 +227,15 @@ def test_lightning(state, tmp_path) -> None:
     torch.save({"a": 1}, tmp_path / "other.ckpt")
     with pytest.raises(hf.UnsupportedStateError, match="no checkpoint of Lightning"):
         hf.import_checkpoint(tmp_path / "other.ckpt", tmp_path / "other")
+
+
+def test_lightning_with_keys_of_our_names(state, tmp_path) -> None:
+    """What a hook of a LightningModule has put under "model" does not come in the place of the weights."""
+    torch.save({**lightning(state), "model": {"w": torch.ones(1)}, "global_step": -1}, tmp_path / "x.ckpt")
+    done = hf.import_checkpoint(tmp_path / "x.ckpt", tmp_path / "new")
+    assert ("model", "what Lightning itself keeps has this name here") in done.not_taken
+    assert done.checkpoint.step is None
+    assert_state_equal(dict(hf.load(done.checkpoint)["model"]), dict(state["model"].state_dict()))
 
 
 def test_transformers_and_accelerate_folders(tmp_path) -> None:
@@ -272,6 +308,58 @@ def test_accelerate_folders_of_fsdp(tmp_path, sharded) -> None:
         assert_state_equal(others.state[two], optimizer.state[one])
 
 
+@pytest.fixture(params=["safetensors", "bin"])
+def shards(request, tmp_path):
+    """A folder of Hugging Face; writes its files, given their tensors, and its index."""
+    folder, stem = tmp_path / "hf", "model" if request.param == "safetensors" else "pytorch_model"
+    folder.mkdir()
+
+    def write(*parts: dict, index: dict[str, int] | None = None, total: int = 2) -> Path:
+        names = [f"{stem}-{number + 1:05d}-of-{total:05d}.{request.param}" for number in range(total)]
+        for name, part in zip(names, parts, strict=False):
+            tensors = {key: torch.full((2,), float(value)) for key, value in part.items()}
+            save_file(tensors, folder / name) if request.param == "safetensors" else torch.save(tensors, folder / name)
+        if index is not None:
+            content = {"metadata": {"total_size": 99}, "weight_map": {key: names[at] for key, at in index.items()}}
+            (folder / f"{stem}.{request.param}.index.json").write_text(json.dumps(content))
+        return folder
+
+    return write
+
+
+def test_folders_of_shards(shards, tmp_path) -> None:
+    """With an index or without; what a file has beside it is listed, also a tensor that the index has elsewhere."""
+    folder = shards({"a": 1}, {"b": 2})
+    assert hf.load(hf.import_checkpoint(folder, tmp_path / "0").checkpoint)["model"].keys() == {"a", "b"}
+    shards({"a": 1, "old": 7}, {"b": 2, "a": 9}, index={"a": 0, "b": 1})
+    done = hf.import_checkpoint(folder, tmp_path / "1")
+    assert [path for path, _ in done.not_taken] == ["model/old", "model/a"]
+    assert_state_equal(dict(hf.load(tmp_path / "1")["model"]), {"a": torch.ones(2), "b": torch.full((2,), 2.0)})
+    (one,) = folder.glob("*-00001-of-*")
+    done = hf.import_checkpoint(one, tmp_path / "2")
+    assert (one.name, "one of 2 files, by its name: import their folder for all") in done.not_taken
+
+
+@pytest.mark.parametrize(
+    ("parts", "index", "match"),
+    [
+        (({"a": 1}, {"old": 1}), {"a": 0, "b": 1}, r"model-00002-of-00002\.\w+ lacks 'b'"),
+        (({"a": 1},), {"a": 0, "b": 1}, r"names \w*model-00002-of-00002\.\w+, which is missing"),
+        (({"a": 1},), None, r"1 of the 2 files of \w*model\.\w+; missing: \w*model-00002-of-00002"),
+        (({"a": 1}, {"a": 2}), None, "two files have a tensor 'a'"),
+    ],
+)
+def test_folders_that_are_not_whole(shards, tmp_path, parts, index, match) -> None:
+    """A half-done download, a file of another version: an error that names what is missing, nothing is written."""
+    folder = shards(*parts, index=index)
+    with pytest.raises(hf.CorruptCheckpointError, match=match):
+        hf.import_checkpoint(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    if any(folder.glob("*.safetensors")):
+        with pytest.raises(hf.CorruptCheckpointError, match=match):
+            hf.import_checkpoint(folder, tmp_path / "new", format="safetensors")
+
+
 def test_parts_that_are_there_twice(tmp_path) -> None:
     """Of two files with the same part one is taken, and the other is said to be that; directories cannot overlap."""
     weights = {"w": torch.arange(4.0).reshape(2, 2)}
@@ -305,6 +393,17 @@ def test_directories_in_a_folder_that_overlap(tmp_path) -> None:
     done = hf.import_checkpoint(tmp_path, tmp_path / "taken")
     assert [path for path, _ in done.not_taken] == ["optimizer_0/model"]
     assert_state_equal(hf.load(tmp_path / "taken"), {"model": weights, "optimizer": both["optimizer"]})
+
+
+def test_sources_with_nothing_to_take(tmp_path) -> None:
+    """An empty dict, a folder with an empty index: an error instead of a checkpoint without anything in it."""
+    torch.save({}, tmp_path / "x.pt")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for name, why in (("x.pt", "it is empty"), ("hf", r"index\.json: no training state")):
+        with pytest.raises(hf.UnsupportedStateError, match=why):
+            hf.import_checkpoint(tmp_path / name, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_damaged_trainer_state(tmp_path) -> None:

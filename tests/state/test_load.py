@@ -346,11 +346,14 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, name
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantized_tensor_is_refused():
-    """A quantized tensor is refused, with what to save instead."""
-    value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(hf.UnsupportedStateError, match="int_repr"):
-        hf.save(memory_uri(), {"q": value})
+def test_quantized_and_nested_tensors_are_refused():
+    """Each with what to save instead."""
+    for value, advice in (
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "int_repr"),
+        (torch.nested.nested_tensor([torch.ones(1)]), r"\['q'\].*unbind"),
+    ):
+        with pytest.raises(hf.UnsupportedStateError, match=advice):
+            hf.save(memory_uri(), {"model": {"q": value}})
 
 
 def test_what_nests_as_deep_as_is_allowed_can_be_read():

@@ -72,6 +72,7 @@ def export(
                 "total_bytes": done.total_bytes,
                 "files": files,
                 "left_out": left_out,
+                "too_large": list(done.too_large),
             }
         )
         return
@@ -81,3 +82,5 @@ def export(
         out.print(printable(f"  {name}  {format_bytes(size)}"))
     for where, why in done.left_out:
         out.print(printable(f"  left out: {where} ({why})"), style="dim")
+    for name in done.too_large:
+        out.print(printable(f"  {name} has values beyond the range of {dtype}"), style="yellow")

@@ -16,8 +16,9 @@ from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoun
 from holdfast.storage.base import FileReader, Storage
 
 from .boxes import Box, flaw
+from .contents import unite
 from .digest import CHUNK, DIGEST_BYTES, bytes_digest, digested, file_digest, table_bytes
-from .index import Index, Piece
+from .index import FileNumbers, Index, IndexFile, Piece
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
 from .strict_json import loads
@@ -88,31 +89,25 @@ def verify_files(
 
 
 def _incomplete(manifest: Manifest, small: dict[str, bytearray]) -> Iterator[Problem]:
-    """Yield what the indexes of all writers leave out: elements of tensors, and tensors of the structure."""
+    """Yield why a load refuses the indexes of all writers, and what these leave out or list twice."""
+    from .index_group import read_indexes  # not above: it imports NumPy, which a look at sizes does without
+
     sizes = {entry.path: entry.size for entry in manifest.files}
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    boxes: dict[str, dict[Box, None]] = {}
-    known: set[str] = set()
-    wanted: dict[str, str] = {}
+    files, wanted = FileNumbers(), dict[str, str]()
+    stored = [entry.path for entry in sorted(manifest.with_role("index"), key=lambda entry: entry.writer)]
     try:
-        # If several ranks stored an entry under one name, the entry of the first counts.
-        for entry in sorted(manifest.with_role("index"), key=lambda entry: entry.writer):
-            data, save_id = bytes(small.pop(entry.path)), save_id_of(entry.path)
-            index = Index.from_bytes(data, where=entry.path, save_id=save_id, sizes=sizes)
-            known.update(index.aliases)
-            for name, _, shape, pieces in index.tensors.values():
-                if shapes.setdefault(name, (entry.path, shape))[1] == shape:
-                    boxes.setdefault(name, {}).update(dict.fromkeys(_box(piece, shape) for piece in pieces))
+        texts = [IndexFile(path, save_id_of(path), bytes(small.pop(path))) for path in stored]
+        tensors = unite(read_indexes(texts, files, sizes=sizes), where="the indexes", files=files)
         for path, structure in small.items():
             tree = loads(bytes(structure), max_bytes=_MAX_JSON, where=path)
             wanted |= dict.fromkeys(_tensors_of(tree), path)
     except CorruptCheckpointError as error:
-        yield Problem(file=error.file or "", message=str(error))
+        yield Problem(file=error.file or next(iter(stored), ""), message=str(error))
         return
-    for name, (path, shape) in shapes.items():
-        if (problem := flaw(shape, boxes[name])) is not None:
-            yield Problem(file=path, message=f"{path}: tensor {name!r}: {problem}", tensors=(name,))
-    for name in wanted.keys() - shapes.keys() - known:
+    for name, _, shape, pieces in tensors.entries.values():
+        if (problem := flaw(shape, (_box(piece, shape) for piece in pieces))) is not None:
+            yield Problem(file=stored[0], message=f"{stored[0]}: tensor {name!r}: {problem}", tensors=(name,))
+    for name in wanted.keys() - tensors.entries.keys() - tensors.aliases.keys():
         path = wanted[name]
         message = f"{path}: the structure names a tensor {name!r} that no index lists"
         yield Problem(file=path, message=message, tensors=(name,))

@@ -18,6 +18,7 @@ from holdfast.state.tree import arrays
 
 from .blobs import WINDOW, Blob, BoxReader, check_parts, fill, windows
 from .contents import CheckpointContents, read_contents
+from .gathered import tensor_names
 from .part import Row, check_free, write_alone
 from .source import OpenedCheckpoint
 
@@ -29,6 +30,8 @@ _AT_ONCE = WINDOW // 8  # elements of a float64 window
 _SHOWN = 8
 _ODD = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two, two numbers in a byte
 _MODELS = ("model", "state/model")
+_TENSORS = ("tensor", "array")
+_Stored = tuple[CheckpointContents, OpenedCheckpoint, str]  # where a tensor is stored, and its name there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,27 +116,38 @@ def average(
         contents = [read_contents(source) for source in sources]
         last = contents[-1]
         tree, left_out = _selected(last, only)
-        names = list(dict.fromkeys(last.original(name) for name in _names(tree)))
+        path_of = {leaf.value: path for path, leaf in last.leaves.items() if leaf.kind in _TENSORS}
+        paths: dict[str, str] = {}  # stored name of each tensor -> the first path it is chosen by
+        for name in tensor_names(tree):
+            paths.setdefault(last.original(name), path_of[name])
+        names = list(paths)
         if not names:
             raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
-        _check_alike(contents, names, only, tree)
+        _check_alike(contents, {path_of[name] for name in tensor_names(tree)}, only)
         opened = [
             stack.enter_context(OpenedCheckpoint(source.storage.child(source.directory), share=len(sources)))
             for source in sources
         ]
         floating = dict.fromkeys(name for name in names if _is_averaged(last, name))
-        progress(sum(side.nbytes(name) for side in contents for name in floating), 0)
+        aliases = {name: target for name in tensor_names(tree) if (target := last.original(name)) != name}
+        ties = [(path_of[name], paths[target]) for name, target in aliases.items() if target in floating]
+        _check_ties(contents, opened, ties)
+        stored: dict[str, list[_Stored]] = {
+            name: [(side, source, side.leaves[path].value) for side, source in zip(contents, opened, strict=True)]
+            for name, path in paths.items()
+        }
+        progress(sum(side.nbytes(its) for name in floating for side, _, its in stored[name]), 0)
         not_finite: dict[str, None] = {}
         rows = []
         for name in names:
             blob = opened[-1].named(name)
             if name in floating:
-                parts = partial(_mean, name, blob, opened, shares, not_finite, lambda done: progress(None, done))
+                parts = partial(_mean, name, blob, stored[name], shares, not_finite, lambda done: progress(None, done))
                 blob = Blob(name, blob.dtype, blob.shape, parts, blob.itemsize)
             rows.append(Row(name, blob, blob.shape))
         own = [name for name in names if name not in floating]
         many = [name for name in own if math.prod(last.tensor(name).shape) > 1]  # one number is a counter
-        unlike = [name for name in many if not _all_same(name, contents, opened)]
+        unlike = [name for name in many if not all(_same(one, stored[name][-1]) for one in stored[name][:-1])]
         described = [
             {
                 "checkpoint": side.checkpoint.uri,
@@ -143,7 +157,6 @@ def average(
             }
             for side, share in zip(contents, shares, strict=True)
         ]
-        aliases = {name: target for name in _names(tree) if (target := last.original(name)) != name}
         write_alone(
             destination,
             rows,
@@ -183,16 +196,16 @@ def _shares(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> l
 def _mean(
     name: str,
     like: Blob,
-    sources: Sequence[OpenedCheckpoint],
+    sources: Sequence[_Stored],
     shares: Sequence[float],
     not_finite: dict[str, None],
     progress: Callable[[int], object],
 ) -> Iterator[memoryview]:
     """Yield the bytes of the average of one tensor."""
     stored: list[tuple[list[BoxReader], str, int, float]] = []
-    for source, share in zip(sources, shares, strict=True):
-        blob = source.named(name)
-        boxes = source.boxes(name)
+    for (_, source, its), share in zip(sources, shares, strict=True):
+        blob = source.named(its)
+        boxes = source.boxes(its)
         check_parts(name, blob.shape, boxes)
         stored.append((boxes, blob.dtype, blob.itemsize, share))
     dtype = arrays.dtype_of(like.dtype)
@@ -216,17 +229,13 @@ def _mean(
         yield memoryview(total.to(dtype).view(torch.uint8).numpy().data)
 
 
-def _all_same(name: str, contents: Sequence[CheckpointContents], opened: Sequence[OpenedCheckpoint]) -> bool:
-    last, its = contents[-1], opened[-1].named(name)
-    for side, source in zip(contents[:-1], opened, strict=False):
-        if side.is_same(name, last, name):
-            continue
-        blob = source.named(name)
-        if blob.dtype != its.dtype or not all(
-            left == right for left, right in zip(blob.parts(), its.parts(), strict=True)
-        ):
-            return False
-    return True
+def _same(one: _Stored, other: _Stored) -> bool:
+    """Tell whether two tensors of one shape have the same dtype and bytes; reads them only if digests do not say."""
+    left, right = (source.named(name) for _, source, name in (one, other))
+    if left.dtype != right.dtype:
+        return False
+    is_known = one[0].is_same(one[2], other[0], other[2])
+    return is_known or all(a == b for a, b in zip(left.parts(), right.parts(), strict=True))
 
 
 def _is_averaged(contents: CheckpointContents, name: str) -> bool:
@@ -302,31 +311,14 @@ def _pruned(node: Any, path: str, selection: Selection) -> Any:
     return node if node is not None and path and selection.takes(path) else None
 
 
-def _names(node: Any) -> Iterator[str]:
-    """Yield the names of all tensors in typed JSON."""
-    if isinstance(node, dict):
-        if node.get("$") == "tensors":
-            yield from (node["at"] + key for key in node["k"])
-        elif node.get("$") == "tensor":
-            yield node["n"]
-        else:
-            for child in node.values():
-                yield from _names(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from _names(child)
-
-
-def _check_alike(
-    contents: Sequence[CheckpointContents], names: Sequence[str], only: Sequence[str] | None, tree: Any
-) -> None:
-    """Refuse sources whose chosen tensors do not have the names and shapes of the last source."""
+def _check_alike(contents: Sequence[CheckpointContents], chosen: set[str], only: Sequence[str] | None) -> None:
+    """Refuse sources whose tensors do not have the paths and shapes of the ``chosen`` ones of the last source."""
     last = contents[-1]
     selection = Selection(list(only) if only is not None else _models(last))
-    lines, problems = [], []
-    chosen = {path for path, leaf in last.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
+    problems: dict[str, list[str]] = {}
     for side in contents[:-1]:
-        mine = {path for path, leaf in side.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
+        tensors = {path for path, leaf in side.leaves.items() if leaf.kind in _TENSORS}
+        mine = {path for path in tensors if path in chosen or selection.takes(path)}
         flaws = [f"{name} is missing" for name in sorted(chosen - mine)]
         flaws += [f"{name} is there, and not in the last checkpoint" for name in sorted(mine - chosen)]
         for path in sorted(chosen & mine):
@@ -335,15 +327,36 @@ def _check_alike(
                 flaws.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
             elif _is_averaged(side, before.name) != _is_averaged(last, after.name):
                 flaws.append(f"{path} is {before.dtype}, not {after.dtype}")
-        if flaws:
-            more = f" and {len(flaws) - _SHOWN} more" if len(flaws) > _SHOWN else ""
-            lines.append(f"  {side.checkpoint.uri}: {'; '.join(flaws[:_SHOWN])}{more}")
-            problems += [f"{side.checkpoint.uri}: {text}" for text in flaws]
+        problems.setdefault(side.checkpoint.uri, []).extend(flaws)
+    _refuse(problems, last)
+
+
+def _check_ties(
+    contents: Sequence[CheckpointContents], opened: Sequence[OpenedCheckpoint], ties: Sequence[tuple[str, str]]
+) -> None:
+    """Refuse sources in which two tensors differ that are one in the last source: no average is right for both."""
+    problems: dict[str, list[str]] = {}
+    for side, source in zip(contents[:-1], opened, strict=False):
+        pairs = [(path, other, side.leaves[path].value, side.leaves[other].value) for path, other in ties]
+        problems.setdefault(side.checkpoint.uri, []).extend(
+            f"{path} and {other} differ, and are tied in the last checkpoint"
+            for path, other, mine, its in pairs
+            if side.original(mine) != side.original(its) and not _same((side, source, mine), (side, source, its))
+        )
+    _refuse(problems, contents[-1])
+
+
+def _refuse(problems: dict[str, list[str]], last: CheckpointContents) -> None:
+    """Raise StateMismatchError for the problems of each source, if there are any."""
+    lines = []
+    for uri, flaws in problems.items():
+        more = f" and {len(flaws) - _SHOWN} more" if len(flaws) > _SHOWN else ""
+        lines += [f"  {uri}: {'; '.join(flaws[:_SHOWN])}{more}"] if flaws else []
     if lines:
         raise StateMismatchError(
             f"these checkpoints cannot be averaged, for their tensors do not match those of {last.checkpoint.uri}:\n"
             + "\n".join(lines)
             + "\n  what to do: average checkpoints of one model; only=... (--only) chooses a part that all have, and "
             "`holdfast diff A B` shows what differs",
-            problems=tuple(problems),
+            problems=tuple(f"{uri}: {text}" for uri, flaws in problems.items() for text in flaws),
         )

@@ -58,8 +58,13 @@ def rows_of(blobs: Iterable[tuple[str, Blob]]) -> list[TensorRow]:
     return [(name, blob.dtype, blob.shape, blob.nbytes) for name, blob in blobs]
 
 
-def cast(blob: Blob, dtype: torch.dtype) -> Blob:
+def cast(blob: Blob, dtype: torch.dtype, too_large: set[str]) -> Blob:
     """Return a floating blob in another floating dtype, converted while it is read; any other blob unchanged.
+
+    Args:
+        blob: the tensor.
+        dtype: of the result.
+        too_large: gets the name of the blob if a finite value of it is beyond what ``dtype`` holds.
 
     Raises:
         ValueError: ``dtype`` is no floating dtype.
@@ -72,10 +77,17 @@ def cast(blob: Blob, dtype: torch.dtype) -> Blob:
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} is no floating dtype")
 
+    largest = torch.finfo(dtype).max if torch.finfo(dtype).max < torch.finfo(have).max else None
+
     def parts() -> Iterator[memoryview]:
         for view in blob.parts():
             if len(view):
-                converted = torch.frombuffer(view, dtype=torch.uint8).view(have).to(dtype)
+                values = torch.frombuffer(view, dtype=torch.uint8).view(have)
+                converted = values.to(dtype)
+                if largest is not None and blob.name not in too_large:
+                    size = values.to(torch.float64 if have.itemsize == 8 else torch.float32).abs_()
+                    if bool(((size > largest) & (size != torch.inf)).any()):
+                        too_large.add(blob.name)
                 yield memoryview(converted.view(torch.uint8).numpy().data)
 
     name = str(dtype)[6:]

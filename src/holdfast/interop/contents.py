@@ -1,12 +1,13 @@
 """The contents of a checkpoint, from its small files alone, as flat rows that can be compared. Imports no torch.
 
-A path is that of ``holdfast.load(only=...)``: the keys on the way, joined by "/". Values of single ranks come after it,
-as ``rank 0/...``.
+A path is that of ``holdfast.load(only=...)``: the keys on the way, joined by "/". Where that makes the paths of several
+values alike, as the keys 1 and "1" do, those after the first get "~2", "~3" at their end. Values of single ranks come
+after it, as ``rank 0/...``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = ["CheckpointContents", "Leaf", "read_contents"]
 
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "namedtuple"})
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})
+_Found = tuple[str, tuple[str, ...], "Leaf"]  # path, keys exactly, value
 
 
 class Leaf(NamedTuple):
@@ -105,11 +107,11 @@ def read_contents(checkpoint: Checkpoint) -> CheckpointContents:
     reader = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest)
     reader.read_ahead([entry for entry in manifest.files if entry.role in ("index", "state", "rank", "digests")])
     tensors, tree = reader.tensors(), state_tree(reader)
-    leaves = dict(_leaves(tree, "")) if tree is not None else {}
+    leaves = _by_path(_leaves(tree, "", ())) if tree is not None else {}
     for entry in sorted(manifest.with_role("rank"), key=lambda entry: entry.writer):
         own = reader.tree(entry)
         check_whole(own, where=entry.path)
-        leaves.update(_leaves(own, f"rank {entry.writer}"))
+        leaves.update(_by_path(_leaves(own, f"rank {entry.writer}", ())))
     return CheckpointContents(checkpoint, manifest, leaves, tree, tensors, reader.tables(manifest.files))
 
 
@@ -126,39 +128,61 @@ def _is_same(mine: Piece, tables: Mapping[str, bytes], its: Piece, its_tables: M
     return bool(digests[0]) and digests[0] == digests[1]
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
+def _by_path(found: Iterable[_Found]) -> dict[str, Leaf]:
+    """Key leaves by path; what follows a path that several have depends on their keys, not on their order."""
+    rows = list(found)
+    leaves = {path: leaf for path, _, leaf in rows}
+    if len(leaves) == len(rows):
+        return leaves
+    homes: dict[str, list[tuple[str, ...]]] = {}
+    for path, keys, _ in rows:
+        homes.setdefault(path, []).append(keys)
+    leaves = {}
+    for path, keys, leaf in rows:
+        number = sorted(homes[path]).index(keys) + 1
+        label = path if number == 1 else f"{path}~{number}"
+        while label in leaves or (label != path and label in homes):
+            number += 1
+            label = f"{path}~{number}"
+        leaves[label] = leaf
+    return leaves
+
+
+def _leaves(node: Any, path: str, keys: tuple[str, ...]) -> Iterator[_Found]:
     tag = node.get("$") if isinstance(node, dict) else None
     if tag == "tensors":
-        yield from ((_join(path, key), Leaf("tensor", node["at"] + key)) for key in node["k"])
+        yield from ((_join(path, key), (*keys, repr(key)), Leaf("tensor", node["at"] + key)) for key in node["k"])
         return
     if tag == "tensor":
         is_array = node.get("k") == "array"
-        yield path, Leaf("array" if is_array else "tensor", node["n"], node.get("dt"))
+        yield path, keys, Leaf("array" if is_array else "tensor", node["n"], node.get("dt"))
         return
     if tag in ("rng", "per_rank"):
-        yield path, Leaf("generators" if tag == "rng" else "a value per rank")
+        yield path, keys, Leaf("generators" if tag == "rng" else "a value per rank")
         return
     if tag == "object":
         # A module has no leaf of its own, so that it equals its state dict.
         if node["kind"] != "module":
-            yield path, Leaf(f"object {node['type']}")
-        yield from _leaves(node["state"], path)
+            yield path, keys, Leaf(f"object {node['type']}")
+        yield from _leaves(node["state"], path, keys)
         return
     if isinstance(node, dict) and (tag is None or tag in _MAPPINGS):
         kind = "mapping"
     elif isinstance(node, list) or tag in _SEQUENCES:
         kind = "sequence"
     else:
-        yield path, Leaf("plain", node)
+        yield path, keys, Leaf("plain", node)
         return
     children = list(entries_of(node))
     if not children or (kind == "sequence" and not any(isinstance(child, (dict, list)) for _, child in children)):
-        yield path, Leaf("plain", node)  # a list of numbers and texts is one value
+        yield path, keys, Leaf("plain", node)  # a list of numbers and texts is one value
         return
     if kind == "sequence":
-        yield path, Leaf(kind)
-    for key, child in children:
-        yield from _leaves(child, _join(path, key if isinstance(key, (str, int)) else short(key)))
+        yield path, keys, Leaf(kind)
+    exact = [key for key, _ in node["v"]] if tag in _MAPPINGS else [key for key, _ in children]
+    for (key, child), own in zip(children, exact, strict=True):
+        below = _join(path, key if isinstance(key, (str, int)) else short(key))
+        yield from _leaves(child, below, (*keys, repr(own)))
 
 
 def _join(path: str, key: Any) -> str:

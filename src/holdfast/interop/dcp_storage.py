@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,14 +54,15 @@ from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
 from holdfast.state.tree.sharded import is_spread, local_tensor
 
 from .blobs import Blob
-from .gathered import nested, node_of, tensor_name
+from .gathered import nested, node_of, tensor_name, tensor_names
 from .part import DirectPartWriter, Row
-from .source import OpenedCheckpoint
+from .source import OpenedCheckpoint, paths_of_one_name
 from .to_dcp import flatten_for_dcp
 
 __all__ = ["HoldfastReader", "HoldfastWriter"]
 
-_Paths = Mapping[str, tuple[str | int, ...]]
+_Path = tuple[str | int, ...]
+_Paths = Mapping[str, _Path]
 
 
 class _Place:
@@ -160,7 +161,18 @@ class HoldfastWriter(_Place, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Note the files of earlier saves, which the commit removes; no rank writes before this returns."""
+        """Note the files of earlier saves, which the commit removes; no rank writes before this returns.
+
+        Raises:
+            ConfigError: two tensors would have one name.
+        """
+        paths = {
+            _paths(plan).get(item.index.fqn, (item.index.fqn,))
+            for plan in plans
+            for item in plan.items
+            if item.type != WriteItemType.BYTE_IO
+        }
+        _check_names((path, [tensor_name(path)]) for path in paths)
         target = self._target()
         self._replaced = look_before(target.storage, target.directory)
         return plans
@@ -168,7 +180,7 @@ class HoldfastWriter(_Place, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of the state. On return the files are durable and the future is done."""
         target = self._target()
-        paths: _Paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        paths = _paths(plan)
         tied = _ties(planner, paths)
         rows: list[Row] = []
         done_items: list[tuple[WriteItem, int, Any]] = []
@@ -193,9 +205,13 @@ class HoldfastWriter(_Place, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: write the structure, then the manifest."""
+        """Commit: write the structure, then the manifest.
+
+        Raises:
+            ConfigError: two tensors have one name; nothing is committed.
+        """
         target = self._target()
-        paths: _Paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        paths = _paths(metadata)
         every = [result for rank in results for result in rank]
         plain = {result.index.fqn: result.storage_data.node for result in every}
         nodes = {}
@@ -203,6 +219,7 @@ class HoldfastWriter(_Place, StorageWriter):
             path = paths.get(fqn, (fqn,))
             is_plain = isinstance(entry, BytesStorageMetadata)
             nodes[path] = plain[fqn] if is_plain else {"$": "tensor", "n": tensor_name(path)}
+        _check_names((path, tensor_names(node)) for path, node in nodes.items())
         parts = [
             PartSummary.from_json(result.storage_data.part) for result in every if result.storage_data.part is not None
         ]
@@ -233,6 +250,18 @@ class HoldfastWriter(_Place, StorageWriter):
         if self.path is None:
             raise ConfigError("HoldfastWriter needs a path: HoldfastWriter(path), or dcp.save(..., checkpoint_id=path)")
         return Checkpoint(self.path)
+
+
+def _paths(plan: SavePlan | Metadata) -> _Paths:
+    return plan.planner_data if isinstance(plan.planner_data, dict) else {}
+
+
+def _check_names(tensors: Iterable[tuple[_Path, Iterable[str]]]) -> None:
+    """Refuse names of tensors, by the path of what they belong to, that would occur twice in the checkpoint."""
+    if twice := paths_of_one_name((name, path) for path, names in tensors for name in names):
+        raise ConfigError(
+            f"HoldfastWriter cannot store these tensors: {'; '.join(sorted(twice.values()))}: rename a key"
+        )
 
 
 def _row(name: str, tensor: Any, item: WriteItem | None = None) -> Row:
@@ -274,7 +303,8 @@ def _ties(planner: SavePlanner, paths: _Paths) -> dict[str, str]:
         local = local_tensor(value) if is_spread(value) else value
         if not local.numel() or not local.data_ptr():
             continue
-        key = (local.data_ptr(), local.device, local.dtype, tuple(value.shape), local.shape, local.stride())
+        seen = (local.data_ptr(), local.device, local.dtype, local.shape, local.stride())
+        key = (*seen, local.is_conj(), local.is_neg(), tuple(value.shape))
         name = tensor_name(paths.get(fqn, (fqn,)))
         original = first.setdefault(key, name)
         if original != name:
@@ -301,6 +331,7 @@ class HoldfastReader(_Place, StorageReader):
         self._source: OpenedCheckpoint | None = None
         self._values: dict[str, Any] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], tuple[Piece, torch.dtype, Box]] = {}
+        self._twice: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from ``checkpoint_id`` if that is given."""
@@ -317,7 +348,9 @@ class HoldfastReader(_Place, StorageReader):
         source = self._source = OpenedCheckpoint(of.storage.child(of.directory), rank=rank, verify=self.verify)
         entries: dict[str, Any] = {}
         mappings: dict[str, Any] = {}
-        for key, path, value in flatten_for_dcp(source.plain(by_name=True)):
+        flat = list(flatten_for_dcp(source.plain(by_name=True)))
+        self._twice = paths_of_one_name((key, keys) for key, _, keys, _ in flat)
+        for key, path, _, value in flat:
             mappings[key] = path
             if isinstance(value, torch.Tensor):
                 entries[key] = self._tensor(key, source.name_of(value), source)
@@ -329,7 +362,15 @@ class HoldfastReader(_Place, StorageReader):
         """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
+        """Leave the plan as it is.
+
+        Raises:
+            ConfigError: two values of the checkpoint have a key that is wanted.
+        """
+        if twice := {
+            self._twice[item.storage_index.fqn] for item in plan.items if item.storage_index.fqn in self._twice
+        }:
+            raise ConfigError(f"HoldfastReader cannot tell: {'; '.join(sorted(twice))}: use holdfast.load")
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -35,6 +35,8 @@ class Exported:
         files: names relative to the destination (its own name if it is one file), and their bytes.
         num_tensors: number of tensors stored; a tied tensor counts as often as it is stored.
         left_out: (path in the state, why) of what the destination lacks.
+        too_large: names of tensors with finite values beyond what ``dtype`` holds; they are infinite there, or the
+            largest value that it has.
     """
 
     destination: str
@@ -42,6 +44,7 @@ class Exported:
     files: tuple[tuple[str, int], ...]
     num_tensors: int
     left_out: tuple[tuple[str, str], ...] = ()
+    too_large: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -76,7 +79,7 @@ def export(
         only: names or globs over "/"-joined paths; None takes everything.
         item: for safetensors and hf, the item of the state whose tensors are written; None: "model", or the only item
             with tensors.
-        dtype: floating tensors are converted to it.
+        dtype: floating tensors are converted to it; ``too_large`` of the result names those it cannot hold.
         max_shard_size: for safetensors and hf, bytes or text such as "2GB"; larger weights make several files and an
             index.
         overwrite: replace existing files.
@@ -151,7 +154,12 @@ def watched_export(
             write_safetensors(folder, tensors, name=name, max_shard_bytes=limit)
             count, left_out = len(tensors), without
     return Exported(
-        destination=target.uri, format=to, files=tuple(folder.written), num_tensors=count, left_out=tuple(left_out)
+        destination=target.uri,
+        format=to,
+        files=tuple(folder.written),
+        num_tensors=count,
+        left_out=tuple(left_out),
+        too_large=tuple(sorted(source.too_large)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -21,7 +22,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.stream import InputStream
 
 from .blobs import Blob, BoxReader, assemble
-from .gathered import Gathered, nested, node_of, tensor_name
+from .gathered import Gathered, nested, node_of, tensor_name, tensor_names
 from .part import Row
 from .to_dcp import METADATA_NAME
 from .unpickle import MAX_METADATA, Opaque, read_metadata, read_torch_stream
@@ -43,28 +44,30 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
     gathered = Gathered()
     nodes: dict[tuple[str | int, ...], Any] = {}
+    names: set[str] = set()
     for fqn, entry in metadata.state_dict_metadata.items():
         path = _path(paths.get(fqn), fqn)
-        name = tensor_name(path)
+        name = tensor_name(path, names)
         if isinstance(entry, TensorStorageMetadata):
             blob = _tensor(name, entry, fqn, places, files)
             gathered.rows.append(Row(name, blob, blob.shape))
+            names.add(name)
             nodes[path] = {"$": "tensor", "n": name}
         elif isinstance(entry, BytesStorageMetadata):
             value = from_plain(read_torch_stream(files.part(_place(places, fqn, ())).stream(), name), where=name)
             if isinstance(value, Opaque):
                 gathered.not_taken.append((name, f"an object of {value.name}, which is not made here"))
                 continue
-            node, flat = node_of(value, name, unsupported="drop")
+            node, flat = node_of(value, name, unsupported="drop", taken=names)
+            names.update(flat.names)
             gathered.not_taken += [(dropped, "no plain data") for dropped in flat.dropped]
             gathered.add(flat)
             nodes[path] = node
         else:
             raise CorruptCheckpointError(f"{folder}: .metadata describes {fqn!r} as a {type(entry).__name__}")
     gathered.tree.update(nested(nodes))
-    for key in gathered.tree:
-        count = sum(row.name == key or row.name.startswith(f"{key}/") for row in gathered.rows)
-        gathered.taken.append((key, f"{count} tensors" if count else "plain data"))
+    counts = Counter(str(path[0]) for path, node in nodes.items() for _ in tensor_names(node))
+    gathered.taken += [(key, f"{counts[key]} tensors" if counts[key] else "plain data") for key in gathered.tree]
     known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # the manifest of a reported directory is Holdfast's
     gathered.not_taken += [
         (name, "a file that .metadata does not name") for name in sorted(set(os.listdir(folder)) - known)

@@ -79,11 +79,10 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     gathered.weights("model", weights)
     gathered.not_taken += [(name, "no file of DeepSpeed's ranks") for name in _others(given, folder)]
     rest = {key: value for key, value in head.items() if key not in _OWN and value is not None}
-    if "lr_scheduler" in rest:
+    if "lr_scheduler" in rest and "scheduler" not in rest:
         rest["scheduler"] = rest.pop("lr_scheduler")
     gathered.values(rest, mapped=mapped_ranges(own_file(folder, models[0])))
-    step = head.get("global_steps")
-    gathered.step = step if type(step) is int and step >= 0 else None
+    gathered.position(head.get("global_steps"))
     if optimizers or head.get("optimizer") is not None:
         gathered.not_taken.append(("optimizer", "its moments: DeepSpeed alone restores them (engine.load_checkpoint)"))
     return gathered

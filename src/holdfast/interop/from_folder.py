@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedStateError
@@ -23,7 +25,7 @@ from .to_dcp import METADATA_NAME
 from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch
 
-__all__ = ["from_hf", "from_safetensors", "is_hf"]
+__all__ = ["from_hf", "from_safetensors", "is_hf", "shard_of"]
 
 # Names of dtypes in all versions of safetensors -> those of torch; `DTYPES` has the names of version 0.5.
 _TORCH = {
@@ -39,6 +41,11 @@ _OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)|pyt
 # Directories of torch.distributed.checkpoint with the sharded state of FSDP.
 _SHARDED = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
 _MAX_INDEX = 256 << 20
+_INDEX_END = ".index.json"
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
+_NAMED = 5
+# Files with tensors -> the tensors that an index says they have; None takes what they have.
+_Files = dict[str, "set[str] | None"]
 # Files with the first model, or a shard of it.
 _FIRST_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+(?:-of-\d+)?)?\.(?:safetensors|bin)(?:\.index\.json)?")
 # Other torch files of a folder; each is an item of the state under the name of the file.
@@ -50,10 +57,16 @@ _STATES = re.compile(
 
 def is_hf(folder: str) -> bool:
     """Tell whether a folder looks like a folder of Transformers or Accelerate."""
-    return any(
-        os.path.exists(os.path.join(folder, name))
-        for name in (WEIGHTS_NAME, INDEX_NAME, _BIN, f"{_BIN}.index.json", "optimizer.bin", "optimizer.pt", *_SHARDED)
+    known = (WEIGHTS_NAME, INDEX_NAME, _BIN, _BIN + _INDEX_END, "optimizer.bin", "optimizer.pt", *_SHARDED)
+    return any(os.path.exists(os.path.join(folder, name)) for name in known) or bool(
+        _shards(os.listdir(folder), WEIGHTS_NAME) or _shards(os.listdir(folder), _BIN)
     )
+
+
+def shard_of(name: str) -> int:
+    """Return of how many files, by its name, a file is one: 2 for ``model-00001-of-00002.safetensors``, else 1."""
+    found = _SHARD.fullmatch(name)
+    return int(found[3]) if found else 1
 
 
 def from_safetensors(path: str, stack: ExitStack) -> Gathered:
@@ -61,47 +74,60 @@ def from_safetensors(path: str, stack: ExitStack) -> Gathered:
 
     Raises:
         CheckpointNotFoundError: the folder has no such file.
-        CorruptCheckpointError: a file is damaged, or two have a tensor of the same name.
+        CorruptCheckpointError: a file is damaged or missing, lacks what the index says, or two files have a tensor of
+            the same name.
     """
     gathered = Gathered()
     if os.path.isdir(path):
-        files = _indexed(path, INDEX_NAME) or sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+        every = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+        indexes = [name for name in os.listdir(path) if name.endswith(f".safetensors{_INDEX_END}")]
+        index = indexes[0] if len(indexes) == 1 else INDEX_NAME
+        files = _indexed(path, index) or dict.fromkeys(every)
         if not files:
             raise CheckpointNotFoundError(f"there is no .safetensors file in {path}")
+        _check_families(path, files)
         gathered.weights("model", _blobs(path, files, stack, gathered))
+        gathered.not_taken += [(name, f"a file that {index} does not name") for name in every if name not in files]
     else:
         folder, name = os.path.split(os.path.abspath(path))
-        gathered.weights("model", _blobs(folder, [name], stack, gathered))
+        gathered.weights("model", _blobs(folder, {name: None}, stack, gathered))
     return gathered
 
 
 def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered:
-    """Read a folder of Transformers' `Trainer` or of `Accelerator.save_state`."""
+    """Read a folder of Transformers' `Trainer` or of `Accelerator.save_state`.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged or missing, lacks what the index says, or two files have a tensor of
+            the same name.
+    """
     gathered = Gathered()
     names = sorted(os.listdir(folder))
     used: set[str] = set()
     source: dict[str, str] = {}  # part of the state -> the file it was taken from
     state: dict[str, Any] = {}
     mapped: list[tuple[int, int]] = []
-    files = _indexed(folder, INDEX_NAME) or [name for name in (WEIGHTS_NAME,) if name in names]
     models: dict[str, dict[str, Blob]] = {}
-    if files:
-        used |= {*files, INDEX_NAME}
-        models["model"] = _blobs(folder, files, stack, gathered)
-        source["model"] = _first_of((INDEX_NAME, WEIGHTS_NAME), names)
-    else:
-        weights = _indexed(folder, f"{_BIN}.index.json") or [name for name in (_BIN,) if name in names]
-        used |= {*weights, f"{_BIN}.index.json"}
-        for name in weights:
-            state.setdefault("model", {}).update(_torch_file(own_file(folder, name), mapped, trusted=trusted))
-            source["model"] = _first_of((f"{_BIN}.index.json", _BIN), names)
+    for whole in (WEIGHTS_NAME, _BIN):
+        index = whole + _INDEX_END
+        files = _indexed(folder, index) or dict.fromkeys([whole] if whole in names else _shards(names, whole))
+        if not files:
+            continue
+        _check_families(folder, files)
+        used |= {*files, index}
+        source["model"] = index if index in names else next(iter(files))
+        if whole == WEIGHTS_NAME:
+            models["model"] = _blobs(folder, files, stack, gathered)
+        else:
+            state["model"] = _torch_files(folder, files, mapped, gathered, trusted=trusted)
+        break
     for name in names:
         label = _part_of(name)
         if not (_OTHER_MODEL.fullmatch(name) or _STATES.fullmatch(name)) or label is None or label in source:
             continue
         used.add(name)
         if name.endswith(".safetensors"):
-            models[label] = _blobs(folder, [name], stack, gathered)
+            models[label] = _blobs(folder, {name: None}, stack, gathered, label)
         else:
             _take(state, label, own_file(folder, name), mapped, gathered, trusted=trusted)
         if label in models or label in state:
@@ -110,7 +136,7 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         used.add("trainer_state.json")
         state["trainer_state"] = trainer = _json(own_file(folder, "trainer_state.json"))
         step = trainer.get("global_step") if isinstance(trainer, dict) else None
-        gathered.step = step if type(step) is int else None
+        gathered.position(step)
     _finish(gathered, state, models, mapped)
     for name, key in _SHARDED.items():
         if key not in gathered.tree and os.path.isfile(os.path.join(folder, name, METADATA_NAME)):
@@ -120,10 +146,6 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
     source = {part: name for part, name in source.items() if part in gathered.tree}
     gathered.not_taken += [(name, _why_not(os.path.join(folder, name), source)) for name in names if name not in used]
     return gathered
-
-
-def _first_of(wanted: tuple[str, ...], names: list[str]) -> str:
-    return next(name for name in wanted if name in names)
 
 
 def _part_of(name: str) -> str | None:
@@ -181,14 +203,37 @@ def _take(
         gathered.not_taken.append((os.path.basename(path), str(error)))
 
 
+def _torch_files(
+    folder: str, files: _Files, mapped: list[tuple[int, int]], gathered: Gathered, *, trusted: bool
+) -> Any:
+    """Read one torch file, or the tensors of several."""
+    merged: dict[str, Any] = {}
+    for file, wanted in files.items():
+        content = _torch_file(own_file(folder, file), mapped, trusted=trusted)
+        if wanted is None and len(files) == 1:
+            return content
+        if not isinstance(content, Mapping):
+            raise CorruptCheckpointError(
+                f"{folder}/{file} holds a {type(content).__name__}, no tensors by name", file=file
+            )
+        for name in _taken(folder, file, content, wanted, "model", gathered):
+            _check_new(folder, file, name, merged)
+            merged[name] = content[name]
+    return merged
+
+
 def _torch_file(path: str, mapped: list[tuple[int, int]], *, trusted: bool) -> Any:
     content = read_torch(path, trusted=trusted)
     mapped += mapped_ranges(path)
     return content
 
 
-def _indexed(folder: str, name: str) -> list[str] | None:
-    """Return the files that an index names; None if there is no index."""
+def _indexed(folder: str, name: str) -> _Files | None:
+    """Return the files that an index names, and their tensors; None if there is no index.
+
+    Raises:
+        CorruptCheckpointError: the index is damaged, or a file that it names is missing.
+    """
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return None
@@ -197,23 +242,86 @@ def _indexed(folder: str, name: str) -> list[str] | None:
     file_of = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(file_of, dict):
         raise CorruptCheckpointError(f"{path} has no weight_map", file=name)
-    return sorted({check_path(shard, where=path) for shard in file_of.values()})
+    tensors: dict[str, set[str]] = {}
+    for tensor, shard in file_of.items():
+        tensors.setdefault(check_path(shard, where=path), set()).add(tensor)
+    for shard in sorted(tensors):
+        if not os.path.exists(os.path.join(folder, shard)):
+            raise CorruptCheckpointError(f"{path} names {shard}, which is missing: fetch it again", file=shard)
+    return {shard: tensors[shard] for shard in sorted(tensors)}
 
 
-def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) -> dict[str, Blob]:
+def _shards(names: Iterable[str], whole: str) -> list[str]:
+    """Return the files that are named as parts of ``whole`` ("model.safetensors"), for a folder without an index."""
+    stem, ending = os.path.splitext(whole)
+    return sorted(
+        name for name in names if (found := _SHARD.fullmatch(name)) and (found[1], found[4]) == (stem, ending)
+    )
+
+
+def _check_families(folder: str, files: _Files) -> None:
+    """Refuse files of ``-00001-of-00003`` and the like that are not all there; an index says itself what there is."""
+    families: dict[tuple[str, str, str], set[int]] = {}
+    for name, wanted in files.items():
+        if wanted is None and (found := _SHARD.fullmatch(name)):
+            families.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
+    for (stem, total, ending), numbers in sorted(families.items()):
+        if len(numbers) != int(total):
+            first = 0 if 0 in numbers else 1
+            gone = (number for number in range(first, first + int(total)) if number not in numbers)
+            names = ", ".join(f"{stem}-{number:0{len(total)}d}-of-{total}{ending}" for number in islice(gone, _NAMED))
+            raise CorruptCheckpointError(
+                f"{folder} has {len(numbers)} of the {int(total)} files of {stem}{ending}; missing: {names}"
+                f"{' and more' if int(total) - len(numbers) > _NAMED else ''}: fetch them again"
+            )
+
+
+def _taken(
+    folder: str, file: str, have: Collection[str], wanted: set[str] | None, item: str, gathered: Gathered
+) -> list[str]:
+    """Return the tensors to take of a file, in its order; what the index does not name there goes to ``not_taken``.
+
+    Raises:
+        CorruptCheckpointError: the file lacks tensors that the index names there.
+    """
+    if wanted is None:
+        return list(have)
+    if missing := sorted(wanted.difference(have)):
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise CorruptCheckpointError(
+            f"{folder}: {file} lacks {', '.join(map(repr, missing[:_NAMED]))}{more}, which the index says it has: "
+            "one of them is of another version; fetch both again",
+            file=file,
+            tensor=missing[0],
+        )
+    gathered.not_taken += [
+        (f"{item}/{name}", f"{file} has it, and the index does not name it there")
+        for name in have
+        if name not in wanted
+    ]
+    return [name for name in have if name in wanted]
+
+
+def _check_new(folder: str, file: str, name: str, known: Collection[str]) -> None:
+    if name in known:
+        raise CorruptCheckpointError(f"{folder}: two files have a tensor {name!r}", file=file, tensor=name)
+
+
+def _blobs(folder: str, files: _Files, stack: ExitStack, gathered: Gathered, item: str = "model") -> dict[str, Blob]:
     blobs: dict[str, Blob] = {}
-    for file in files:
+    for file, wanted in files.items():
         head, tail = os.path.split(own_file(folder, file))
         reader = stack.enter_context(LocalStorage(head).open(tail))
-        for name, entry in read_header(reader, os.path.join(folder, file))[1].items():
+        entries = read_header(reader, os.path.join(folder, file))[1]
+        for name in _taken(folder, file, entries, wanted, item, gathered):
+            entry = entries[name]
             dtype = _TORCH.get(entry.dtype)
             if dtype is None:
                 gathered.not_taken.append(
-                    (f"model/{name}", f"the dtype {entry.dtype} of safetensors is not known here")
+                    (f"{item}/{name}", f"the dtype {entry.dtype} of safetensors is not known here")
                 )
                 continue
-            if name in blobs:
-                raise CorruptCheckpointError(f"{folder}: two files have a tensor {name!r}", file=file, tensor=name)
+            _check_new(folder, file, name, blobs)
             parts = partial(ranges, reader, entry.offset, entry.nbytes)
             blobs[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
     return blobs

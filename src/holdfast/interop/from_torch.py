@@ -18,6 +18,12 @@ from .unpickle import Opaque, read_torch
 __all__ = ["from_lightning", "from_torch", "is_lightning", "named", "take_optimizers"]
 
 _WRAPPERS = ("module.", "_orig_mod.")
+# What optimizers of torch and those modelled on them keep for each element of a parameter, so in its shape. Other state
+# may have another: factored moments (Adafactor) have that of rows and columns, where a norm may have the same.
+_ELEMENTWISE = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "prev", "step_size", "ax"}
+)
 _LIGHTNING = (("optimizer_states", "optimizer", "optimizers"), ("lr_schedulers", "scheduler", "schedulers"))
 
 
@@ -60,9 +66,7 @@ def _plain(content: Any, path: str) -> Gathered:
     state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(content, where=path).items()}
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
-    step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
-    gathered.step = step if type(step) is int and step >= 0 else None
-    gathered.epoch = epoch if type(epoch) is int and epoch >= 0 else None
+    gathered.position(state.get("step", state.get("global_step")), state.get("epoch"))
     return gathered
 
 
@@ -76,12 +80,12 @@ def _lightning(content: Mapping[str, Any], path: str) -> Gathered:
         elif values:
             state[plural] = list(values)
     renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
-    state.update((key, value) for key, value in content.items() if key not in renamed and value is not None)
+    rest = {key: value for key, value in content.items() if key not in renamed and value is not None}
+    gathered.not_taken += [(key, "what Lightning itself keeps has this name here") for key in rest if key in state]
+    state.update((key, value) for key, value in rest.items() if key not in state)
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
-    step, epoch = content.get("global_step"), content.get("epoch")
-    gathered.step = step if type(step) is int else None
-    gathered.epoch = epoch if type(epoch) is int else None
+    gathered.position(content.get("global_step"), content.get("epoch"))
     return gathered
 
 
@@ -142,9 +146,10 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     """Return the same state keyed by parameter name (``prefix`` and the name in the model); None if uncertain.
 
     ``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. The file names that order
-    (``param_names``, or names in place of numbers), or it does not matter, because each state has a different shape
-    that exactly one parameter of the model has. A wrong guess would mix up states silently, so all other state stays by
-    position: an optimizer made in the same way takes it unchanged.
+    (``param_names``, or names in place of numbers), or it does not matter, because each state has a different shape (by
+    tensors that are known to have that of their parameter) that exactly one parameter of the model has. A wrong guess
+    would mix up states silently, so all other state stays by position: an optimizer made in the same way takes it
+    unchanged.
     """
     groups, states = optimizer["param_groups"], optimizer["state"]
     keys = [key for group in groups for key in group["params"]]
@@ -183,9 +188,14 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _shape(kept: Any) -> tuple[int, ...] | None:
-    """Return the shape that an optimizer's state gives to its parameter; None if no state tensor has a shape."""
-    tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)] if isinstance(kept, Mapping) else []
-    return next((tuple(value.shape) for value in tensors if value.dim()), None)
+    """Return the shape that an optimizer's state gives to its parameter; None if it gives none for certain."""
+    tensors = kept.items() if isinstance(kept, Mapping) else ()
+    shapes = {
+        tuple(value.shape)
+        for key, value in tensors
+        if key in _ELEMENTWISE and isinstance(value, torch.Tensor) and value.dim()
+    }
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def _by_shape(wanted: list[tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,10 +32,22 @@ from holdfast.storage.local.local_storage import LocalStorage
 from .blobs import WINDOW, Blob
 from .part import Row
 
-__all__ = ["Gathered", "forget", "mapped_ranges", "nested", "node_of", "own_file", "ranges", "streamed", "tensor_name"]
+__all__ = [
+    "Gathered",
+    "forget",
+    "mapped_ranges",
+    "nested",
+    "node_of",
+    "own_file",
+    "ranges",
+    "streamed",
+    "tensor_name",
+    "tensor_names",
+]
 
 _MAX_HOLES = 10_000  # items of a list that an importer has left out
 
+_TWICE = "an item of this name was taken from elsewhere in the source"
 _SAMPLE = 64 << 10  # bytes that are compared before whole tensors are
 _MADV_DONTNEED = 4
 
@@ -77,12 +90,15 @@ class Gathered:
     ) -> None:
         """Take nested plain data with tensors in it; values that cannot be saved go to ``not_taken``.
 
+        So does what has the name of an item that was taken before.
+
         Args:
             state: the data.
             labels: name -> its description in ``taken``.
             mapped: memory that is mapped from files (`mapped_ranges`).
         """
-        flat = flatten(state, unsupported="drop")
+        self.not_taken += [(key, _TWICE) for key in state if key in self.tree]
+        flat = flatten({key: value for key, value in state.items() if key not in self.tree}, unsupported="drop")
         items = _top_items(flat.tree)
         self.tree.update(items)
         self.add(flat, mapped)
@@ -91,6 +107,11 @@ class Gathered:
         for key in items:
             count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
             self.taken.append((key, (labels or {}).get(key) or (f"{count} tensors" if count else "plain data")))
+
+    def position(self, step: Any, epoch: Any = None) -> None:
+        """Take step and epoch of the source, if they are what a checkpoint can have."""
+        self.step = step if type(step) is int and step >= 0 else None
+        self.epoch = epoch if type(epoch) is int and epoch >= 0 else None
 
     def add(self, flat: Flat, mapped: Sequence[tuple[int, int]] = ()) -> None:
         """Take the tensors of a flattened state."""
@@ -115,8 +136,7 @@ class Gathered:
         self.aliases.update((name, original) for name, original in other.aliases.items() if is_new(name))
         self.taken += [(key, label) for key, label in other.taken if key not in twice]
         self.not_taken += [(f"{inside}/{path}", why) for path, why in other.not_taken]
-        why = "an item of this name was taken from elsewhere in the source"
-        self.not_taken += [(f"{inside}/{key}", why) for key in sorted(twice)]
+        self.not_taken += [(f"{inside}/{key}", _TWICE) for key in sorted(twice)]
 
     def tie_equal(self) -> None:
         """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.
@@ -149,20 +169,45 @@ class Gathered:
                 self.rows.remove(row)
 
 
-def tensor_name(path: Sequence[str | int]) -> str:
-    """Return the name of the tensor at a path."""
-    return "/".join(map(str, path))
+def tensor_name(path: Sequence[str | int], taken: AbstractSet[str] = frozenset()) -> str:
+    """Return a name for the tensor at a path that is not ``taken``: keys with "/" in them can make two paths alike."""
+    name = unique = "/".join(map(str, path))
+    number = 1
+    while unique in taken:
+        number += 1
+        unique = f"{name}~{number}"  # as `flatten` names them
+    return unique
 
 
-def node_of(value: Any, name: str, *, unsupported: str = "raise") -> tuple[Any, Flat]:
-    """Encode one value of a state; the tensors in it have names below ``name``.
+def node_of(
+    value: Any, name: str, *, unsupported: str = "raise", taken: AbstractSet[str] = frozenset()
+) -> tuple[Any, Flat]:
+    """Encode one value of a state; the tensors in it have names below ``name`` that are not ``taken``.
 
     Raises:
         UnsupportedStateError: the value cannot be saved.
     """
-    flat = flatten({name: value}, unsupported=unsupported)
+    label, number = name, 1
+    while not taken.isdisjoint((flat := flatten({label: value}, unsupported=unsupported)).names):
+        number += 1
+        label = f"{name}~{number}"
     items = _top_items(flat.tree)
-    return items.get(name), flat  # the node is None if the value was dropped
+    return items.get(label), flat  # the node is None if the value was dropped
+
+
+def tensor_names(node: Any) -> Iterator[str]:
+    """Yield the names of all tensors in typed JSON."""
+    if isinstance(node, dict):
+        if node.get("$") == "tensors":
+            yield from (node["at"] + key for key in node["k"])
+        elif node.get("$") == "tensor":
+            yield node["n"]
+        else:
+            for child in node.values():
+                yield from tensor_names(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from tensor_names(child)
 
 
 def _top_items(tree: Any) -> dict[str, Any]:
@@ -203,6 +248,8 @@ def _close(value: dict[Any, Any]) -> Any:
             raise CheckpointError(f"a list of {len(value)} items has the places {min(value)} to {max(value)}")
         return [_close(value[key]) if key in value else None for key in range(max(value) + 1)]
     items = {str(key): _close(item) for key, item in value.items()}
+    if len(items) < len(value):
+        raise CheckpointError(f"a number and a text are the same key of a dict that has {', '.join(items)}: rename one")
     if "$" in items:
         return {"$": "dict", "v": [[key, item] for key, item in items.items()]}
     return items

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.errors import ConfigError, CorruptCheckpointError
+from holdfast.errors import ConfigError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import MANIFEST_NAME
 
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
-from .from_folder import from_hf, from_safetensors, is_hf
+from .from_folder import from_hf, from_safetensors, is_hf, shard_of
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
 from .part import check_free, write_alone
@@ -22,6 +22,7 @@ from .to_dcp import METADATA_NAME
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
 
+_NAMED = 5
 SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed")
 
 
@@ -71,7 +72,7 @@ def import_checkpoint(
 
     Raises:
         ConfigError: the format of the source is not recognised.
-        UnsupportedStateError: the source cannot be read without running code in it.
+        UnsupportedStateError: the source cannot be read without running code in it, or holds nothing to take.
         CorruptCheckpointError: the source is damaged, or refused.
         CheckpointExistsError: there is a checkpoint at the destination.
 
@@ -113,6 +114,11 @@ def watched_import(
             gathered = _gather(path, kind, stack, trusted=trusted)
         except RecursionError as error:
             raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
+        if not gathered.tree:
+            reasons = "; ".join(f"{path}: {why}" for path, why in gathered.not_taken[:_NAMED]) or "it is empty"
+            raise UnsupportedStateError(f"{of.uri} holds nothing that an import takes ({reasons})")
+        if is_file and (total := shard_of(of.name)) > 1:
+            gathered.not_taken.append((of.name, f"one of {total} files, by its name: import their folder for all"))
         gathered.tie_equal()
         progress(sum(row.blob.nbytes for row in gathered.rows), 0)
         write_alone(

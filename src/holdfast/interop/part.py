@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.identity import manifest_fields, new_start_id
-from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastError
+from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, HoldfastError
 from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
@@ -80,7 +80,16 @@ class DirectPartWriter:
         Args:
             rows: the tensors in any order; a tensor may have several boxes.
             aliases: name of a tied tensor -> name of the tensor it is stored as.
+
+        Raises:
+            ConfigError: two tensors have one name; nothing is written.
         """
+        first: dict[str, Row] = {}
+        for row in rows:
+            known = first.setdefault(row.name, row)
+            is_box = row.box is not None and known.box is not None
+            if known is not row and not (is_box and (known.shape, known.blob.dtype) == (row.shape, row.blob.dtype)):
+                raise ConfigError(f"two tensors are called {row.name!r}: give one of them another name")
         tensors: dict[str, TensorEntry] = {}
         files: list[str] = []
         for label, members in self._groups(rows):

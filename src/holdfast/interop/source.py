@@ -7,7 +7,7 @@ stand-in, so code that keeps identities keeps ties.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,23 @@ from holdfast.storage.base import FileReader, Storage
 
 from .blobs import Blob, BoxReader, assemble, cast
 
-__all__ = ["OpenedCheckpoint"]
+__all__ = ["OpenedCheckpoint", "paths_of_one_name"]
+
+
+def paths_of_one_name(named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, str]:
+    """Return the names that several paths have, because names of other formats join keys; with a text about the paths.
+
+    Args:
+        named: (name, the keys on the way) of each value.
+    """
+    first: dict[str, Sequence[Any]] = {}
+    found: dict[str, str] = {}
+    for name, path in named:
+        other = first.setdefault(name, path)
+        if other is not path and name not in found:
+            both = " and ".join(sorted((repr(list(other)), repr(list(path)))))
+            found[name] = f"{both} of the state would both be called {name!r}"
+    return found
 
 
 class OpenedCheckpoint:
@@ -45,6 +61,7 @@ class OpenedCheckpoint:
 
     Attributes:
         stored: the checkpoint; ``stored.tree`` holds what ``only`` takes.
+        too_large: names of tensors read so far with finite values beyond what ``dtype`` holds.
     """
 
     def __init__(
@@ -65,6 +82,7 @@ class OpenedCheckpoint:
         if not selection.everything:
             self.stored.tree = select(self.stored.tree, "", selection)
         self._dtype = dtype
+        self.too_large: set[str] = set()
         self._files = CheckedFiles(storage, self.stored.digests if verify else None, self._tensor_at, share=share)
         self._stand_ins: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a stand-in -> stored name
@@ -124,9 +142,9 @@ class OpenedCheckpoint:
     def blob(self, stand_in: torch.Tensor) -> Blob:
         """Return the bytes that belong to a stand-in."""
         blob = self.named(self.name_of(stand_in))
-        return (
-            blob if self._dtype is None or blob.dtype == arrays.dtype_name(stand_in.dtype) else cast(blob, self._dtype)
-        )
+        if self._dtype is None or blob.dtype == arrays.dtype_name(stand_in.dtype):
+            return blob
+        return cast(blob, self._dtype, self.too_large)
 
     def name_of(self, stand_in: torch.Tensor) -> str:
         """Return the stored name of a stand-in."""
@@ -141,7 +159,7 @@ class OpenedCheckpoint:
     def exported(self, ref: TensorRef) -> Blob:
         """Return the bytes of a tensor of the tree, in the dtype of `dtype_of`."""
         blob, dtype = self.named(ref.name), self.dtype_of(ref)
-        return blob if blob.dtype == arrays.dtype_name(dtype) else cast(blob, dtype)
+        return blob if blob.dtype == arrays.dtype_name(dtype) else cast(blob, dtype, self.too_large)
 
     def named(self, name: str) -> Blob:
         """Return a tensor in its stored dtype."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import ConfigError
 from holdfast.state.save.torch_file import MARK, TorchFileWriter
 
 from .sink import ExportFolder
-from .source import OpenedCheckpoint
+from .source import OpenedCheckpoint, paths_of_one_name
 
 __all__ = ["DATA_NAME", "METADATA_NAME", "flatten_for_dcp", "write_dcp"]
 
@@ -22,7 +23,11 @@ Path = tuple[str | int, ...]
 
 
 def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
-    """Write the directory, metadata last; returns the number of tensors."""
+    """Write the directory, metadata last; returns the number of tensors.
+
+    Raises:
+        ConfigError: two values would have one key.
+    """
     import torch.distributed.checkpoint.filesystem as theirs
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -33,13 +38,16 @@ def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
         TensorStorageMetadata,
     )
 
+    flat = list(flatten_for_dcp(source.plain(by_name=True)))
+    if twice := paths_of_one_name((key, keys) for key, _, keys, _ in flat):
+        raise ConfigError(f"dcp cannot hold both: {'; '.join(sorted(twice.values()))}: export to 'torch'")
     folder.check_free(METADATA_NAME, DATA_NAME)
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     values: list[Any] = []
     mappings: dict[str, Path] = {}
     offset = num_tensors = 0
-    for key, path, item in flatten_for_dcp(source.plain(by_name=True)):
+    for key, path, _, item in flat:
         mappings[key] = path
         value = item.detach() if isinstance(item, torch.Tensor) else item
         size = TorchFileWriter(value).size
@@ -66,20 +74,33 @@ def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
     return num_tensors
 
 
-def flatten_for_dcp(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Path, Any]]:
-    """Yield (key, path, value) as DCP's own planner does: dicts always open, lists if they hold dicts or tensors."""
+def flatten_for_dcp(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Path, tuple[Any, ...], Any]]:
+    """Yield (key, path, path in the state, value) as DCP's own planner does.
 
-    def walk(value: Any, path: Path) -> Iterator[tuple[str, Path, Any]]:
-        if isinstance(value, Mapping) and MARK not in value:
+    Dicts open, lists if they hold dicts or tensors. Keys of dicts become text, so the keys of two values can be the
+    same. Plain dicts that would lose an item so are one value; DCP would refuse them.
+    """
+
+    def walk(value: Any, path: Path, keys: tuple[Any, ...]) -> Iterator[tuple[str, Path, tuple[Any, ...], Any]]:
+        if isinstance(value, Mapping) and MARK not in value and not _is_one_value(value):
             for key, item in value.items():
-                yield from walk(item, (*path, str(key)))
+                yield from walk(item, (*path, str(key)), (*keys, key))
         elif isinstance(value, list) and _opens(value):
             for number, item in enumerate(value):
-                yield from walk(item, (*path, number))
+                yield from walk(item, (*path, number), (*keys, number))
         else:
-            yield ".".join(map(str, path)), path, value
+            yield ".".join(map(str, path)), path, keys, value
 
-    yield from walk(tree, ())
+    yield from walk(tree, (), ())
+
+
+def _is_one_value(value: Mapping[Any, Any]) -> bool:
+    return len(set(map(str, value))) < len(value) and not _has_tensors(value)
+
+
+def _has_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, torch.Tensor) or any(map(_has_tensors, items))
 
 
 def _opens(value: list[Any]) -> bool:

@@ -13,7 +13,7 @@ from holdfast.state.tree.values import ObjectNode, TensorRef
 
 from .blobs import Blob, rows_of
 from .sink import ExportFolder
-from .source import OpenedCheckpoint
+from .source import OpenedCheckpoint, paths_of_one_name
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "weights", "write_safetensors"]
 
@@ -37,7 +37,12 @@ def weights(
     tree = source.stored.tree
     item = _item(tree, item)
     value = tree if item == "" else tree[item]
-    rows = dict(_tensors(value, "")) if not isinstance(value, TensorRef) else {item: value}
+    found = [((item,), value)] if isinstance(value, TensorRef) else list(_tensors(value, ()))
+    names = [".".join(map(str, path)) for path, _ in found]
+    above = (item,) if item else ()
+    if twice := paths_of_one_name((name, above + path) for name, (path, _) in zip(names, found, strict=True)):
+        raise ConfigError(f"safetensors cannot hold both: {'; '.join(sorted(twice.values()))}: export to 'torch'")
+    rows = dict(zip(names, (ref for _, ref in found), strict=True))
     left_out = [(str(key), "not weights") for key in tree if item not in ("", key)]
     left_out += [(path, "no tensor") for path in _plain(value, item)]
     blobs: dict[str, Blob] = {}
@@ -118,7 +123,7 @@ def _item(tree: Mapping[Any, Any], item: str | None) -> str:
         raise ConfigError(f"the checkpoint has no item {item!r}: it has {', '.join(map(str, tree)) or 'nothing'}")
     if "model" in tree:
         return "model"
-    holding = [key for key, value in tree.items() if any(True for _ in _tensors({"": value}, ""))]
+    holding = [key for key, value in tree.items() if any(True for _ in _tensors(value, ()))]
     modules = [key for key in holding if isinstance(tree[key], ObjectNode) and tree[key].kind == "module"]
     if holding and all(isinstance(tree[key], TensorRef) for key in holding):
         return ""
@@ -130,17 +135,17 @@ def _item(tree: Mapping[Any, Any], item: str | None) -> str:
     )
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
+def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], TensorRef]]:
     value = value.state if isinstance(value, ObjectNode) else value
     if isinstance(value, TensorRef):
         if value.kind != "array":
             yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+            yield from _tensors(item, (*path, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _tensors(item, f"{path}.{number}" if path else str(number))
+            yield from _tensors(item, (*path, number))
 
 
 def _plain(value: Any, path: str) -> Iterator[str]:
@@ -149,7 +154,7 @@ def _plain(value: Any, path: str) -> Iterator[str]:
         for key, item in value.items():
             yield from _plain(item, f"{path}/{key}" if path else str(key))
     elif isinstance(value, (list, tuple)):
-        if not any(True for _ in _tensors(value, "")):
+        if not any(True for _ in _tensors(value, ())):
             yield path
     elif not isinstance(value, TensorRef) or value.kind == "array":
         yield path

@@ -56,7 +56,13 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Tell whether `is_dense` is true of all tensors; one loop, because a state has thousands of them."""
     strided = torch.strided
     for tensor in tensors:
-        if type(tensor) not in _DENSE or tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
+        if (
+            type(tensor) not in _DENSE
+            or tensor.layout is not strided
+            or tensor.is_meta
+            or tensor.is_quantized
+            or tensor.is_nested
+        ):
             return False
     return True
 
@@ -77,6 +83,8 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         advice = "it is on the meta device and has no data: materialise the model first (to_empty, load)"
     elif tensor.is_quantized:
         advice = "it is quantized: save tensor.int_repr() with its scale and zero point"
+    elif tensor.is_nested:
+        advice = "it is nested: save the list of its tensors (tensor.unbind())"
     else:
         advice = "save a plain tensor made from it, or give the object that owns it a state_dict()"
     raise UnsupportedStateError(f"{path}: {type(tensor).__name__} cannot be saved: {advice}")
