@@ -356,6 +356,16 @@ def test_quantized_and_nested_tensors_are_refused():
             hf.save(memory_uri(), {"model": {"q": value}})
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_a_nested_tensor_is_refused(layout):
+    """A nested tensor of either layout is refused, with what to save instead, and can be dropped."""
+    value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['x'\]: .*unbind"):
+        hf.save(memory_uri(), {"x": value})
+    assert hf.load(hf.save(memory_uri(), {"x": value, "y": 1}, unsupported="drop")) == {"y": 1}
+
+
 def test_what_nests_as_deep_as_is_allowed_can_be_read():
     """The deepest state that can be saved can be loaded."""
     place = memory_uri()

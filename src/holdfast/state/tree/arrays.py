@@ -64,6 +64,8 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
             or tensor.is_nested
         ):
             return False
+        if tensor.is_nested:
+            return False
     return True
 
 
@@ -77,6 +79,8 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         return
     if torch.nn.parameter.is_lazy(tensor):
         advice = "run one batch through the lazy module first, so that it gets its shape"
+    elif tensor.is_nested:
+        advice = "it is nested: save tensor.unbind(), the tensors in it"
     elif tensor.layout is not torch.strided:
         advice = f"it is sparse ({tensor.layout}): save tensor.to_dense(), or its indices and values"
     elif tensor.is_meta:
