@@ -93,10 +93,11 @@ def test_names_that_meet_in_the_other_format(tmp_path, state, both) -> None:
         assert not (tmp_path / to).exists()
     with pytest.raises(hf.ConfigError, match=r"\['more', '1'\] and \['more', 1\]"):
         hf.export(tmp_path / "ck", tmp_path / "dcp", to="dcp", only="more")
-    hf.save(tmp_path / "plain", {"plain": {1: [5], "1": 6, None: {"None": 7}}})
+    plain = {"plain": {1: [5], "1": 6, None: {"None": 7}}, "empty": {}, "inside": {"of": {}, "list": []}}
+    hf.save(tmp_path / "plain", plain)
     hf.export(tmp_path / "plain", tmp_path / "plain-dcp", to="dcp")
     back = hf.import_checkpoint(tmp_path / "plain-dcp", tmp_path / "back").checkpoint
-    assert hf.load(back) == {"plain": {1: [5], "1": 6, None: {"None": 7}}}
+    assert hf.load(back) == plain
     hf.export(tmp_path / "ck", tmp_path / "all.pt", to="torch")
     assert_state_equal(torch.load(tmp_path / "all.pt", weights_only=True)["model"], state)
     fits = {"more": {"x": torch.zeros(1)}}

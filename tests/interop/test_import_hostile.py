@@ -326,7 +326,13 @@ def _odd_path(metadata) -> None:
     metadata.planner_data = {"model.w": ("model",), "epoch": ("model", "epoch")}
 
 
-@pytest.mark.parametrize("change", [_far, _elsewhere, _absolute, _negative, _large, _outside, _lost, _dtype, _odd_path])
+def _one_path(metadata) -> None:
+    metadata.planner_data = {"model.w": ("model", "x"), "epoch": ("model", "x")}
+
+
+@pytest.mark.parametrize(
+    "change", [_far, _elsewhere, _absolute, _negative, _large, _outside, _lost, _dtype, _odd_path, _one_path]
+)
 def test_dcp_metadata_that_lies(tmp_path, change) -> None:
     """Ranges out of files, paths out of the folder, shapes that do not add up: refused, and no checkpoint is made."""
     (tmp_path / "secret").write_bytes(b"secret")

@@ -47,6 +47,8 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     names: set[str] = set()
     for fqn, entry in metadata.state_dict_metadata.items():
         path = _path(paths.get(fqn), fqn)
+        if path in nodes:
+            raise CorruptCheckpointError(f"{folder}: .metadata has two entries at {list(path)}", file=METADATA_NAME)
         name = tensor_name(path, names)
         if isinstance(entry, TensorStorageMetadata):
             blob = _tensor(name, entry, fqn, places, files)

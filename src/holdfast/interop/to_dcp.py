@@ -78,11 +78,12 @@ def flatten_for_dcp(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Path, tuple[
     """Yield (key, path, path in the state, value) as DCP's own planner does.
 
     Dicts open, lists if they hold dicts or tensors. Keys of dicts become text, so the keys of two values can be the
-    same. Plain dicts that would lose an item so are one value; DCP would refuse them.
+    same. Plain dicts that would lose an item so are one value, and so are empty dicts: DCP refuses those, and forgets
+    these.
     """
 
     def walk(value: Any, path: Path, keys: tuple[Any, ...]) -> Iterator[tuple[str, Path, tuple[Any, ...], Any]]:
-        if isinstance(value, Mapping) and MARK not in value and not _is_one_value(value):
+        if isinstance(value, Mapping) and MARK not in value and not (path and _is_one_value(value)):
             for key, item in value.items():
                 yield from walk(item, (*path, str(key)), (*keys, key))
         elif isinstance(value, list) and _opens(value):
@@ -95,7 +96,7 @@ def flatten_for_dcp(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Path, tuple[
 
 
 def _is_one_value(value: Mapping[Any, Any]) -> bool:
-    return len(set(map(str, value))) < len(value) and not _has_tensors(value)
+    return not value or (len(set(map(str, value))) < len(value) and not _has_tensors(value))
 
 
 def _has_tensors(value: Any) -> bool:

@@ -47,7 +47,7 @@ def assert_state_equal(a: Any, b: Any) -> None:
 
 def differences(a: Any, b: Any) -> Iterator[tuple[str, str]]:
     """Yield (path, text about the difference) in the order of ``a``, then for leaves that only ``b`` has."""
-    left, right = dict(leaves(a)), dict(leaves(b))
+    left, right = _by_path(a), _by_path(b)
     for path, value in left.items():
         if path not in right:
             yield path or "(the state)", f"{_short(value)} is missing on the other side"
@@ -60,14 +60,29 @@ def differences(a: Any, b: Any) -> Iterator[tuple[str, str]]:
 
 def digests(state: Any) -> dict[str, str]:
     """Describe each leaf in a short line: dtype, shape and digest of a tensor, the text of a plain value."""
-    return {path: _digest(value) for path, value in leaves(state)}
+    return {path: _digest(value) for path, value in _by_path(state).items()}
+
+
+def _by_path(state: Any) -> dict[str, Any]:
+    """Key the leaves of a state by path; of several with one path ("a/b", and b in a) none is lost."""
+    found: dict[str, Any] = {}
+    for path, value in leaves(state):
+        label, number = path, 1
+        while label in found:
+            number += 1
+            label = f"{path}~{number}"
+        found[label] = value
+    return found
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) of everything in a state, objects by their ``state_dict``; empty containers are leaves."""
     value = _opened(value)
     if isinstance(value, Mapping):
-        children = [(_key(key), child) for key, child in value.items()]
+        keys = [key if isinstance(key, str) else repr(key) for key in value]
+        # The keys 1 and "1" are two.
+        keys = keys if len(set(keys)) == len(keys) else list(map(repr, value))
+        children = list(zip(keys, value.values(), strict=True))
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         children = [(str(number), child) for number, child in enumerate(value)]
     elif isinstance(value, Set):
@@ -114,10 +129,6 @@ class _Whole:
 
     def __repr__(self) -> str:
         return f"state {self._text}"
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) else repr(key)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
