@@ -70,6 +70,7 @@ class Reports:
         rows = [_row(first + place, row["metrics"], row["time"]) for place, row in enumerate(given)]
         if rank == 0:
             self._out.append(StoreRows(rows=rows))
+            self.ledger.measure({row["step"]: row["metrics"] for row in rows})
         for row in rows:
             self._commits.callbacks.note(row["step"], rank, row["metrics"])
 
