@@ -9,6 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from holdfast._log import get_logger
 from holdfast.frameworks.lightning_callback import (
     RayDDPStrategy,
     RayDeepSpeedStrategy,
@@ -39,6 +42,7 @@ __all__ = [
     "prepare_trainer",
 ]
 
+_LOG = get_logger("frameworks")
 _ADVICE = "save_hyperparameters(ignore=[name]) leaves a value out; unsupported='drop' all that cannot be stored"
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -78,6 +82,18 @@ class ReportCallback(Grafted):
         self.every_n_epochs, self.every_n_steps = epochs_between(every_n_epochs, every_n_steps), every_n_steps
         self.checkpoint_upload_mode, self.validation = checkpoint_upload_mode, validation
         self._last_step = 0
+        self._before: dict[str, Any] = {}  # metrics when the newest validation began
+        self._validated: tuple[int, dict[str, Any]] | None = None  # the step of that, and its metrics
+        self._has_said = False
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take note of the metrics that are there."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take note of the metrics that are new: they are those of the weights of this step."""
+        now, before = trainer.callback_metrics, self._before
+        self._validated = trainer.global_step, {name: now[name] for name in now if not _is(now[name], before.get(name))}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take note of the step to go on from, which was reported before, and let DDP add gradients in one order."""
@@ -98,8 +114,18 @@ class ReportCallback(Grafted):
             self.report(trainer, with_checkpoint=(trainer.current_epoch + 1) % self.every_n_epochs == 0)
 
     def metrics(self, trainer: Any) -> dict[str, Any]:
-        """Return what is reported; to be overridden."""
-        return scalars(trainer.callback_metrics, {"epoch": trainer.current_epoch, "step": trainer.global_step})
+        """Return what is reported; to be overridden. Of a validation of other weights than these nothing is."""
+        found, (step, validated) = dict(trainer.callback_metrics), self._validated or (trainer.global_step, {})
+        is_old = step != trainer.global_step
+        old = sorted(name for name in found if is_old and _is(found[name], validated.get(name)))
+        if old and not self._has_said and trainer.is_global_zero:
+            self._has_said = True
+            _LOG.warning(
+                "%s: last validated at step %d, so the report of step %d has no value, nor have others without a "
+                "validation of their own", ", ".join(old), step, trainer.global_step,
+            )  # fmt: skip
+        fresh = {name: value for name, value in found.items() if name not in old}
+        return scalars(fresh, {"epoch": trainer.current_epoch, "step": trainer.global_step})
 
     def report(self, trainer: Any, *, with_checkpoint: bool = True) -> None:
         """Report now; every rank calls it."""
@@ -115,6 +141,12 @@ class ReportCallback(Grafted):
             trainer.save_checkpoint(os.path.join(directory, self.CHECKPOINT_NAME), weights_only=False)
             # A plugin that writes in the background has to be done before the directory is handed over.
             trainer.strategy.checkpoint_io.teardown()
+
+
+def _is(value: Any, other: Any) -> bool:
+    """Tell whether two metrics are one: Lightning gives another tensor with the same memory each time it is asked."""
+    both = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return value is other or (both and value.data_ptr() == other.data_ptr())
 
 
 RayTrainReportCallback = ReportCallback

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import EPOCHS, TREES, make_model, make_trainer, same, weights
 
@@ -109,6 +110,26 @@ def test_rhythm(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     assert result.checkpoint.name == "checkpoint_000004"  # after 12, 16, 24, 32 and 36 steps
     assert result.checkpoint.metrics["step"] == 36
+
+
+class NotingMetrics(ReportCallback):
+    """Notes what it would report."""
+
+    def report(self, trainer, *, with_checkpoint=True):
+        self.found.append(self.metrics(trainer))
+
+
+def test_metrics_of_other_weights_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A validation every second epoch says nothing of the epochs between; it is said once."""
+    noting = NotingMetrics()
+    noting.found = []
+    options = {"check_val_every_n_epoch": 2, "enable_checkpointing": False, "max_epochs": 6}
+    with caplog.at_level("WARNING", "holdfast.frameworks"):
+        make_trainer(TREES[0], tmp_path, callbacks=[noting], **options).fit(make_model(TREES[0]))
+    assert ["val_loss" in metrics for metrics in noting.found] == [False, True] * 3
+    assert all("train_loss" in metrics for metrics in noting.found)
+    (said,) = [record.message for record in caplog.records if record.name == "holdfast.frameworks"]
+    assert "val_loss: last validated at step 16, so the report of step 24 has no value" in said
 
 
 class Noting(ReportCallback):
