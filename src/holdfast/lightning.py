@@ -51,8 +51,8 @@ class ReportCallback(Grafted):
     """Inside the function trainer: reports ``trainer.callback_metrics`` and a Lightning checkpoint.
 
     Metrics (with "epoch" and "step" added) are reported at the end of every training epoch, and a checkpoint with them
-    every ``every_n_epochs``; or both every ``every_n_steps``. Put it last among the callbacks, so that their state is
-    saved as it is after the epoch. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do. DDP
+    every ``every_n_epochs``; or both every ``every_n_steps``. While `fit` runs it is the last of the callbacks, and comes
+    after the module's own end of the epoch, as a ``ModelCheckpoint`` does. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do. DDP
     adds gradients in one order from the first step on (docs/parallel.md).
     `fit` goes on from the file ``CHECKPOINT_NAME`` in the directory. For a rhythm of your own, subclass it.
 
@@ -69,6 +69,7 @@ class ReportCallback(Grafted):
     BASES = ("lightning.pytorch:Callback", "pytorch_lightning:Callback")
     EXTRA = "lightning"
     CHECKPOINT_NAME = "checkpoint.ckpt"
+    _LATE = ("lightning.pytorch.callbacks:Checkpoint", "pytorch_lightning.callbacks:Checkpoint")
 
     def __init__(
         self,
@@ -85,6 +86,22 @@ class ReportCallback(Grafted):
         self._before: dict[str, Any] = {}  # metrics when the newest validation began
         self._validated: tuple[int, dict[str, Any]] | None = None  # the step of that, and its metrics
         self._has_said = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Become the last of the callbacks, of the kind that Lightning calls after the module."""
+        if stage == "fit":
+            # Not earlier: a Trainer with enable_checkpointing=False refuses callbacks of this kind when it is made. Last,
+            # since the first of them is trainer.checkpoint_callback.
+            self.graft_onto(self._LATE)
+            trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Be an ordinary callback again, for the next trainer."""
+        self.graft_onto()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Do the same."""
+        self.graft_onto()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Take note of the metrics that are there."""
