@@ -51,9 +51,10 @@ class ReportCallback(Grafted):
     """Inside the function trainer: reports ``trainer.callback_metrics`` and a Lightning checkpoint.
 
     Metrics (with "epoch" and "step" added) are reported at the end of every training epoch, and a checkpoint with them
-    every ``every_n_epochs``; or both every ``every_n_steps``. While `fit` runs it is the last of the callbacks, and comes
-    after the module's own end of the epoch, as a ``ModelCheckpoint`` does. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do. DDP
-    adds gradients in one order from the first step on (docs/parallel.md).
+    every ``every_n_epochs``; or both every ``every_n_steps``. While `fit` runs it is the last of the callbacks, and
+    comes after the module's own end of the epoch, as a ``ModelCheckpoint`` does. Every rank has it; with DDP rank 0
+    stores, with a sharded strategy all ranks do. DDP adds gradients in one order from the first step on
+    (docs/parallel.md).
     `fit` goes on from the file ``CHECKPOINT_NAME`` in the directory. For a rhythm of your own, subclass it.
 
     Args:
@@ -90,8 +91,8 @@ class ReportCallback(Grafted):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Become the last of the callbacks, of the kind that Lightning calls after the module."""
         if stage == "fit":
-            # Not earlier: a Trainer with enable_checkpointing=False refuses callbacks of this kind when it is made. Last,
-            # since the first of them is trainer.checkpoint_callback.
+            # Not earlier: a Trainer with enable_checkpointing=False refuses callbacks of this kind when it is made.
+            # Last, since the first of them is trainer.checkpoint_callback.
             self.graft_onto(self._LATE)
             trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 

@@ -14,6 +14,7 @@ from holdfast.trainers.function.control.actions import (
     Ingest,
     Note,
     ReportedDirectory,
+    Say,
     Send,
     StoreRows,
 )
@@ -264,6 +265,29 @@ def test_ranks_that_do_different_things() -> None:
     assert play.all(Ingest) == []
     play.tick()
     assert play.controller.reports.ledger.reports == {}
+
+
+def test_a_rank_that_reports_once_more_is_found() -> None:
+    """Its directories come to the reports before, with those of other steps: said at once, and in the error."""
+    play = Play().run()
+    play.rows(1, {"loss": 1.0})
+    play.report(1, 1)
+    assert play.all(Say) == []
+    play.committed()
+    play.report(0, 2)
+    play.report(1, 2)
+    (said,) = play.all(Say)
+    assert "(rank 1 from report 1 on; ranks 0, 1 from report 2 on)" in said.line
+    play.committed()
+    play.report(0, 3)
+    play.report(1, 3)
+    assert play.all(Say) == []
+    play.committed()
+    play.report(0, 4)
+    play.say(1, on="finished")
+    found = play.controller.reports.mismatch(play.now)
+    assert found is not None
+    assert "hold files of different steps" in str(found[1])
 
 
 def test_names() -> None:
