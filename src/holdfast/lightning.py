@@ -20,8 +20,10 @@ from holdfast.frameworks.lightning_callback import (
     prepare_trainer,
 )
 
+from .checkpoint.handle import Checkpoint
+from .checkpointer.functions import load
 from .config import ValidationTaskConfig
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .frameworks import Grafted, Saves, reporting, scalars
 from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.reporting import epochs_between
@@ -220,12 +222,31 @@ class HoldfastCheckpointIO(Grafted):
         self._saves.remove(path)
 
     def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
-        """Return the newest sound checkpoint in ``directory`` (default: ``root``), None if there is none; see docs."""
-        return self._saves.latest(directory)
+        """Return the newest sound checkpoint in ``directory`` (default: ``root``), None if there is none; see docs.
+
+        What was saved with ``save_weights_only=True`` is passed over: `fit` cannot go on from it.
+        """
+        return self._saves.latest(directory, is_part=_is_weights_only)
 
     def teardown(self) -> None:
         """Wait until everything is durable; Lightning calls it at the end."""
         self._saves.wait()
+
+
+def _is_weights_only(checkpoint: Checkpoint) -> bool:
+    """Tell whether a `Trainer` has saved this without the state of its training, which has an entry for schedulers."""
+    try:
+        return _has(checkpoint, "pytorch-lightning_version") and not _has(checkpoint, "lr_schedulers")
+    except CheckpointError:
+        return False  # found out where every byte is read
+
+
+def _has(checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        load(checkpoint, only=name)
+    except ConfigError:
+        return False
+    return True
 
 
 def _monitored(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any]:
