@@ -62,6 +62,7 @@ class HoldfastCallback(Grafted):
         self._named_no_folder: list[Any] = []
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
+        self._ends = ""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the training loaders, once Lightning has given them their samplers."""
@@ -110,6 +111,7 @@ class HoldfastCallback(Grafted):
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
         self._found = checkpoint.get(self.KEY, {})
+        self._ends = epoch_end_of(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
         for callback in self._named_no_folder:
@@ -126,6 +128,7 @@ class HoldfastCallback(Grafted):
             block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
             at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+            self._not_restored += lost_at_epoch_end(self._ends, trainer, pl_module)
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
             restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
             saved = self._found.get("generators")
@@ -381,13 +384,58 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
             f"the checkpoint was taken after {ready % trainer.accumulate_grad_batches} of "
             f"{trainer.accumulate_grad_batches} batches of a step: save at multiples of accumulate_grad_batches",
         )
-    base = next((cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule"), type(module))
-    if type(module).on_train_batch_end is not base.on_train_batch_end:  # type: ignore[attr-defined]
+    if _overrides(module, "on_train_batch_end"):
         yield (
             "on_train_batch_end of the module",
             "Lightning takes a checkpoint within an epoch before it calls this hook: what it did after the last batch "
             "is not in it",
         )
+
+
+def epoch_end_of(checkpoint: Mapping[str, Any]) -> str:
+    """Tell where at the end of an epoch a checkpoint was taken: after its last "batch", at its end ("epoch"), or ""."""
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs, batches = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    if not epochs or not batches or not batches["current"]["ready"] or not batches["is_last_batch"]:
+        return ""
+    if epochs["current"]["completed"] == epochs["current"]["started"]:
+        return ""  # all is done
+    return "epoch" if batches["current"]["completed"] == batches["current"]["processed"] else "batch"
+
+
+def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[str, str]]:
+    """Yield (what, why) of what Lightning leaves out when it resumes where an epoch ends.
+
+    Args:
+        ends: what `epoch_end_of` has told of the checkpoint.
+        trainer: with its optimizers.
+        module: that it trains.
+    """
+    configs = trainer.lr_scheduler_configs
+    if ends and any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
+        yield (
+            "the last step of ReduceLROnPlateau",
+            "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; one "
+            "within an epoch has all steps",
+        )
+    own = [name for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)]
+    left_out = [*(f"{name} of the module" for name in own), *(["the evaluation"] if trainer.enable_validation else [])]
+    if ends == "batch" and left_out:
+        yield (
+            "the end of the epoch",
+            "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
+            f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
+        )
+    if any(cls.__name__ == "StochasticWeightAveraging" for one in trainer.callbacks for cls in type(one).__mro__):
+        yield (
+            "StochasticWeightAveraging",
+            "Lightning restores its counts, but the weights at the end are not those of a training without a resume",
+        )
+
+
+def _overrides(module: Any, name: str) -> bool:
+    base = next((cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule"), type(module))
+    return getattr(type(module), name) is not getattr(base, name)
 
 
 def only_version_differs(before: str, now: str) -> bool:

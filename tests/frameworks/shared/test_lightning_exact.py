@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.frameworks.lightning_callback import EpochLoader, lost_in_mid_epoch, only_version_differs, resumable
+from holdfast.frameworks.lightning_callback import (
+    EpochLoader,
+    epoch_end_of,
+    lost_at_epoch_end,
+    lost_in_mid_epoch,
+    only_version_differs,
+    resumable,
+)
 
 
 class Trainer:
@@ -146,6 +153,43 @@ def test_what_lightning_loses_in_the_middle_of_an_epoch():
     assert lost(LightningModule(), 8, False) == ["averages over the epoch"]
     assert lost(LightningModule(), 9, False) == ["averages over the epoch", "gradients that were gathered"]
     assert lost(Own(), 8, False)[-1] == "on_train_batch_end of the module"
+
+
+def test_what_lightning_leaves_out_at_the_end_of_an_epoch():
+    """The step of a plateau scheduler; after the last batch the hooks and the evaluation; nothing once all is done."""
+
+    class LightningModule:
+        def on_train_batch_end(self):
+            pass
+
+        def on_train_epoch_end(self):
+            pass
+
+    class Own(LightningModule):
+        def on_train_epoch_end(self):
+            pass
+
+    def lost(module, *, completed, epochs=0, is_last=True, plateau=False, evaluated=False, callbacks=()):
+        batches = {"current": {"ready": 8, "processed": 8, "completed": completed}, "is_last_batch": is_last}
+        epoch = {"current": {"started": 1, "completed": epochs}}
+        loops = {"epoch_loop.batch_progress": batches, "epoch_progress": epoch}
+        scheduler = SimpleNamespace(reduce_on_plateau=plateau, interval="epoch")
+        trainer = SimpleNamespace(lr_scheduler_configs=[scheduler], enable_validation=evaluated, callbacks=callbacks)
+        ends = epoch_end_of({"loops": {"fit_loop": loops}})
+        return [what for what, _ in lost_at_epoch_end(ends, trainer, module)]
+
+    class StochasticWeightAveraging:
+        pass
+
+    assert lost(LightningModule(), completed=7) == []
+    assert lost(LightningModule(), completed=7, evaluated=True) == ["the end of the epoch"]
+    assert lost(Own(), completed=7, plateau=True) == ["the last step of ReduceLROnPlateau", "the end of the epoch"]
+    assert lost(Own(), completed=8, plateau=True, evaluated=True) == ["the last step of ReduceLROnPlateau"]
+    assert lost(Own(), completed=8, epochs=1, plateau=True) == []
+    assert lost(Own(), completed=7, is_last=False, plateau=True, evaluated=True) == []
+    assert lost(LightningModule(), completed=8, callbacks=[StochasticWeightAveraging()]) == [
+        "StochasticWeightAveraging"
+    ]
 
 
 def test_folders_of_versions():
