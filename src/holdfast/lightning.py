@@ -9,6 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from holdfast._log import get_logger
 from holdfast.frameworks.lightning_callback import (
     RayDDPStrategy,
     RayDeepSpeedStrategy,
@@ -17,8 +20,10 @@ from holdfast.frameworks.lightning_callback import (
     prepare_trainer,
 )
 
+from .checkpoint.handle import Checkpoint
+from .checkpointer.functions import load
 from .config import ValidationTaskConfig
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .frameworks import Grafted, Saves, reporting, scalars
 from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.reporting import epochs_between
@@ -39,6 +44,7 @@ __all__ = [
     "prepare_trainer",
 ]
 
+_LOG = get_logger("frameworks")
 _ADVICE = "save_hyperparameters(ignore=[name]) leaves a value out; unsupported='drop' all that cannot be stored"
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -47,9 +53,10 @@ class ReportCallback(Grafted):
     """Inside the function trainer: reports ``trainer.callback_metrics`` and a Lightning checkpoint.
 
     Metrics (with "epoch" and "step" added) are reported at the end of every training epoch, and a checkpoint with them
-    every ``every_n_epochs``; or both every ``every_n_steps``. Put it last among the callbacks, so that their state is
-    saved as it is after the epoch. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do. DDP
-    adds gradients in one order from the first step on (docs/parallel.md).
+    every ``every_n_epochs``; or both every ``every_n_steps``. While `fit` runs it is the last of the callbacks, and
+    comes after the module's own end of the epoch, as a ``ModelCheckpoint`` does. Every rank has it; with DDP rank 0
+    stores, with a sharded strategy all ranks do. DDP adds gradients in one order from the first step on
+    (docs/parallel.md).
     `fit` goes on from the file ``CHECKPOINT_NAME`` in the directory. For a rhythm of your own, subclass it.
 
     Args:
@@ -65,6 +72,7 @@ class ReportCallback(Grafted):
     BASES = ("lightning.pytorch:Callback", "pytorch_lightning:Callback")
     EXTRA = "lightning"
     CHECKPOINT_NAME = "checkpoint.ckpt"
+    _LATE = ("lightning.pytorch.callbacks:Checkpoint", "pytorch_lightning.callbacks:Checkpoint")
 
     def __init__(
         self,
@@ -78,6 +86,34 @@ class ReportCallback(Grafted):
         self.every_n_epochs, self.every_n_steps = epochs_between(every_n_epochs, every_n_steps), every_n_steps
         self.checkpoint_upload_mode, self.validation = checkpoint_upload_mode, validation
         self._last_step = 0
+        self._before: dict[str, Any] = {}  # metrics when the newest validation began
+        self._validated: tuple[int, dict[str, Any]] | None = None  # the step of that, and its metrics
+        self._has_said = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Become the last of the callbacks, of the kind that Lightning calls after the module."""
+        if stage == "fit":
+            # Not earlier: a Trainer with enable_checkpointing=False refuses callbacks of this kind when it is made.
+            # Last, since the first of them is trainer.checkpoint_callback.
+            self.graft_onto(self._LATE)
+            trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Be an ordinary callback again, for the next trainer."""
+        self.graft_onto()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Do the same."""
+        self.graft_onto()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take note of the metrics that are there."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take note of the metrics that are new: they are those of the weights of this step."""
+        now, before = trainer.callback_metrics, self._before
+        self._validated = trainer.global_step, {name: now[name] for name in now if not _is(now[name], before.get(name))}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take note of the step to go on from, which was reported before, and let DDP add gradients in one order."""
@@ -98,8 +134,18 @@ class ReportCallback(Grafted):
             self.report(trainer, with_checkpoint=(trainer.current_epoch + 1) % self.every_n_epochs == 0)
 
     def metrics(self, trainer: Any) -> dict[str, Any]:
-        """Return what is reported; to be overridden."""
-        return scalars(trainer.callback_metrics, {"epoch": trainer.current_epoch, "step": trainer.global_step})
+        """Return what is reported; to be overridden. Of a validation of other weights than these nothing is."""
+        found, (step, validated) = dict(trainer.callback_metrics), self._validated or (trainer.global_step, {})
+        is_old = step != trainer.global_step
+        old = sorted(name for name in found if is_old and _is(found[name], validated.get(name)))
+        if old and not self._has_said and trainer.is_global_zero:
+            self._has_said = True
+            _LOG.warning(
+                "%s: last validated at step %d, so the report of step %d has no value, nor have others without a "
+                "validation of their own", ", ".join(old), step, trainer.global_step,
+            )  # fmt: skip
+        fresh = {name: value for name, value in found.items() if name not in old}
+        return scalars(fresh, {"epoch": trainer.current_epoch, "step": trainer.global_step})
 
     def report(self, trainer: Any, *, with_checkpoint: bool = True) -> None:
         """Report now; every rank calls it."""
@@ -115,6 +161,12 @@ class ReportCallback(Grafted):
             trainer.save_checkpoint(os.path.join(directory, self.CHECKPOINT_NAME), weights_only=False)
             # A plugin that writes in the background has to be done before the directory is handed over.
             trainer.strategy.checkpoint_io.teardown()
+
+
+def _is(value: Any, other: Any) -> bool:
+    """Tell whether two metrics are one: Lightning gives another tensor with the same memory each time it is asked."""
+    both = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return value is other or (both and value.data_ptr() == other.data_ptr())
 
 
 RayTrainReportCallback = ReportCallback
@@ -170,12 +222,31 @@ class HoldfastCheckpointIO(Grafted):
         self._saves.remove(path)
 
     def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
-        """Return the newest sound checkpoint in ``directory`` (default: ``root``), None if there is none; see docs."""
-        return self._saves.latest(directory)
+        """Return the newest sound checkpoint in ``directory`` (default: ``root``), None if there is none; see docs.
+
+        What was saved with ``save_weights_only=True`` is passed over: `fit` cannot go on from it.
+        """
+        return self._saves.latest(directory, is_part=_is_weights_only)
 
     def teardown(self) -> None:
         """Wait until everything is durable; Lightning calls it at the end."""
         self._saves.wait()
+
+
+def _is_weights_only(checkpoint: Checkpoint) -> bool:
+    """Tell whether a `Trainer` has saved this without the state of its training, which has an entry for schedulers."""
+    try:
+        return _has(checkpoint, "pytorch-lightning_version") and not _has(checkpoint, "lr_schedulers")
+    except CheckpointError:
+        return False  # found out where every byte is read
+
+
+def _has(checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        load(checkpoint, only=name)
+    except ConfigError:
+        return False
+    return True
 
 
 def _monitored(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any]:

@@ -108,11 +108,11 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         self._metric = keep.metric if keep is not None else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what in the settings does not fit; what an earlier training of this process added is taken in."""
+        """Say what in the settings does not fit; an earlier training of this process is another attempt."""
         if self.keeper is not self._plain:  # that of a trial
             self.keeper.close()
             self.keeper = self._plain
-        self.keeper.begin()
+        self.keeper.begin(step=state.global_step)
         say_start(args, state, self._metric, uri=self.keeper.storage.uri)
         if args.load_best_model_at_end and state.best_global_step:  # another machine has it only in the run
             kept = self.keeper.directory_of(state.best_global_step, wanted=state.best_model_checkpoint is None)

@@ -100,6 +100,8 @@ class DirectoryCheckpoints:
         self.keep, self.on_full, self.timeout_s = keep, on_full, timeout_s
         check_root(self.storage)
         self._session: RunSession | None = None
+        self._has_added = False  # in this attempt
+        self._start: Checkpoint | None = None  # what `latest` gave last
         self._of_step: dict[int, str] = {}
         self._lost: LostCheckpoint | None = None  # the newest of which the outcome is known, if it was
         self._downloads = contextlib.ExitStack()
@@ -193,14 +195,22 @@ class DirectoryCheckpoints:
                 metrics=scalars(metrics), world_size=current_ranks().world_size,
                 committed=partial(self._committed, staged), lost=lost,
             )  # fmt: skip
-            self._of_step[step] = save.name
+            self._of_step[step], self._has_added = save.name, True
         if staged is None:
             session.settle()
 
-    def begin(self) -> None:
-        """Begin another training in this process: `report` means what is added from now on."""
+    def begin(self, *, step: int = 0) -> None:
+        """Begin another training in this process: a new attempt, if anything was added before, whose steps are older.
+
+        Args:
+            step: where it begins; that of what `latest` gave, if it goes on from there.
+        """
         self._settle()
-        self._of_step.clear()
+        start = self._start
+        if self._has_added:
+            self._end("another training began")
+            if start is not None and start.step == step:
+                self._resumed(start)
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
@@ -264,15 +274,21 @@ class DirectoryCheckpoints:
             self._session.settle()
 
     def _let_go(self) -> LostCheckpoint | None:
-        """Give the run back; returns the newest if it was lost."""
+        """Give the run back and remove downloads; returns the newest if it was lost."""
+        lost = self._end("finished")
+        self._downloads.close()
+        return lost
+
+    def _end(self, reason: str) -> LostCheckpoint | None:
+        """End the attempt; returns its newest if it was lost."""
         session, self._session = self._session, None  # the writer goes on with what it has; nobody hears of it
         lost, self._lost = self._lost and self._lost.aside(), None
         self._of_step.clear()
+        self._has_added, self._start = False, None
         if session is not None:
             with contextlib.suppress(HoldfastError):
-                session.end("finished")
-            session.close("finished")
-        self._downloads.close()
+                session.end(reason)
+            session.close(reason)
         return lost
 
     def _meet(self, name: str, otherwise: str = "give a path yourself") -> Meeting:
@@ -306,6 +322,7 @@ class DirectoryCheckpoints:
     def _resumed(self, checkpoint: Checkpoint) -> None:
         if current_ranks().rank == 0:
             session, manifest = self._run(), checkpoint.manifest
+            self._start = checkpoint
             step = (manifest.step if manifest is not None else None) or 0
             session.saves.parent = None if manifest is None else manifest.checkpoint_id
             session.ask("resumed", name=checkpoint.name, step=step)

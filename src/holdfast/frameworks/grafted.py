@@ -37,25 +37,32 @@ class Grafted:
         return object.__new__(_grafted(cls))
 
     def __reduce__(self) -> Any:
-        origin = next(cls for cls in type(self).__mro__ if "_grafted_onto" not in vars(cls))
-        return _again, (origin, self.__dict__)
+        return _again, (_origin(type(self)), self.__dict__)
+
+    def graft_onto(self, names: Sequence[str] | None = None) -> None:
+        """Make this object an instance of other classes from now on, subclasses of `BASES`; None: of `BASES` again."""
+        self.__class__ = _grafted(_origin(type(self)), names)
 
 
-def _grafted(cls: type[Grafted]) -> type:
+def _origin(made: type) -> type:
+    return next(cls for cls in made.__mro__ if "_grafted_onto" not in vars(cls))
+
+
+def _grafted(cls: type[Grafted], names: Sequence[str] | None = None) -> type:
     if hasattr(cls, "_grafted_onto"):
         return cls
-    bases = tuple(_bases(cls))
+    bases = tuple(_bases(cls, names or cls.BASES))
     key = (cls, bases)
     if key not in _made:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _made[key] = type(cls.__name__, (cls, *bases), {**names, "_grafted_onto": bases})
+        about = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _made[key] = type(cls.__name__, (cls, *bases), {**about, "_grafted_onto": bases})
     return _made[key]
 
 
-def _bases(cls: type[Grafted]) -> list[type]:
-    here = [base for base in cls.BASES if _package(base) in sys.modules]
+def _bases(cls: type[Grafted], names: Sequence[str]) -> list[type]:
+    here = [base for base in names if _package(base) in sys.modules]
     if not here:
-        here = [base for base in cls.BASES if importlib.util.find_spec(_package(base))][:1] or list(cls.BASES[:1])
+        here = [base for base in names if importlib.util.find_spec(_package(base))][:1] or list(names[:1])
     found = []
     for base in here[:1] if cls.ALONE else here:
         module, _, name = base.partition(":")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.errors import ConfigError
-from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
@@ -54,18 +55,20 @@ class HoldfastCallback(Grafted):
         self._found: Mapping[str, Any] | None = None
         self._generators: Mapping[str, Any] | None = None  # to be restored once more, when training begins
         self._before: Mapping[str, Any] | None = None  # generators after the last batch
-        self._evaluated = False  # since then
+        self._at_end: Mapping[str, Any] | None = None
+        self._evaluated = False  # since the last batch
         self._loaders: list[Any] = []
         self._loaders_epoch = -1  # they were made in this epoch
         self._named_no_folder: list[Any] = []
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
+        self._ends = ""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the training loaders, once Lightning has given them their samplers."""
         if stage != "fit":
             return
-        self._found = self._generators = self._before = None
+        self._found = self._generators = self._before = self._at_end = None
         self._evaluated = False
         self._loaders, self._loaders_epoch = [], -1
         self._block, self._not_restored = ResumeBlock(), []
@@ -94,8 +97,11 @@ class HoldfastCallback(Grafted):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks; every rank calls it."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        # Within a batch, which will be trained again, and after the end of training nothing drawn since then counts.
+        then = self._before if batches.ready > batches.processed else self._at_end
         checkpoint[self.KEY] = {
-            "generators": generators_of_all(rng.capture(), trainer.world_size),
+            "generators": generators_of_all(rng.capture() if then is None else then, trainer.world_size),
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
             "loaders": [loader.state_dict() for loader in self._loaders],
         }
@@ -105,6 +111,8 @@ class HoldfastCallback(Grafted):
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
         self._found = checkpoint.get(self.KEY, {})
+        self._ends = epoch_end_of(checkpoint)
+        settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
         for callback in self._named_no_folder:
             before, now = checkpoint["callbacks"].get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
@@ -120,6 +128,7 @@ class HoldfastCallback(Grafted):
             block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
             at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+            self._not_restored += lost_at_epoch_end(self._ends, trainer, pl_module)
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
             restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
             saved = self._found.get("generators")
@@ -170,6 +179,10 @@ class HoldfastCallback(Grafted):
         """Do the same after the module's own end of an evaluation."""
         self._begin()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Remember the generators, for what ``trainer.save_checkpoint`` saves from now on."""
+        self._at_end = rng.capture()
+
     def _follow(self, loader: EpochLoader, epoch: int) -> None:
         """Let a loader that Lightning has just made begin where it has to."""
         if epoch != self._loaders_epoch:
@@ -185,35 +198,103 @@ class HoldfastCallback(Grafted):
     def _begin(self) -> None:
         if self._generators is not None:
             rng.restore(self._generators)
+            self._before = self._generators
         elif self._evaluated:
             rng.restore(self._before or {})
         self._generators, self._evaluated = None, False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a loader was at some moment.
+
+    Attributes:
+        num_trained: batches that the trainer had trained.
+        batches: the iteration that it was in; None: in none.
+        at: samples and batches that this had given.
+        state: of the loader, in no iteration.
+        is_over: the epoch of the trainer was over.
+    """
+
+    num_trained: int
+    batches: ResumableBatches | None
+    at: tuple[int, int] | None
+    state: Mapping[str, Any]
+    is_over: bool
+
+
 class EpochLoader(PreparedLoader):
     """A loader for a trainer that leaves an epoch without asking for the batch after the last one.
 
+    Its state is the position after the last trained batch: one that was given and not trained does not count, nor does
+    it that the trainer has dropped the iteration since.
+
     Args:
         loader: the loader inside.
-        length: returns how many batches an epoch has.
+        length: returns how many batches an epoch of the trainer has.
+        num_trained: returns how many batches the trainer has trained, in all and in its epoch.
         **options: as in `PreparedLoader`.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, length: Callable[[], float], **options: Any) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        length: Callable[[], float],
+        num_trained: Callable[[], tuple[int, int]],
+        **options: Any,
+    ) -> None:
         super().__init__(loader, **options)
-        self._length = length
+        self._length, self._num_trained = length, num_trained
+        self._place: _Place | None = None  # after the last trained batch
+        self._is_spent = False  # the next iteration gives nothing: the trainer has had all before its epoch is over
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_spent:
+            self._is_spent = False
+        else:
+            yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Decide which epoch the next iteration is."""
+        super().set_epoch(epoch)
+        self._place = self._here(is_spent=False, is_over=False)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` described."""
+        super().load_state_dict(state)
+        self._is_spent = bool(state.get("is_spent"))
+        self._place = self._here(is_spent=self._is_spent, is_over=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the position; after the last batch it is the beginning of the next epoch."""
-        state = super().state_dict()
-        position = state["position"]
-        if position is not None and position["epoch"] == state["epoch"] and position["batches"] >= self._length():
-            state["epoch"] += 1
-        return state
+        """Describe the position; after the last batch of the trainer's epoch it is the beginning of the next epoch."""
+        place = self._place
+        if place is None or place.num_trained != self._num_trained()[0]:
+            place = self._here(is_spent=self._over)  # trained, and not said yet
+        if place.batches is None:
+            return dict(place.state)
+        position: Mapping[str, Any] = place.batches.state_dict(at=place.at, is_over=place.is_over)
+        if self._options["world_size"] > 1:
+            position = with_ranks_apart(position)
+        return {"epoch": place.batches.epoch + place.is_over, "seed": self._seed, "position": position}
 
     def trained(self) -> None:
-        """What the newest iteration has given is trained: it was no look."""
-        self._is_first = False
+        """Take note that all it has given is trained."""
+        self._is_first = False  # it was no look
+        self._place = self._here(is_spent=self._over)
+
+    def _wanted(self) -> int | None:
+        return self._chosen  # not what the trainer tells the sampler: it counts its own epochs, not these iterations
+
+    def _here(self, *, is_spent: bool, is_over: bool | None = None) -> _Place:
+        total, of_epoch = self._num_trained()
+        is_over = of_epoch >= self._length() if is_over is None else is_over
+        batches = None if self._over else self._batches
+        state = {} if batches is not None else super().state_dict()
+        if is_spent and not is_over:
+            state["is_spent"] = True
+        at = None if batches is None else (batches.samples, batches.batches)
+        return _Place(num_trained=total, batches=batches, at=at, state=state, is_over=is_over)
 
     def _was_a_look(self, batches: ResumableBatches) -> bool:
         return super()._was_a_look(batches) and batches.batches < self._length()  # else the last batch of the epoch
@@ -236,10 +317,15 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
     if not isinstance(seed, int):
         seed = torch.initial_seed() % (1 << 62) if trainer.world_size == 1 else 0
     made = EpochLoader(
-        loader, length=lambda: float(trainer.num_training_batches), seed=seed, seed_samples=seed_samples,
-        rank=trainer.global_rank, world_size=trainer.world_size,
+        loader, length=lambda: float(trainer.num_training_batches), num_trained=lambda: _num_trained(trainer),
+        seed=seed, seed_samples=seed_samples, rank=trainer.global_rank, world_size=trainer.world_size,
     )  # fmt: skip
     return made, None
+
+
+def _num_trained(trainer: Any) -> tuple[int, int]:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.total.processed, progress.current.processed
 
 
 def generators_of_all(own: Mapping[str, Any], world_size: int) -> list[Any]:
@@ -249,6 +335,36 @@ def generators_of_all(own: Mapping[str, Any], world_size: int) -> list[Any]:
     found: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(found, own)
     return found
+
+
+def settle_progress(checkpoint: Mapping[str, Any], *, by_steps: bool) -> None:
+    """Let Lightning go on with the rest of an epoch, or with the whole next one, where its own counts say otherwise.
+
+    It counts an epoch that it has left because training stops as a whole one; with ``max_steps`` it takes the first
+    batch after a whole epoch for an epoch.
+
+    Args:
+        checkpoint: as it was loaded; is changed.
+        by_steps: the training that begins has ``max_steps``.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs, batches = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    if not epochs or not batches or not batches["current"]["ready"]:
+        return
+    now, total = epochs["current"], epochs["total"]
+    if now["processed"] != now["started"]:
+        return
+    if not batches["is_last_batch"]:
+        num_whole = {"processed": now["started"] - 1, "completed": now["started"] - 1}
+    elif by_steps:
+        num_whole = {"completed": now["started"]}
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+    else:
+        return
+    for name, count in num_whole.items():
+        total[name] += count - now[name]
+        now[name] = count
 
 
 def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) -> Iterator[tuple[str, str]]:
@@ -268,13 +384,58 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
             f"the checkpoint was taken after {ready % trainer.accumulate_grad_batches} of "
             f"{trainer.accumulate_grad_batches} batches of a step: save at multiples of accumulate_grad_batches",
         )
-    base = next((cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule"), type(module))
-    if type(module).on_train_batch_end is not base.on_train_batch_end:  # type: ignore[attr-defined]
+    if _overrides(module, "on_train_batch_end"):
         yield (
             "on_train_batch_end of the module",
             "Lightning takes a checkpoint within an epoch before it calls this hook: what it did after the last batch "
             "is not in it",
         )
+
+
+def epoch_end_of(checkpoint: Mapping[str, Any]) -> str:
+    """Tell where at the end of an epoch a checkpoint was taken: after its last "batch", at its end ("epoch"), or ""."""
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs, batches = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    if not epochs or not batches or not batches["current"]["ready"] or not batches["is_last_batch"]:
+        return ""
+    if epochs["current"]["completed"] == epochs["current"]["started"]:
+        return ""  # all is done
+    return "epoch" if batches["current"]["completed"] == batches["current"]["processed"] else "batch"
+
+
+def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[str, str]]:
+    """Yield (what, why) of what Lightning leaves out when it resumes where an epoch ends.
+
+    Args:
+        ends: what `epoch_end_of` has told of the checkpoint.
+        trainer: with its optimizers.
+        module: that it trains.
+    """
+    configs = trainer.lr_scheduler_configs
+    if ends and any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
+        yield (
+            "the last step of ReduceLROnPlateau",
+            "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; one "
+            "within an epoch has all steps",
+        )
+    own = [name for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)]
+    left_out = [*(f"{name} of the module" for name in own), *(["the evaluation"] if trainer.enable_validation else [])]
+    if ends == "batch" and left_out:
+        yield (
+            "the end of the epoch",
+            "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
+            f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
+        )
+    if any(cls.__name__ == "StochasticWeightAveraging" for one in trainer.callbacks for cls in type(one).__mro__):
+        yield (
+            "StochasticWeightAveraging",
+            "Lightning restores its counts, but the weights at the end are not those of a training without a resume",
+        )
+
+
+def _overrides(module: Any, name: str) -> bool:
+    base = next((cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule"), type(module))
+    return getattr(type(module), name) is not getattr(base, name)
 
 
 def only_version_differs(before: str, now: str) -> bool:

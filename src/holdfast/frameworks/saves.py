@@ -170,11 +170,20 @@ class Saves:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-removals")
         self._removals[target.uri] = self._thread.submit(_remove, target, before, self._timeout_s)
 
-    def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
+    def latest(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        is_part: Callable[[Checkpoint], bool] = lambda checkpoint: False,
+    ) -> str | None:
         """Return the newest sound checkpoint of a directory (default: the root) as a local path; None if there is none.
 
         Every byte is checked. A remote checkpoint is downloaded, and stays until this process ends. Damaged
         checkpoints are named in the log and passed over. With several ranks all call this, and all get the same.
+
+        Args:
+            directory: where to look.
+            is_part: tells of a checkpoint that a training cannot go on from it; such ones are passed over, and named.
 
         Raises:
             CorruptCheckpointError: there are checkpoints and none of them is good.
@@ -184,7 +193,9 @@ class Saves:
             raise ConfigError("latest() needs the directory of the checkpoints, unless they all go to one root")
         self.wait()
         meeting = _meeting(self._timeout_s)
-        names, bad = meeting.agree("candidates", lambda: same_as_parent(storage.uri, lambda: _newest_first(storage)))
+        names, bad = meeting.agree(
+            "candidates", lambda: same_as_parent(storage.uri, lambda: _newest_first(storage, is_part))
+        )
         found = newest_sound(
             storage, candidates=names, quarantined=bad, quarantine=lambda name, reason: _say_bad(storage, name, reason),
             meeting=meeting, downloads=_downloads, what_else="or name one yourself",
@@ -304,7 +315,7 @@ def _remove(target: Checkpoint, before: list[SaveHandle], timeout_s: float) -> N
         target.delete()
 
 
-def _newest_first(storage: Storage) -> tuple[list[str], dict[str, str]]:
+def _newest_first(storage: Storage, is_part: Callable[[Checkpoint], bool]) -> tuple[list[str], dict[str, str]]:
     """Name the committed checkpoints of a directory, and what is damaged; a save that never committed is neither."""
     found, bad = [], {}
     for info in storage.list("", recursive=False):
@@ -321,7 +332,11 @@ def _newest_first(storage: Storage) -> tuple[list[str], dict[str, str]]:
             continue
         if manifest is not None:
             found.append((manifest.created, manifest.step or 0, name))
-    return [name for _, _, name in sorted(found, reverse=True)], bad
+    names = [name for _, _, name in sorted(found, reverse=True)]
+    parts = [name for name in names if is_part(Checkpoint.at(storage, name))]
+    if parts and names[0] in parts:
+        _LOG.warning("%s: passed over, since they hold weights only: %s", storage.uri, ", ".join(sorted(parts)))
+    return [name for name in names if name not in parts], bad
 
 
 def _say_bad(storage: Storage, name: str, reason: str) -> None:

@@ -134,6 +134,22 @@ class FailOnce(TrainerCallback):
             raise RuntimeError("out of luck")
 
 
+def test_trained_anew_after_a_failure(tmp_path: Path) -> None:
+    """A training that ends with an error, and one from scratch in the same process: the run goes on from the second."""
+    callback, failing = HoldfastCallback(tmp_path / "run", keep=hf.Keep(last=1)), FailOnce()
+    for seed in (3, 4):
+        trainer = tiny.make(tmp_path / "out", [callback, failing], eval_strategy="no", data_seed=seed)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            trainer.train()
+        failing.steps = 2
+    callback.keeper.wait()
+    assert [one.step for one in callback.checkpoints()] == [4], "not 6, of the first"
+    newest = callback.latest()
+    assert newest is not None
+    assert newest.endswith(callback.checkpoints()[0].name)
+    callback.keeper.close()
+
+
 def test_hyperparameter_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each trial has a run of its own, also after one that failed; a training after the search has the first one."""
     callback = HoldfastCallback(tmp_path / "run", keep=hf.Keep(last=1, best=1, metric="eval_loss"))

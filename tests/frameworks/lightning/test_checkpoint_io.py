@@ -196,6 +196,20 @@ def test_what_pickle_would_be_needed_for(tmp_path: Path, caplog: pytest.LogCaptu
     assert "extra" not in io.load_checkpoint(tmp_path / "last.ckpt")["hyper_parameters"]
 
 
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside checkpoints of the whole training in one root they are passed over, and named."""
+    tree, io = TREES[0], HoldfastCheckpointIO(tmp_path / "root")
+    whole = keeper(tree, tmp_path, save_top_k=1, save_last=False, filename="whole-{epoch}", every_n_epochs=2)
+    alone = keeper(tree, tmp_path, save_top_k=-1, save_last=False, filename="alone-{epoch}", save_weights_only=True)
+    make_trainer(tree, tmp_path, plugins=io, callbacks=[whole, alone], max_epochs=3).fit(make_model(tree))
+    start = io.latest()
+    assert start is not None
+    assert os.path.basename(start) == "whole-epoch=1.ckpt"
+    assert "alone-epoch=0.ckpt, alone-epoch=1.ckpt, alone-epoch=2.ckpt" in caplog.text
+    make_trainer(tree, tmp_path, plugins=io, max_epochs=4).fit(make_model(tree), ckpt_path=start)
+    assert HoldfastCheckpointIO().latest(tmp_path / "root") is not None
+
+
 def test_a_file_of_lightning(tmp_path: Path) -> None:
     """What Lightning's own writer left is read without trusting it, and not deleted when its name is used again."""
     io = HoldfastCheckpointIO()

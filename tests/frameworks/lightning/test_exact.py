@@ -58,13 +58,14 @@ def test_killed_and_exact(tmp_path: Path, case: str) -> None:
 
 
 def test_one_trained_batch_is_no_look(tmp_path: Path) -> None:
-    """A life that trains one batch after its resume: what is saved after it is left goes on with the next epoch."""
+    """A life that trains one batch after its resume: what is saved after it is left goes on after this batch."""
     pl = importlib.import_module(TREES[0])
     position = []
 
     class Last(pl.Callback):  # type: ignore[misc, name-defined]
         def teardown(self, trainer, pl_module, stage):
-            position.extend(loader.state_dict()["epoch"] for loader in exact._loaders)
+            (state,) = [loader.state_dict() for loader in exact._loaders]
+            position.append((state["epoch"], state["position"]["epoch"], state["position"]["batches"]))
 
     def fit(steps: int, start: Path | None) -> Any:
         nonlocal exact
@@ -79,7 +80,7 @@ def test_one_trained_batch_is_no_look(tmp_path: Path) -> None:
     exact: Any = None
     fit(8, None).save_checkpoint(tmp_path / "8.ckpt")  # an epoch
     fit(9, tmp_path / "8.ckpt")
-    assert position == [1, 2]
+    assert position == [(1, 0, 8), (1, 1, 1)]
 
 
 def test_without_the_callback_it_is_said(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import EPOCHS, TREES, make_model, make_trainer, same, weights
 
@@ -109,6 +110,76 @@ def test_rhythm(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     assert result.checkpoint.name == "checkpoint_000004"  # after 12, 16, 24, 32 and 36 steps
     assert result.checkpoint.metrics["step"] == 36
+
+
+class NotingMetrics(ReportCallback):
+    """Notes what it would report."""
+
+    def report(self, trainer, *, with_checkpoint=True):
+        self.found.append(self.metrics(trainer))
+
+
+def test_metrics_of_other_weights_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A validation every second epoch says nothing of the epochs between; it is said once."""
+    noting = NotingMetrics()
+    noting.found = []
+    options = {"check_val_every_n_epoch": 2, "enable_checkpointing": False, "max_epochs": 6}
+    with caplog.at_level("WARNING", "holdfast.frameworks"):
+        make_trainer(TREES[0], tmp_path, callbacks=[noting], **options).fit(make_model(TREES[0]))
+    assert ["val_loss" in metrics for metrics in noting.found] == [False, True] * 3
+    assert all("train_loss" in metrics for metrics in noting.found)
+    (said,) = [record.message for record in caplog.records if record.name == "holdfast.frameworks"]
+    assert "val_loss: last validated at step 16, so the report of step 24 has no value" in said
+
+
+class ReportsByItself(NotingMetrics):
+    """What the guide shows: a rhythm of the user's own."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.report(trainer)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", [NotingMetrics, ReportsByItself])
+def test_reports_come_after_the_end_of_the_epoch_of_the_module(tmp_path: Path, tree: str, kind: Any) -> None:
+    """What it logs and does there belongs to the epoch; other callbacks for checkpoints are found as ever."""
+
+    class Own(type(make_model(tree))):
+        def on_train_epoch_end(self):
+            self.log("accuracy", float(self.current_epoch))
+
+    pl = importlib.import_module(tree)
+    for checkpoints in ([], [pl.callbacks.ModelCheckpoint(tmp_path)]):
+        noting = kind()
+        noting.found = []
+        trainer = make_trainer(
+            tree, tmp_path, callbacks=[noting, *checkpoints], max_epochs=3, enable_checkpointing=bool(checkpoints)
+        )
+        trainer.fit(Own())
+        assert [metrics.get("accuracy") for metrics in noting.found] == [0, 1, 2]
+        assert trainer.checkpoint_callbacks == checkpoints
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(Own())
+        assert noting.found[-1]["accuracy"] == 3
+
+
+def test_a_callback_is_free_after_an_exception(tmp_path: Path) -> None:
+    """It can be given to the next trainer."""
+
+    class Fails(type(make_model(TREES[0]))):
+        def training_step(self, batch, _):
+            raise RuntimeError("out of luck")
+
+    noting = NotingMetrics()
+    noting.found = []
+    for model in (Fails(), make_model(TREES[0])):
+        trainer = make_trainer(TREES[0], tmp_path, callbacks=[noting], max_epochs=1, enable_checkpointing=False)
+        if isinstance(model, Fails):
+            with pytest.raises(RuntimeError, match="out of luck"):
+                trainer.fit(model)
+        else:
+            trainer.fit(model)
+    assert len(noting.found) == 1
 
 
 class Noting(ReportCallback):

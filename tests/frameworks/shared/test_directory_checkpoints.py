@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Keep
+from holdfast import Checkpoint, Keep
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -78,6 +78,31 @@ def test_metrics_of_another_training(tmp_path: Path) -> None:
     keeper.report(2, {"loss": 0.3})
     keeper.close()
     assert [one.metrics for one in keeper.checkpoints()] == [{"loss": 0.3}, {}]
+
+
+def test_another_training_is_another_attempt(tmp_path: Path) -> None:
+    """A training that begins anew in the same process keeps its own checkpoints, not those of later steps before it.
+
+    One that goes on from what `latest` gave has this as its start.
+    """
+    keeper = DirectoryCheckpoints(tmp_path / "run", keep=Keep(last=1))
+    for step in (4, 8):
+        keeper.add(write(tmp_path / f"first{step}"), step=step)
+    keeper.begin()
+    keeper.add(write(tmp_path / "second4", "second"), step=4)
+    keeper.wait()
+    assert [one.step for one in keeper.checkpoints()] == [4]
+    newest = Path(keeper.latest() or "")
+    assert (newest / "weights.bin").read_text() == "second"
+    keeper.begin(step=4)
+    keeper.add(write(tmp_path / "third6"), step=6)
+    keeper.wait()
+    parents = {one.step: one.manifest.parent for one in keeper.checkpoints() if one.manifest is not None}
+    keeper.close()
+    assert parents.keys() == {6, 4}, "what the run was resumed from stays until there are enough after it"
+    manifest = Checkpoint(newest).manifest
+    assert manifest is not None
+    assert parents[6] == manifest.checkpoint_id
 
 
 def test_damaged_newest_is_set_aside(tmp_path: Path) -> None:

@@ -8,37 +8,103 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.frameworks.lightning_callback import EpochLoader, lost_in_mid_epoch, only_version_differs, resumable
+from holdfast.frameworks.lightning_callback import (
+    EpochLoader,
+    epoch_end_of,
+    lost_at_epoch_end,
+    lost_in_mid_epoch,
+    only_version_differs,
+    resumable,
+)
 
 
-def made(length=None, seed=3):
-    loader = DataLoader(range(12), batch_size=2, shuffle=True)
-    return EpochLoader(loader, length=lambda: float(length or len(loader)), seed=seed)
+class Trainer:
+    """Trains so many batches in an epoch, and leaves it without asking for one more."""
+
+    def __init__(self, length=6):
+        self.length, self.total, self.current = length, 0, 0
+
+    def loader(self, seed=3):
+        loader = DataLoader(range(12), batch_size=2, shuffle=True)
+        return EpochLoader(
+            loader, length=lambda: float(self.length), num_trained=lambda: (self.total, self.current), seed=seed
+        )
+
+    def train(self, loader, batches, count=None):
+        found = []
+        for batch in islice(batches, count):
+            self.total, self.current = self.total + 1, self.current + 1
+            loader.trained()
+            found.append(batch.tolist())
+        return found
+
+    def resumed(self, state):
+        again = Trainer(self.length)
+        again.total, again.current = self.total, self.current % self.length
+        loader = again.loader(seed=99)
+        loader.load_state_dict(state)
+        return again, loader
 
 
 @pytest.mark.parametrize("length", [6, 4])
 def test_the_last_batch_ends_an_epoch(length):
     """A trainer stops after so many batches without asking for one more: what is saved then begins the next epoch."""
-    loader = made(length)
+    trainer = Trainer(length)
+    loader = trainer.loader()
     epochs = []
     for _ in range(3):
+        trainer.current = 0
         drawn = iter(loader)
-        epochs.append([batch.tolist() for batch in islice(drawn, length)])
+        epochs.append(trainer.train(loader, drawn, length))
         end = loader.state_dict()
         del drawn
     assert end["epoch"] == 3
-    again = made(length, seed=99)
-    again.load_state_dict(end)
-    fourth = iter(loader)
-    assert [batch.tolist() for batch in islice(iter(again), length)] == [
-        batch.tolist() for batch in islice(fourth, length)
-    ]
-    middle = made(length)
-    drawn = iter(middle)
-    first = [next(drawn).tolist() for _ in range(2)]
-    resumed = made(length, seed=99)
-    resumed.load_state_dict(middle.state_dict())
-    assert first + [batch.tolist() for batch in islice(iter(resumed), length - 2)] == epochs[0]
+    again, other = trainer.resumed(end)
+    trainer.current = 0
+    assert again.train(other, iter(other), length) == trainer.train(loader, iter(loader), length)
+    trainer = Trainer(length)
+    middle = trainer.loader()
+    first = trainer.train(middle, iter(middle), 2)
+    again, resumed = trainer.resumed(middle.state_dict())
+    assert first + again.train(resumed, iter(resumed), length - 2) == epochs[0]
+
+
+def test_a_batch_that_is_not_trained_does_not_count():
+    """It was given, and an exception came; or the trainer has ended, and its iteration is dropped."""
+    trainer = Trainer()
+    loader = trainer.loader()
+    whole = trainer.train(loader, iter(loader))
+    for taken, begun in ((3, 0), (3, 1), (0, 1)):
+        trainer = Trainer()
+        loader = trainer.loader()
+        loader.set_epoch(0)
+        drawn = iter(loader)
+        trainer.train(loader, drawn, taken)
+        for _ in range(begun):
+            next(drawn)
+        state = loader.state_dict()
+        del drawn
+        assert loader.state_dict() == state
+        again, resumed = trainer.resumed(state)
+        drawn = iter(resumed)
+        next(drawn)  # an exception comes again, before anything is trained
+        again, resumed = again.resumed(resumed.state_dict())
+        assert again.train(resumed, iter(resumed)) == whole[taken:]
+
+
+def test_a_loader_that_has_given_all_before_the_end_of_an_epoch():
+    """`CombinedLoader(mode="max_size")`: it gives nothing more until the next epoch, also after a resume."""
+    trainer = Trainer(length=8)
+    loader = trainer.loader()
+    trainer.train(loader, iter(loader))
+    trainer.total = trainer.current = 7  # a batch of a longer loader alone
+    loader.trained()
+    again, resumed = trainer.resumed(loader.state_dict())
+    assert again.train(resumed, iter(resumed)) == []
+    again.total = again.current = 8
+    resumed.trained()
+    assert resumed.state_dict()["epoch"] == 1
+    assert again.train(resumed, iter(resumed), 2) == trainer.train(loader, iter(loader), 2)
 
 
 def test_which_loaders_can_be_resumed():
@@ -87,6 +153,43 @@ def test_what_lightning_loses_in_the_middle_of_an_epoch():
     assert lost(LightningModule(), 8, False) == ["averages over the epoch"]
     assert lost(LightningModule(), 9, False) == ["averages over the epoch", "gradients that were gathered"]
     assert lost(Own(), 8, False)[-1] == "on_train_batch_end of the module"
+
+
+def test_what_lightning_leaves_out_at_the_end_of_an_epoch():
+    """The step of a plateau scheduler; after the last batch the hooks and the evaluation; nothing once all is done."""
+
+    class LightningModule:
+        def on_train_batch_end(self):
+            pass
+
+        def on_train_epoch_end(self):
+            pass
+
+    class Own(LightningModule):
+        def on_train_epoch_end(self):
+            pass
+
+    def lost(module, *, completed, epochs=0, is_last=True, plateau=False, evaluated=False, callbacks=()):
+        batches = {"current": {"ready": 8, "processed": 8, "completed": completed}, "is_last_batch": is_last}
+        epoch = {"current": {"started": 1, "completed": epochs}}
+        loops = {"epoch_loop.batch_progress": batches, "epoch_progress": epoch}
+        scheduler = SimpleNamespace(reduce_on_plateau=plateau, interval="epoch")
+        trainer = SimpleNamespace(lr_scheduler_configs=[scheduler], enable_validation=evaluated, callbacks=callbacks)
+        ends = epoch_end_of({"loops": {"fit_loop": loops}})
+        return [what for what, _ in lost_at_epoch_end(ends, trainer, module)]
+
+    class StochasticWeightAveraging:
+        pass
+
+    assert lost(LightningModule(), completed=7) == []
+    assert lost(LightningModule(), completed=7, evaluated=True) == ["the end of the epoch"]
+    assert lost(Own(), completed=7, plateau=True) == ["the last step of ReduceLROnPlateau", "the end of the epoch"]
+    assert lost(Own(), completed=8, plateau=True, evaluated=True) == ["the last step of ReduceLROnPlateau"]
+    assert lost(Own(), completed=8, epochs=1, plateau=True) == []
+    assert lost(Own(), completed=7, is_last=False, plateau=True, evaluated=True) == []
+    assert lost(LightningModule(), completed=8, callbacks=[StochasticWeightAveraging()]) == [
+        "StochasticWeightAveraging"
+    ]
 
 
 def test_folders_of_versions():

@@ -14,6 +14,7 @@ from holdfast.trainers.function.control.actions import (
     Ingest,
     Note,
     ReportedDirectory,
+    Say,
     Send,
     StoreRows,
 )
@@ -154,6 +155,31 @@ def test_ranks_without_data_count_as_in() -> None:
     assert [one.rank for one in play.all(Send)] == [0, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_checkpoint_that_another_rank_brings_has_the_metrics_of_rank_0(first: int) -> None:
+    """Whichever of them comes first, and although rank 0 is some reports ahead."""
+    play, found = Play().run(), {}
+    if first == 0:
+        play.rows(1, {"loss": 1.0}, {"loss": 2.0, "epoch": 5}, {"loss": 3.0})
+    for index in (1, 2, 3):
+        play.report(1, index, source={"path": f"/tmp/{index}", "owned": True})
+        if first == 1:
+            play.rows(index, {"loss": float(index), **({"epoch": 5} if index == 2 else {})})
+        ingest = play.only(Ingest)
+        found[index] = ingest.manifest["metrics"], ingest.manifest["epoch"]
+        play.committed()
+    assert found == {1: ({"loss": 1.0}, None), 2: ({"loss": 2.0, "epoch": 5}, 5), 3: ({"loss": 3.0}, None)}
+
+
+def test_metrics_that_no_checkpoint_will_have_are_forgotten() -> None:
+    """A training may report for weeks."""
+    play = Play().run()
+    for index in range(1, 5):
+        play.rows(index, {"loss": 1.0})
+        play.count(1, index)
+    assert len(play.controller.reports.ledger._metrics) <= 1
+
+
 def test_metrics_of_a_report_with_data_are_stored_at_once() -> None:
     """Not only when the checkpoint is committed, and only those of rank 0."""
     play = Play().run()
@@ -239,6 +265,29 @@ def test_ranks_that_do_different_things() -> None:
     assert play.all(Ingest) == []
     play.tick()
     assert play.controller.reports.ledger.reports == {}
+
+
+def test_a_rank_that_reports_once_more_is_found() -> None:
+    """Its directories come to the reports before, with those of other steps: said at once, and in the error."""
+    play = Play().run()
+    play.rows(1, {"loss": 1.0})
+    play.report(1, 1)
+    assert play.all(Say) == []
+    play.committed()
+    play.report(0, 2)
+    play.report(1, 2)
+    (said,) = play.all(Say)
+    assert "(rank 1 from report 1 on; ranks 0, 1 from report 2 on)" in said.line
+    play.committed()
+    play.report(0, 3)
+    play.report(1, 3)
+    assert play.all(Say) == []
+    play.committed()
+    play.report(0, 4)
+    play.say(1, on="finished")
+    found = play.controller.reports.mismatch(play.now)
+    assert found is not None
+    assert "hold files of different steps" in str(found[1])
 
 
 def test_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from holdfast._ranks import rank_list
 from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
 from holdfast.run.record import Record
 from holdfast.writer.messages import SaveResult
@@ -73,6 +74,7 @@ class Commits:
         self._newest: str | None = None  # id of the newest checkpoint that this group had, or began with
         self._parents: dict[str, str | None] = {}  # of saves under way: all writers of a save have to name the same
         self._start_id = ""
+        self._brought: dict[tuple[int, ...], int] = {}  # ranks that brought directories together -> first report
 
     def begin(self, ledger: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
@@ -80,7 +82,7 @@ class Commits:
         self.size, self.just_saved, self.agreed_failed = len(ledger.entered), [], False
         self.longest_s = None
         self.callbacks.begin(self.size)
-        self._newest, self._parents = parent, {}
+        self._newest, self._parents, self._brought = parent, {}, {}
         self._fields = {
             "run_id": run_id,
             "attempt": attempt,
@@ -164,12 +166,27 @@ class Commits:
         if report.in_parts:
             self._out.append(CommitParts(index=report.index, **job, writers=tuple(ranks), wait_s=wait_s))
             return
+        if tuple(ranks) not in self._brought:
+            self._brought[tuple(ranks)] = report.index
+            if self.uneven:
+                self._out.append(Say(line=self.uneven))
         entries = [report.entries[rank] for rank in ranks if report.entries[rank].kind == "directory"]
         sources = tuple(ReportedDirectory(rank=entry.rank, path=entry.path, owned=entry.owned) for entry in entries)
         if len(sources) < len(ranks):
             self._out.append(CommitUploaded(index=report.index, **job, beside=sources))
         else:
             self._out.append(Ingest(index=report.index, **job, sources=sources))
+
+    @property
+    def uneven(self) -> str:
+        """Say that other ranks bring directories than before; "" if they are always the same."""
+        if len(self._brought) < 2:
+            return ""
+        who = "; ".join(f"{rank_list(ranks)} from report {index} on" for ranks, index in self._brought.items())
+        return (
+            f"the ranks that bring a directory changed ({who}): if one of them calls report more often than others, "
+            "these checkpoints hold files of different steps"
+        )
 
     def _problem(self, report: LedgerEntry) -> HoldfastError | None:
         problem = self.ledger.disagreement(report)

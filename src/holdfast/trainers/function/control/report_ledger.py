@@ -6,6 +6,7 @@ data is complete when all ranks have entered it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,6 +162,7 @@ class ReportLedger:
         self.reports: dict[int, LedgerEntry] = {}
         self.failed: dict[int, BaseException] = {}
         self.asks: list[Ask] = []
+        self._metrics: dict[int, Mapping[str, Any]] = {}  # of reports to which rank 0 brought no data, others may
 
     @property
     def any_report(self) -> bool:
@@ -183,9 +185,21 @@ class ReportLedger:
     def bring(self, index: int, entry: Entry, now: float) -> LedgerEntry:
         """Note that a rank has entered report ``index`` with data."""
         self.enter(entry.rank, index)
-        report = self.reports.setdefault(index, LedgerEntry(index=index, since=now))
+        if (report := self.reports.get(index)) is None:
+            report = self.reports[index] = LedgerEntry(index=index, since=now, metrics=self._metrics.pop(index, {}))
         report.entries[entry.rank] = entry
         return report
+
+    def measure(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the metrics of rank 0 for reports, by number, to which it brings no data: another rank may."""
+        behind = min((at for rank, at in enumerate(self.entered) if rank not in self.finished), default=math.inf)
+        for index, told in metrics.items():
+            if (report := self.reports.get(index)) is not None:
+                report.metrics = told
+            elif index > behind:
+                self._metrics[index] = told
+        while self._metrics and ((oldest := next(iter(self._metrics))) <= behind or len(self._metrics) > _MAX_WAITING):
+            del self._metrics[oldest]
 
     def end(self, report: LedgerEntry, error: BaseException | None = None) -> None:
         """Forget a report: it is committed, or has failed with ``error``."""

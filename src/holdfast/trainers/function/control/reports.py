@@ -70,6 +70,7 @@ class Reports:
         rows = [_row(first + place, row["metrics"], row["time"]) for place, row in enumerate(given)]
         if rank == 0:
             self._out.append(StoreRows(rows=rows))
+            self.ledger.measure({row["step"]: row["metrics"] for row in rows})
         for row in rows:
             self._commits.callbacks.note(row["step"], rank, row["metrics"])
 
@@ -209,6 +210,7 @@ class Reports:
         return ranks, ReportMismatchError(
             f"report {index} was not called by {rank_list(ranks)}: {'they' if len(ranks) > 1 else 'it'} {why} (last "
             f"report of {counts}); every rank must call report equally often, those without a checkpoint too"
+            + (f"; {uneven}" if (uneven := self._commits.uneven) else "")
         )
 
     def salvage(self, dead: Iterable[int], wait_s: float, *, lost: Container[int]) -> bool:
