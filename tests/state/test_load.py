@@ -408,6 +408,33 @@ def test_a_state_is_a_mapping():
         hf.save(memory_uri(), [net(0)])
 
 
+class Transposed(nn.Module):
+    """Two weights that are one, the other way round, if ``tied``."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
+        if tied:
+            self.decoder.weight = nn.Parameter(self.encoder.weight.data.t())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_memory_that_two_tensors_share_is_looked_at_again(caplog, tied):
+    """What was stored apart does not fit into it, and that is said; what was stored from such memory does."""
+    place = memory_uri()
+    flat = torch.arange(6.0)
+    windows = flat.unfold(0, 3, 1) if tied else torch.arange(12.0).view(4, 3)
+    part = flat[:3] if tied else torch.full((3,), torch.nan)
+    hf.save(place, {"model": Transposed(tied=tied), "flat": flat, "part": part, "windows": windows})
+    live, again = torch.zeros(6), torch.zeros(6).unfold(0, 3, 1)
+    hf.load(place, {"model": Transposed(tied=True), "flat": live, "part": live[:3], "windows": again})
+    if tied:
+        assert caplog.text == ""
+    else:
+        for name in ("model/encoder.weight", "flat", "windows"):
+            assert f"{name} (its memory in the state is shared" in caplog.text
+
+
 def test_an_array_of_another_type_or_shape_is_refused():
     """NumPy would cast without a word."""
     where = memory_uri()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -36,7 +37,13 @@ class Matcher(MatchPlan):
         derive_generators(self)
         if spread_types():
             self._asked = ask_in_order(into, self.takes)
-        return self._mapping(into, self.stored.tree, "")
+        matched = self._mapping(into, self.stored.tree, "")
+        for name, live in self.targets.doubtful.items():
+            if live.shape != self.stored.entry(name).shape:
+                continue  # a part of a tensor that is spread over ranks
+            stored = self.targets.fresh(name, dtype=live.dtype, device=live.device)
+            self.actions.append(partial(self._compare, live, stored, name))
+        return matched
 
     # -- walking
 
@@ -227,6 +234,12 @@ class Matcher(MatchPlan):
             self.actions.append(lambda: live.load_state_dict(self.filled(state)))
         self.restored.append(path)
         return live
+
+    def _compare(self, live: torch.Tensor, stored: torch.Tensor, path: str) -> None:
+        """Say if a tensor has not got its stored value, because something else was read into its memory."""
+        if not arrays.same_bits(live, stored):
+            why = "its memory in the state is shared with something that is stored apart, whose value is there now"
+            self.not_restored.append((path, why))
 
     def _note(self, path: str, problems: list[str]) -> None:
         self.not_restored.extend((path, why) for why in problems)

@@ -57,6 +57,7 @@ class Targets:
         self._cuts: dict[tuple[object, ...], Cuts] = {}
         # address -> live tensors there and the stored names read into them; tied tensors are read once
         self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        self.doubtful: dict[str, torch.Tensor] = {}  # stored name -> memory that something else is read into, too
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the torch dtype of a stored name."""
@@ -97,7 +98,11 @@ class Targets:
                             planned[:] = [pair for pair in planned if pair[0] is not other]
                             break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
+                if planned and not spread:
+                    self.doubtful.update((source, other) for other, source in [*planned, (home, entry.name)])
                 planned.append((home, entry.name))
+            if not spread and _overlaps_itself(live):
+                self.doubtful[entry.name] = live
         if spread:
             self._boxes(entry, dtype, local_parts(live))
         else:
@@ -242,6 +247,14 @@ def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
         and first.shape == second.shape
         and first.stride() == second.stride()
     )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory, as far as there is less of it than they need."""
+    if tensor.is_contiguous():
+        return False
+    span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return span + 1 < tensor.numel()
 
 
 def spans(

@@ -24,6 +24,7 @@ __all__ = [
     "is_dense",
     "move",
     "move_small",
+    "same_bits",
 ]
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -67,6 +68,12 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
         if tensor.is_nested:
             return False
     return True
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two dense tensors of one dtype and shape have the same bytes."""
+    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(*bits)
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
