@@ -360,6 +360,14 @@ def test_folders_that_are_not_whole(shards, tmp_path, parts, index, match) -> No
             hf.import_checkpoint(folder, tmp_path / "new", format="safetensors")
 
 
+def test_a_shard_with_a_wrong_number(shards, tmp_path) -> None:
+    """As many files as their names say, and one of them is another's: what is missing is named."""
+    (second,) = shards({"a": 1}, {"b": 2}).glob("*-00002-of-*")
+    second.rename(second.with_name(second.name.replace("-00002-", "-00003-")))
+    with pytest.raises(hf.CorruptCheckpointError, match=rf"missing: {second.name}: fetch"):
+        hf.import_checkpoint(second.parent, tmp_path / "new")
+
+
 def test_parts_that_are_there_twice(tmp_path) -> None:
     """Of two files with the same part one is taken, and the other is said to be that; directories cannot overlap."""
     weights = {"w": torch.arange(4.0).reshape(2, 2)}
