@@ -138,6 +138,18 @@ def test_optimizer_state_stays_by_position_where_it_is_not(state, tmp_path) -> N
     assert_state_equal(others.state_dict(), optimizer.state_dict())
 
 
+def test_names_that_two_modules_have(tmp_path) -> None:
+    """An optimizer of two modules names "weight" twice: its state stays by position, and all of it stays."""
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    both = nn.Sequential(one, two)
+    state = stepped(both, torch.optim.Adam(both.parameters())).state_dict()
+    state["param_groups"][0]["param_names"] = ["weight", "bias"] * 2  # as torch writes them for named_parameters()
+    torch.save({"model": one.state_dict(), "optimizer": state}, tmp_path / "x.pt")
+    done = hf.import_checkpoint(tmp_path / "x.pt", tmp_path / "ck")
+    assert "by position" in dict(done.taken)["optimizer"]
+    assert_state_equal(hf.load(done.checkpoint)["optimizer"], state)
+
+
 @pytest.mark.parametrize("kept", [{"row": 5}, {"exp_avg_sq_row": 5, "exp_avg_sq_col": 4}, {"exp_avg": 5, "sum": 4}])
 def test_factored_moments_are_no_certain_sign(tmp_path, kept) -> None:
     """The moments of rows have the shape of a frozen norm: nobody is said to be theirs; they stay by position."""
