@@ -152,6 +152,17 @@ def test_values_beyond_the_range_of_the_dtype(tmp_path) -> None:
     assert torch.load(tmp_path / "x.pt")["model"]["fits"].tolist() == [6e4, 1.0]
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_packed_numbers_are_not_converted(tmp_path) -> None:
+    """dtype= leaves a tensor as it is that has two numbers in an element."""
+    packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    hf.save(tmp_path / "ck", {"model": {"packed": packed, "w": torch.ones(2)}})
+    hf.export(tmp_path / "ck", tmp_path / "x.pt", to="torch", dtype="bfloat16")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)["model"]
+    assert found["packed"].view(torch.uint8).tolist() == [0, 1, 2, 3]
+    assert found["w"].dtype == torch.bfloat16
+
+
 def test_dcp_reads_it_into_live_objects(state, saved, tmp_path) -> None:
     """Plain dcp.load fills a model and an optimizer; dcp_to_torch_save takes all of it."""
     hf.export(saved, tmp_path / "dcp", to="dcp")

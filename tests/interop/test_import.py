@@ -138,6 +138,18 @@ def test_optimizer_state_stays_by_position_where_it_is_not(state, tmp_path) -> N
     assert_state_equal(others.state_dict(), optimizer.state_dict())
 
 
+def test_names_that_two_modules_have(tmp_path) -> None:
+    """An optimizer of two modules names "weight" twice: its state stays by position, and all of it stays."""
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    both = nn.Sequential(one, two)
+    state = stepped(both, torch.optim.Adam(both.parameters())).state_dict()
+    state["param_groups"][0]["param_names"] = ["weight", "bias"] * 2  # as torch writes them for named_parameters()
+    torch.save({"model": one.state_dict(), "optimizer": state}, tmp_path / "x.pt")
+    done = hf.import_checkpoint(tmp_path / "x.pt", tmp_path / "ck")
+    assert "by position" in dict(done.taken)["optimizer"]
+    assert_state_equal(hf.load(done.checkpoint)["optimizer"], state)
+
+
 @pytest.mark.parametrize("kept", [{"row": 5}, {"exp_avg_sq_row": 5, "exp_avg_sq_col": 4}, {"exp_avg": 5, "sum": 4}])
 def test_factored_moments_are_no_certain_sign(tmp_path, kept) -> None:
     """The moments of rows have the shape of a frozen norm: nobody is said to be theirs; they stay by position."""
@@ -358,6 +370,14 @@ def test_folders_that_are_not_whole(shards, tmp_path, parts, index, match) -> No
     if any(folder.glob("*.safetensors")):
         with pytest.raises(hf.CorruptCheckpointError, match=match):
             hf.import_checkpoint(folder, tmp_path / "new", format="safetensors")
+
+
+def test_a_shard_with_a_wrong_number(shards, tmp_path) -> None:
+    """As many files as their names say, and one of them is another's: what is missing is named."""
+    (second,) = shards({"a": 1}, {"b": 2}).glob("*-00002-of-*")
+    second.rename(second.with_name(second.name.replace("-00002-", "-00003-")))
+    with pytest.raises(hf.CorruptCheckpointError, match=rf"missing: {second.name}: fetch"):
+        hf.import_checkpoint(second.parent, tmp_path / "new")
 
 
 def test_parts_that_are_there_twice(tmp_path) -> None:

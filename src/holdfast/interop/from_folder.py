@@ -114,7 +114,7 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         if not files:
             continue
         _check_families(folder, files)
-        used |= {*files, index}
+        used |= {index, *(file.partition("/")[0] for file in files)}
         source["model"] = index if index in names else next(iter(files))
         if whole == WEIGHTS_NAME:
             models["model"] = _blobs(folder, files, stack, gathered)
@@ -266,13 +266,13 @@ def _check_families(folder: str, files: _Files) -> None:
         if wanted is None and (found := _SHARD.fullmatch(name)):
             families.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
     for (stem, total, ending), numbers in sorted(families.items()):
-        if len(numbers) != int(total):
-            first = 0 if 0 in numbers else 1
-            gone = (number for number in range(first, first + int(total)) if number not in numbers)
-            names = ", ".join(f"{stem}-{number:0{len(total)}d}-of-{total}{ending}" for number in islice(gone, _NAMED))
+        first = 0 if 0 in numbers else 1
+        gone = (number for number in range(first, first + int(total)) if number not in numbers)
+        if missing := list(islice(gone, _NAMED)):
+            names = ", ".join(f"{stem}-{number:0{len(total)}d}-of-{total}{ending}" for number in missing)
             raise CorruptCheckpointError(
                 f"{folder} has {len(numbers)} of the {int(total)} files of {stem}{ending}; missing: {names}"
-                f"{' and more' if int(total) - len(numbers) > _NAMED else ''}: fetch them again"
+                f"{' and more' if next(gone, None) is not None else ''}: fetch them again"
             )
 
 

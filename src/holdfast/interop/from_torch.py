@@ -160,7 +160,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
         names = keys if all(key in model for key in keys) else None
     else:
         names = _by_shape([_shape(states.get(key)) for key in keys], _parameters(model))
-    if names is None or not states.keys() <= set(keys):
+    if names is None or len(set(names)) < len(names) or not states.keys() <= set(keys):
         return None
     name_of = dict(zip(keys, names, strict=True))
     if not all(isinstance(kept, Mapping) for kept in states.values()):

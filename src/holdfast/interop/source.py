@@ -178,8 +178,10 @@ class OpenedCheckpoint:
 
     def dtype_of(self, ref: TensorRef) -> torch.dtype:
         """Return the dtype in which a tensor is exported."""
-        own = arrays.dtype_of(self.stored.entry(ref.name).dtype)
-        return self._dtype if self._dtype is not None and own.is_floating_point and ref.kind != "array" else own
+        stored = self.stored.entry(ref.name).dtype
+        own = arrays.dtype_of(stored)
+        is_number = own.is_floating_point and stored != "float4_e2m1fn_x2"  # that has two numbers in an element
+        return self._dtype if self._dtype is not None and is_number and ref.kind != "array" else own
 
     def _read(self, file: str, start: int, tensor: str, offset: int, view: memoryview) -> None:
         self._files.read(file, start + offset, view, tensor)
