@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ._log import get_logger
 from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer as _Checkpointer
@@ -18,6 +19,7 @@ from .trainers.function.worker.session import get_checkpoint
 
 __all__ = ["Checkpointer", "load_state", "report_model", "report_state"]
 
+_LOG = get_logger("accelerate")
 _PURPOSE = "holdfast.accelerate"
 
 
@@ -55,6 +57,7 @@ class Checkpointer(_Checkpointer):
             )
         super().__init__(path, {**found, **(state or {})}, **options)
         self.accelerator, self._found = accelerator, frozenset(found)
+        self._has_said = False
         self._loaders: dict[int, Any] = {}  # id of a prepared loader -> the loader and its parts
 
     def step(self, **metrics: Any) -> None:
@@ -62,6 +65,18 @@ class Checkpointer(_Checkpointer):
         if self.accelerator.sync_gradients:
             self._found = say_late(self.accelerator, self._found)
             super().step(**metrics)
+
+    def save(self, **metrics: Any) -> None:
+        """Save as `holdfast.Checkpointer.save` does; where gradients only gather, it is said that this is not exact."""
+        if not (self.accelerator.sync_gradients or self._has_said):
+            self._has_said = True
+            if self.accelerator.is_main_process:
+                _LOG.warning(
+                    "ck.save() between the batches of an accumulated step (%d): gathered gradients are not saved, so a "
+                    "resume trains these batches again, with other random numbers. Save where accelerator."
+                    "sync_gradients is True", self._progress.step + 1,
+                )  # fmt: skip
+        super().save(**metrics)
 
     def batches(
         self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0

@@ -137,6 +137,20 @@ def test_an_iterable_that_is_left_goes_on_where_it_was(tmp_path: Path, caplog: p
     assert "batches again" not in caplog.text
 
 
+def test_a_save_between_the_batches_of_a_step_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once: what had gathered comes again, and the generators do not go back with it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(12.0).reshape(12, 1)))
+    with Checkpointer(tmp_path / "run", accelerator, every=None) as ck:
+        for number, batch in enumerate(ck.batches(loader)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                ck.step()
+            if number in (1, 4, 6):
+                ck.save()
+                assert caplog.text.count("between the batches of an accumulated step (3)") == (number > 1)
+
+
 def test_what_is_wrong_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state.
 
