@@ -28,6 +28,12 @@ def thing(kind, state, name="Net"):
         ({"a": [tensor("a/0")]}, {"a": [tensor("a/0"), tensor("a/1")]}, {"a": [tensor("a/0"), tensor("a/1")]}),
         ({"a": 1}, {"a": {"b": 1}}, {"a": 1}),
         (tensors("", "a", "b"), tensors("", "b", "c"), tensors("", "a", "b", "c")),
+        (
+            {**tensors("", "a", "b"), "rg": ["b"]},
+            {**tensors("", "c"), "rg": ["c"]},
+            {**tensors("", "a", "b", "c"), "rg": ["b", "c"]},
+        ),
+        ({"x": 1}, {**tensors("m/", "a"), "rg": ["a"]}, {"x": 1, "a": {**tensor("m/a"), "rg": 1}}),
         (tensors("m/", "a", ordered=1), {"x": 1}, {"$": "odict", "v": [["a", tensor("m/a")], ["x", 1]]}),
         ({"x": 1}, tensors("m/", "a"), {"x": 1, "a": tensor("m/a")}),
         ({"$": "odict", "v": [["a", 1]]}, {"b": 2}, {"$": "odict", "v": [["a", 1], ["b", 2]]}),

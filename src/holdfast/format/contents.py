@@ -348,7 +348,10 @@ def _merge(first: Any, other: Any) -> Any:
             both["spread"] = {**other.get("spread", {}), **first.get("spread", {})}
         return both
     if _tag(first) == _tag(other) == "tensors" and first["at"] == other["at"]:
-        return {**first, "k": list(dict.fromkeys([*first["k"], *other["k"]]))}
+        both = {**first, "k": list(dict.fromkeys([*first["k"], *other["k"]]))}
+        if "rg" in first or "rg" in other:
+            both["rg"] = list(dict.fromkeys([*first.get("rg", ()), *other.get("rg", ())]))
+        return both
     rows, others = _rows(first), _rows(other)
     if rows is None or others is None:
         return first
@@ -376,7 +379,11 @@ def _rows(node: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     if tag is None:
         return {name: (name, item) for name, item in node.items()}
     if tag == "tensors":
-        return {key: (key, {"$": "tensor", "n": node["at"] + key}) for key in node["k"]}
+        trained = frozenset(node.get("rg", ()))
+        rows = {
+            key: {"$": "tensor", "n": node["at"] + key, **({"rg": 1} if key in trained else {})} for key in node["k"]
+        }
+        return {key: (key, row) for key, row in rows.items()}
     if tag in _MAPPINGS and isinstance(node.get("v"), list):
         # A key that is no text is a tree of its own.
         return {name if isinstance(name, str) else f"\0{name!r}": (name, item) for name, item in node["v"]}

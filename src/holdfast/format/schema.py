@@ -35,7 +35,7 @@ def check_node(tag: str, node: Mapping[str, Any]) -> None:
         good = type(node.get("at")) is str and type(keys) is list and {*map(type, keys)} <= {str}
         good = good and type(node.get("o")) in (int, bool) and len({*keys}) == len(keys)  # type: ignore[misc, arg-type]
         trained = node.get("rg", [])
-        good = good and type(trained) is list and {*map(type, trained)} <= {str} and {*trained} <= {*keys}  # type: ignore[misc]
+        good = good and type(trained) is list and {*map(type, trained)} <= {str}
     elif tag == "tensor":
         kind = node.get("k", "tensor")
         good = type(node.get("n")) is str and kind in _TENSOR_KINDS and type(node.get("rg", 0)) in (int, bool)

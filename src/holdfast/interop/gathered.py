@@ -213,7 +213,10 @@ def tensor_names(node: Any) -> Iterator[str]:
 def _top_items(tree: Any) -> dict[str, Any]:
     """Return the nodes of a state by name, in whichever form `flatten` wrote the mapping."""
     if tree.get("$") == "tensors":
-        return {key: {"$": "tensor", "n": tree["at"] + key} for key in tree["k"]}
+        trained = frozenset(tree.get("rg", ()))
+        return {
+            key: {"$": "tensor", "n": tree["at"] + key, **({"rg": 1} if key in trained else {})} for key in tree["k"]
+        }
     return dict(tree["v"]) if "$" in tree else tree
 
 

@@ -235,7 +235,7 @@ def _decoded(
         if tag == "tensors":
             at = node["at"]
             items = {key: TensorRef(at + key) for key in node["k"]}
-            for key in node.get("rg", ()):
+            for key in items.keys() & node.get("rg", ()):
                 items[key].extra = {"rg": 1}
             refs.update((ref.name, ref) for ref in items.values())
             return OrderedDict(items) if node["o"] else items
