@@ -94,6 +94,19 @@ def test_a_dead_writer_fails_what_it_has_not_stored() -> None:
     assert one.stored(0, "s-1") == [CommitSave(save="s-1")]
 
 
+def test_nothing_fails_a_save_that_is_being_committed() -> None:
+    """The commit alone says how it ends: not a late error of a rank, a death, or the time that is up."""
+    one = saves(2)
+    begin(one, 0, 1)
+    one.stored(0, "s-1")
+    assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
+    assert one.failed(0, "s-1", named_error("StorageError", "late")) == []
+    assert one.expire(1e9) == []
+    assert one.lost(1, "its writer process has died") == []
+    assert one.left(0, "its trainer process has died") == []
+    assert one.committed("s-1", value={"deleted": []}, error=None) == [SaveOutcome(save="s-1", value={"deleted": []})]
+
+
 def test_ranks_that_do_not_save_the_same_are_told() -> None:
     """The n-th save of every rank has to be the same one."""
     one = saves(2)

@@ -659,13 +659,14 @@ class Batches:
             while progress.leaves_out(name):
                 batch = next(self._drawn)
         except StopIteration:
+            if self._pass is not None and not self._pass.done:  # it has failed, and was asked again
+                self._drawn = None
+                return next(self)
             self._ended = True
             progress.exhausted(name, self._loader)
             raise
-        except BaseException as error:  # whoever catches it and asks again gets what comes behind it
-            self._drawn = None
-            if isinstance(error, Exception):
-                progress.failed(name, error)
+        except Exception as error:
+            progress.failed(name, error)
             raise
         progress.drew(name, self._loader, batch)
         return batch

@@ -47,6 +47,33 @@ said: set[str] = set()
 _ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
+class _Unread:
+    """Stands for a batch that could not be read."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Given:
+    """Raises what a generator says could not be read: one that raised itself could not go on behind it."""
+
+    __slots__ = ("_batches",)
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if type(batch) is _Unread:
+            raise batch.error
+        return batch
+
+
 class ResumableBatches:
     """The batches of one epoch of ``loader``, from ``position`` on.
 
@@ -241,13 +268,10 @@ class ResumableBatches:
 
     def __iter__(self) -> Iterator[Any]:
         if self._done:
-            return
+            return iter(())
         if self.kind == "map":
-            yield from self._iterate_map()
-        elif self.kind == "stateful":
-            yield from self._iterate_stateful()
-        else:
-            yield from self._iterate_count()
+            return _Given(self._iterate_map())
+        return self._iterate_stateful() if self.kind == "stateful" else self._iterate_count()
 
     # ---- map
 
@@ -272,10 +296,12 @@ class ResumableBatches:
                 try:
                     with guard():
                         batch = next(iterator, _END)
-                except Exception:
-                    if sizes:  # else the sampler has failed: whoever goes on leaves this batch out
-                        self._count(*sizes.popleft(), order)
-                    raise
+                except Exception as error:
+                    if not sizes:  # the sampler has failed
+                        raise
+                    # Whoever catches it and goes on leaves this batch out. An error of a worker has the worker's stack
+                    # in its text; frames of torch that hold it would keep the workers until a garbage collection.
+                    batch = _Unread(error.with_traceback(None) if loader.num_workers else error)
                 if batch is _END:
                     break
                 self._count(*sizes.popleft(), order)
