@@ -455,8 +455,8 @@ print("done")
 
 
 def test_a_long_step_is_a_hang_once(tmp_path: Path) -> None:
-    """A step of 2.5 s, as one with an evaluation inside, at --hang 1s: the life after it has four times the time."""
-    script = STEPS + "advance()\ntime.sleep(2.5)\nadvance()\n"
+    """A step of 3.4 s, as one with an evaluation inside, at --hang 1s: the life after it has four times the time."""
+    script = STEPS + "advance()\ntime.sleep(3.4)\nadvance()\n"
     status, _, err = finished(script, tmp_path, "--hang", "1s", "--no-warm")
     assert status == 0, err
     assert err.count("this is a hang") == 1
