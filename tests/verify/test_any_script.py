@@ -16,9 +16,9 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
 from holdfast.verify.matching import Finding, find_state, from_checkpoint
-from holdfast.verify.records import Record
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
+from holdfast.verify.trace import Record
 from holdfast.verify.words import advice
 
 

@@ -47,7 +47,7 @@ def attack(
     failed, 2 usage.
     """
     from holdfast.verify.attack import attack_script
-    from holdfast.verify.page import survival_page
+    from holdfast.verify.report import survival_page
 
     found, seconds = examined(
         lambda say: attack_script(

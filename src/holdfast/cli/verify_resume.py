@@ -54,7 +54,7 @@ def verify_resume(
     python train.py. It runs in copies of the working directory. Exit status: 0 the resume is exact, 1 it is not or the
     script failed, 2 usage.
     """
-    from holdfast.verify.page import page
+    from holdfast.verify.report import page
     from holdfast.verify.scripts import verify_script
 
     report, seconds = examined(

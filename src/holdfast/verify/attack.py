@@ -19,16 +19,23 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 
-from .lives import Command, Life, LifeFailedError, Process, run_life
+from .lives import (
+    Command,
+    Life,
+    LifeFailedError,
+    Process,
+    WarmInterpreter,
+    WarmLife,
+    check_script,
+    run_life,
+    script_command,
+)
 from .matching import EARLY, compare_fresh, find_state, from_checkpoint, is_followed
-from .plan import LifePlan
-from .power import cut_power, make_durable, sees_power_cuts
-from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .survival import Kill, Survival, Trial, ends_of_saves, judge, save_changes
-from .warm import WarmInterpreter, WarmLife, check_script, script_command
-from .workplace import Aim, Change, ChangeWatch, Workplace
+from .trace import LifePlan, Record, read_records
+from .workplace import Aim, Change, ChangeWatch, Workplace, cut_power, make_durable, sees_power_cuts
 
 __all__ = ["attack_script"]
 

@@ -26,10 +26,9 @@ from holdfast.errors import ConfigError
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .causes import likely_causes
-from .comparison import Difference, Unsteady, first_difference, unsteady
+from .comparison import Difference, Unsteady, first_difference, likely_causes, unsteady
 from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
-from .plan import LifePlan, Moment, Row
+from .trace import LifePlan, Moment, Row
 
 __all__ = [
     "Examined",

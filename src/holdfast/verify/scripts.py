@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lives import Command, Life, LifeFailedError, Process, run_life
+from .lives import Command, Life, LifeFailedError, Process, check_script, run_life
 from .matching import EARLY, Finding, Match, compare_fresh, match_life
-from .plan import LifePlan, Moment
-from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
-from .warm import check_script
+from .trace import LifePlan, Moment, Record, read_records, saved_after, stages
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
