@@ -10,7 +10,7 @@ import click
 
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
-from holdfast.page.document import render
+from holdfast.page import render
 from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 

@@ -31,7 +31,7 @@ from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.together import together
 
-from .probes import Finding, ProbeDeadline, bad, good, warn
+from .doctor import Finding, ProbeDeadline, bad, good, warn
 
 __all__ = ["LEFT", "ended_by_sigterm", "probe_disk", "probe_store", "skew_of"]
 

@@ -1,20 +1,42 @@
-"""``holdfast verify-resume``: is the resume of a script exact?"""
+"""``holdfast verify-resume`` and ``attack``: is the resume of a script exact, does its saving survive being killed?"""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import click
 
 from .terminal import message, print_json, replace_file
 
-__all__ = ["examined", "show_found", "verify_resume"]
+__all__ = ["attack", "verify_resume"]
 
-_FoundT = TypeVar("_FoundT")
+
+class _Found(Protocol):
+    def document(self) -> dict[str, Any]: ...
+    def lines(self) -> Iterator[str]: ...
+
+
+_FoundT = TypeVar("_FoundT", bound=_Found)
+_Command = Callable[..., None]
 _SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+def _outputs(command: _Command) -> _Command:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        click.option("--html", type=click.Path(dir_okay=False), help="Write the report as one HTML page."),
+        click.option(
+            "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."
+        ),
+        click.option(
+            "--copy-limit", default=2.0, show_default=True, help="GiB; a larger working directory is refused."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command("verify-resume", context_settings=_SETTINGS)
@@ -27,12 +49,7 @@ _SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 @click.option("--seed", default=0, show_default=True, help="Of the choice of moments.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for each life of the script.")
 @click.option("--in-place", is_flag=True, help="Run in the working directory itself, not in copies of it.")
-@click.option("--copy-limit", default=2.0, show_default=True, help="GiB; a larger working directory is refused.")
-@click.option(
-    "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."
-)
-@click.option("--html", type=click.Path(dir_okay=False), help="Write the report as one HTML page.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@_outputs
 def verify_resume(
     command: tuple[str, ...],
     resume: str | None,
@@ -57,33 +74,80 @@ def verify_resume(
     from holdfast.verify.report import page
     from holdfast.verify.scripts import verify_script
 
-    report, seconds = examined(
+    _examine(
         lambda say: verify_script(
             command, kills=kills, resume=None if resume is None else shlex.split(resume), steps=steps,
             terminate=terminate, every=every, seed=seed, timeout_s=timeout_s, keep_in=keep_in, in_place=in_place,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
         ),
-        command, failed={"exact": False, "verdict": "failed"}, as_json=as_json,
-    )  # fmt: skip
-    show_found(
-        report.document(), report.lines(), seconds, is_good=report.exact, as_json=as_json, html=html,
-        page=lambda: page(report, seconds),
+        command, failed={"exact": False, "verdict": "failed"}, is_good=lambda report: report.exact, page=page,
+        html=html, as_json=as_json,
     )  # fmt: skip
 
 
-def examined(
+@click.command(context_settings=_SETTINGS)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--resume", metavar="COMMAND", help="Starts the script again after a kill; default: the same command.")
+@click.option("--kills", default=24, show_default=True, help="How many times the script is killed while it saves.")
+@click.option(
+    "--power-cuts", default=8, show_default=True, help="Further kills after which what is not on the disk yet is lost."
+)
+@click.option("--seed", default=0, show_default=True, help="Of the choice of moments.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for each life of the script.")
+@click.option("--cold", is_flag=True, help="Start each life in an interpreter of its own, not in a fork of a warm one.")
+@_outputs
+def attack(
+    command: tuple[str, ...],
+    resume: str | None,
+    kills: int,
+    power_cuts: int,
+    seed: int,
+    timeout_s: float,
+    cold: bool,
+    copy_limit: float,
+    keep_in: str | None,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    """Kill COMMAND while it saves, start it again, and count what it goes on from.
+
+    COMMAND is any training script with torch optimizers, with or without Holdfast: holdfast attack -- python train.py.
+    It runs in copies of the working directory. Exit status: 0 no kill lost or tore anything, 1 one did or the script
+    failed, 2 usage.
+    """
+    from holdfast.verify.attack import attack_script
+    from holdfast.verify.report import survival_page
+
+    _examine(
+        lambda say: attack_script(
+            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else shlex.split(resume),
+            seed=seed, timeout_s=timeout_s, cold=cold, keep_in=keep_in,
+            copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
+        ),
+        command, failed={"survives": False}, is_good=lambda found: found.survives, page=survival_page,
+        html=html, as_json=as_json,
+    )  # fmt: skip
+
+
+def _examine(
     examine: Callable[[Callable[[str], None]], _FoundT],
     command: Sequence[str],
     *,
     failed: Mapping[str, Any],
+    is_good: Callable[[_FoundT], bool],
+    page: Callable[[_FoundT, float], str],
+    html: str | None,
     as_json: bool,
-) -> tuple[_FoundT, float]:
-    """Run an examination of a script; return what it found, and the seconds that it took.
+) -> None:
+    """Examine a script and print what was found; ends with status 1 unless that is good.
 
     Args:
         examine: the examination; it is given what takes a line for each event.
         command: the script.
-        failed: begin of the JSON document where a life of the script failed, which ends the command with status 1.
+        failed: begin of the JSON document where a life of the script failed.
+        is_good: tells whether what was found is.
+        page: makes the page of what was found, and the seconds that it took.
+        html: where to write the page, too.
         as_json: standard output is for the document alone.
     """
     from holdfast.verify.lives import LifeFailedError
@@ -96,41 +160,15 @@ def examined(
             print_json({**failed, "message": str(error), "command": list(command)})
         click.echo(f"holdfast: {message(str(error))}", err=True)
         raise click.exceptions.Exit(1) from error
-    return found, round(time.monotonic() - began, 1)
-
-
-def show_found(
-    document: Mapping[str, Any],
-    lines: Iterable[str],
-    seconds: float,
-    *,
-    is_good: bool,
-    as_json: bool,
-    html: str | None,
-    page: Callable[[], str],
-) -> None:
-    """Print what an examination found, as a document or as lines; ends with status 1 unless it is good.
-
-    Args:
-        document: the JSON document.
-        lines: the report for people.
-        seconds: that it took.
-        is_good: of the exit status.
-        as_json: print the document.
-        html: where to write the page, too.
-        page: makes it.
-
-    Raises:
-        StorageError: the page cannot be written.
-    """
+    seconds = round(time.monotonic() - began, 1)
     if as_json:
-        print_json({**document, "seconds": seconds})
+        print_json({**found.document(), "seconds": seconds})
     else:
         click.echo()
-        for line in lines:
+        for line in found.lines():
             click.echo(message(line))
         click.echo(f"({seconds:.0f} s)")
     if html is not None:
-        replace_file(html, page().encode())
-    if not is_good:
+        replace_file(html, page(found, seconds).encode())
+    if not is_good(found):
         raise click.exceptions.Exit(1)

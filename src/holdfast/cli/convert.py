@@ -1,4 +1,4 @@
-"""``holdfast average``: the mean of several checkpoints, as a checkpoint."""
+"""``holdfast export``, ``import`` and ``average``: to the formats of others and back, and many checkpoints as one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast._progress import sized_progress_bar
+from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.run.catalog import Catalog
@@ -19,7 +20,123 @@ from .terminal import console, number, print_json, printable
 if TYPE_CHECKING:
     from holdfast.interop.average import AverageResult
 
-__all__ = ["average"]
+__all__ = ["average", "export", "import_"]
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.argument("destination", type=PATH)
+@click.option(
+    "--to", "kind", type=click.Choice(["safetensors", "torch", "dcp", "hf"]), required=True, help="What to write."
+)
+@click.option("--only", multiple=True, help='Names or globs ("model", "optimizer/*") to write; may be repeated.')
+@click.option("--item", help='For safetensors and hf: the item whose tensors are written [default: "model"].')
+@click.option("--dtype", help="Convert floating tensors, for example to bfloat16.")
+@click.option("--max-shard-size", help="For safetensors and hf: larger files are split, for example 5GB.")
+@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
+def export(
+    path: str,
+    destination: str,
+    kind: str,
+    only: tuple[str, ...],
+    item: str | None,
+    dtype: str | None,
+    max_shard_size: str | None,
+    overwrite: bool,
+    as_json: bool,
+    pick: Choice,
+) -> None:
+    """Write the checkpoint at PATH to DESTINATION in another format, tensor by tensor.
+
+    PATH may be a run: then its newest checkpoint is taken, or the one that --best or --step names.
+
+    safetensors, hf: the weights. torch: everything, in one file for torch.load. dcp: everything, as a directory of
+    torch.distributed.checkpoint. Checkpoints of many ranks are put together.
+    """
+    from holdfast.interop.export import watched_export
+
+    source = choose(path, pick)
+    with sized_progress_bar(f"export {source.name}") as progress:
+        done = watched_export(
+            source,
+            destination,
+            to=kind,
+            only=only or None,
+            item=item,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        files = [{"path": name, "bytes": size} for name, size in done.files]
+        left_out = [{"path": where, "why": why} for where, why in done.left_out]
+        print_json(
+            {
+                "checkpoint": source.uri,
+                "destination": done.destination,
+                "format": done.format,
+                "tensors": done.num_tensors,
+                "total_bytes": done.total_bytes,
+                "files": files,
+                "left_out": left_out,
+                "too_large": list(done.too_large),
+            }
+        )
+        return
+    out = console()
+    out.print(printable(f"{done.destination}  {done.num_tensors} tensors, {format_bytes(done.total_bytes)}"))
+    for name, size in done.files:
+        out.print(printable(f"  {name}  {format_bytes(size)}"))
+    for where, why in done.left_out:
+        out.print(printable(f"  left out: {where} ({why})"), style="dim")
+    for name in done.too_large:
+        out.print(printable(f"  {name} has values beyond the range of {dtype}"), style="yellow")
+
+
+@click.command("import")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
+@click.option(
+    "--from",
+    "kind",
+    type=click.Choice(["auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed"]),
+    default="auto",
+    show_default=True,
+    help="What SOURCE is; hf: a folder of Transformers or Accelerate.",
+)
+@click.option("--trusted", is_flag=True, help="Make objects of any class in torch files. This RUNS what they say.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def import_(source: str, destination: str, kind: str, trusted: bool, overwrite: bool, as_json: bool) -> None:
+    """Make a checkpoint at DESTINATION of what another program has saved at SOURCE, tensor by tensor.
+
+    Says what was taken over and what was not. Nothing in a pickle is run, unless --trusted says so.
+    """
+    from holdfast.interop.import_ import watched_import
+
+    with sized_progress_bar("import") as progress:
+        done = watched_import(source, destination, format=kind, trusted=trusted, overwrite=overwrite, progress=progress)
+    if as_json:
+        print_json(
+            {
+                "source": done.source,
+                "checkpoint": done.checkpoint.uri,
+                "format": done.format,
+                "taken": [{"name": name, "what": what} for name, what in done.taken],
+                "not_taken": [{"path": path, "why": why} for path, why in done.not_taken],
+            }
+        )
+        return
+    out = console()
+    out.print(printable(f"{done.checkpoint.uri}  from {done.format}"))
+    for name, what in done.taken:
+        out.print(printable(f"  {name}: {what}"))
+    for path, why in done.not_taken:
+        out.print(printable(f"  not taken: {path} ({why})"), style="yellow")
+
 
 _SHOWN = 8
 
