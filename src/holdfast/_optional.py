@@ -1,6 +1,6 @@
 """Packages that only some users need: the command that brings one, and what installed ones offer by entry points.
 
-Metadata of packages is read only when a name is given. Schemes of storages are found by `holdfast.storage.plugins`.
+Metadata of packages is read only when a name is given. Schemes of storages are found by `holdfast.storage.resolve`.
 """
 
 from __future__ import annotations

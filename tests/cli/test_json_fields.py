@@ -146,7 +146,7 @@ def test_moving(run, trained, tmp_path, monkeypatch) -> None:  # noqa: F811
         def find(self):
             return [SimpleNamespace(path="a/b", started=1.0, upload_id="x")]
 
-    monkeypatch.setattr("holdfast.storage.object.unfinished.UnfinishedUploads", Uploads)
+    monkeypatch.setattr("holdfast.storage.object.client.UnfinishedUploads", Uploads)
     check("sweep", told("sweep", "memory://bucket", "--json"))
 
 

@@ -269,7 +269,7 @@ def sweep(uri: str, older: str, yes: bool, as_json: bool) -> None:
     A process that is killed in the middle of an upload leaves its parts in the bucket: no listing shows them, and they
     are paid for. Without --yes nothing is removed. Needs boto3, which the extra s3-sweep brings.
     """
-    from holdfast.storage.object.unfinished import UnfinishedUploads  # here: no other command needs this client
+    from holdfast.storage.object.client import UnfinishedUploads  # here: no other command needs this client
 
     older_s = span_option("--older", older)
     uploads = UnfinishedUploads(reach(uri))

@@ -14,8 +14,7 @@ import pytest
 
 from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
 from holdfast.storage.base import Storage
-from holdfast.storage.plugins import import_paths
-from holdfast.storage.resolve import from_description
+from holdfast.storage.resolve import from_description, import_paths
 from holdfast.writer.launch import own_paths
 
 __all__ = ["TreeTests", "create"]
@@ -37,8 +36,7 @@ _ELSEWHERE = """
 import json, sys
 order = json.load(sys.stdin)
 sys.path.extend(order["paths"])
-from holdfast.storage.plugins import extend_path
-from holdfast.storage.resolve import from_description
+from holdfast.storage.resolve import extend_path, from_description
 extend_path(order["imports"])
 print(from_description(order["description"], order["secrets"]).read("run/a").decode(), end="")
 """

@@ -25,8 +25,7 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
 from ..base import FileReader, FileWriter, Storage, check_range
 from ..local.local_storage import LocalStorage
-from ..plugins import importable, load
-from ..resolve import resolve
+from ..resolve import importable, load, resolve
 from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
 from .errors import client_errors
 

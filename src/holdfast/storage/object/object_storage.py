@@ -1,7 +1,7 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-General layout: `bucket` says which bucket with which settings, `client` talks to it, `read` reads,
-`errors` translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
+General layout: `bucket` says which bucket with which settings, `client` talks to it and knows whether the store keeps
+the promise of conditional writes, `read` reads, `errors` translates what goes wrong.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from ..base import (
     check_view,
 )
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
-from .client import BucketClient, make_store
-from .conditions import MARK, as_condition, conditions_of, landed
+from .client import MARK, BucketClient, as_condition, conditions_of, landed, make_store
 from .errors import NO_BUCKET, Errors, again_if_broken, status_of
 from .read import list_all, open_reader, read_version
 
