@@ -29,7 +29,7 @@ def run(command: tuple[str, ...], hang: str | None, nproc: int | None, no_warm: 
     newest durable step advances; three lives in a row that end at the same step, or with the same error before their
     first step, end it. Signals are passed on to the script, and its exit status is passed on. See docs/run.md.
     """
-    from holdfast.supervisor.early import hold
+    from holdfast.supervisor import hold
     from holdfast.supervisor.supervisor import Supervisor
 
     hang_s = None
