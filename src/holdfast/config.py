@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast._suggest import suggests_fields
-
-from ._not_here import removed
+from ._not_here import removed, suggests_fields
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
