@@ -65,10 +65,10 @@ def test_without_a_loader_nothing_is_said_of_epochs():
     """Data of the beginning again, by an order of the script's own: its generator is named, no DataLoader."""
     facts = {"drawn": ["torch"], "place": 0, "epochs": [], "epoch_began": 0, "loaders": {}}
     own = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": False}))
-    assert "generator of torch" in own.cause
-    assert "DataLoader" not in own.cause + own.without
+    assert "generator of torch" in own.why
+    assert "DataLoader" not in own.why + own.without
     loader = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": True}))
-    assert "in the middle of an epoch" in loader.cause
+    assert "in the middle of an epoch" in loader.why
 
 
 def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:

@@ -97,6 +97,10 @@ class Life:
         """Return the end of what it printed."""
         return self.output.read_text(errors="replace").strip()[-limit:]
 
+    def last_line(self) -> str:
+        """Return the last line that it printed."""
+        return next((line for line in reversed(self.said().splitlines()) if line.strip()), "it printed nothing").strip()
+
 
 class Process(Protocol):
     """What a life runs in."""

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .survival import FINE, OUTCOMES, Survival, Trial
-from .words import advice
+from .words import Cause, advice
 
 if TYPE_CHECKING:
     from .lives import Life
@@ -21,32 +21,13 @@ if TYPE_CHECKING:
     from .scripts import KillAt
     from .trace import Record
 
-__all__ = ["Cause", "LifeReport", "Report", "of_examined", "of_findings", "page", "survival_page"]
+__all__ = ["LifeReport", "Report", "of_examined", "of_findings", "page", "survival_page"]
 
 _VERDICTS = {
     "starts over": "starts over", "cannot resume": "cannot resume", "no training": "ends without training",
     "not repeatable": "not repeatable",
 }  # fmt: skip
 _SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """Why something differs.
-
-    Attributes:
-        kind: what differs, in a word or two.
-        text: the difference, or the likely cause alone where ``why`` is empty.
-        why: the usual cause.
-        without: how to mend it in the script as it is.
-        with_holdfast: how it is mended with Holdfast.
-    """
-
-    kind: str
-    text: str
-    why: str = ""
-    without: str = ""
-    with_holdfast: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,29 +160,23 @@ def of_findings(
     """Return the report of a script that was observed from outside."""
     end = reference[0].end
     overhead = None if end is None else round(end["spent_s"] / max(first.seconds, 1e-9), 4)
-    causes, what, difference, verdict = [], "", None, "exact"
-    seen: set[str] = set()
+    causes: list[Cause] = []
+    what, difference, verdict = "", None, "exact"
     for life, rank, finding in findings:
-        texts = advice(finding)
+        cause = advice(finding)
         if not what:
             verdict = _VERDICTS.get(finding.kind, "differs")
             where = f" (rank {rank})" if rank else ""
             after = "" if life < 2 else f"; the first {life - 1} resume(s) were right, this is life {life + 1}"
             rows = [f"\n  {name}: {left} in the uninterrupted run, {right} here" for name, left, right in finding.items]
-            what = texts.what + where + after + "".join(rows[:_SHOWN])
+            what = cause.text + where + after + "".join(rows[:_SHOWN])
             difference = {
                 "kind": finding.kind, "step": finding.step, "life": life + 1, "rank": rank,
                 "resumed": lives[life].began if life else None, "saved": lives[life - 1].why if life else "",
                 "items": [{"item": name, "uninterrupted": a, "resumed": b} for name, a, b in finding.items],
             }  # fmt: skip
-        if finding.kind not in seen:
-            seen.add(finding.kind)
-            causes.append(
-                Cause(
-                    kind=finding.kind, text=texts.what, why=texts.cause, without=texts.without,
-                    with_holdfast=texts.with_holdfast,
-                )
-            )  # fmt: skip
+        if all(cause.kind != known.kind for known in causes):
+            causes.append(cause)
     whole = sum("whole" in step for step in reference[0].steps)
     return Report(
         command=tuple(command), verdict=verdict, checkpointer=False, steps=steps,

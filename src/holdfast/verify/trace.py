@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LifePlan", "Moment", "Record", "Row", "Step", "read_records", "saved_after", "stages"]
+__all__ = ["LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "stages"]
 
 Row = dict[str, Any]
 """A line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
@@ -100,6 +100,15 @@ class LifePlan:
                     rows.append(json.loads(line))
         return rows
 
+    def records(self) -> Records:
+        """Read what the observer recorded; of several processes of a rank the one that made most steps counts."""
+        found = Records()
+        for path in sorted(Path(self.trace).glob(f"life-{self.life}.rank-*.steps")):
+            record = _read(path)
+            if record.rank not in found or len(record.steps) > len(found[record.rank].steps):
+                found[record.rank] = record
+        return found
+
 
 @dataclass(slots=True, kw_only=True)
 class Counter:
@@ -145,15 +154,11 @@ class Record:
         return int(self.steps[-1]["ep"]) if self.steps else 0
 
 
-def read_records(trace: Path, life: int) -> dict[int, Record]:
-    """Return the records of a life by rank; of several processes of a rank the one that made most steps."""
-    found: dict[int, Record] = {}
-    for path in sorted(trace.glob(f"life-{life}.rank-*.steps")):
-        record = _read(path)
-        best = found.get(record.rank)
-        if best is None or len(record.steps) > len(best.steps):
-            found[record.rank] = record
-    return found
+class Records(dict[int, Record]):
+    """The records of a life by rank; a rank of which nothing is known has made no step."""
+
+    def __missing__(self, rank: int) -> Record:
+        return Record(rank=rank)
 
 
 def _read(path: Path) -> Record:
