@@ -62,7 +62,6 @@ class MemoryStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object atomically; see `Storage.put`."""
         check_path(path)
         with self._store.lock:
             old = self._store.objects.get(path)
@@ -75,20 +74,16 @@ class MemoryStorage(Storage):
             return self._store.set(path, bytes(data))
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a big object, visible once closed; see `Storage.create`."""
         return _MemoryWriter(self._store, check_path(path), size)
 
     def open(self, path: str) -> FileReader:
-        """Open an object for reading; see `Storage.open`."""
         return _MemoryReader(path, self._get(path).data)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; see `Storage.stat`."""
         item = self._get(path)
         return ObjectInfo(path=path, size=len(item.data), etag=item.etag, modified=item.modified)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         start = f"{check_prefix(prefix)}/" if prefix else ""
         with self._store.lock:
             items = sorted((path, item) for path, item in self._store.objects.items() if path.startswith(start))
@@ -102,12 +97,10 @@ class MemoryStorage(Storage):
                 yield ObjectInfo(path=f"{start}{head}/", size=0)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         with self._store.lock:
             self._store.objects.pop(check_path(path), None)
 
     def copy(self, source: str, target: str) -> None:
-        """Repeat an object; see `Storage.copy`."""
         check_path(target)
         data = self._get(source).data
         with self._store.lock:

@@ -22,11 +22,9 @@ class InputStream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True: the stream can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: the stream can be read from any position."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -60,15 +58,12 @@ class OutputStream(io.RawIOBase):
         self._size = 0
 
     def writable(self) -> bool:
-        """Return True: the stream can be written."""
         return True
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self._size
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
         view = memoryview(data).cast("B")
         self._gathered.write(view)
         self._size += len(view)

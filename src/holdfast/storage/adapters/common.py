@@ -179,7 +179,6 @@ class AdaptedStorage(Storage):
             yield
 
     def replace(self, path: str, size: int) -> ReplacingWriter | None:
-        """Start a big object that takes the place of another; see `Storage.replace`."""
         if not self._shows_parts:
             return super().replace(path, size)
         temporary, where = temporary_beside(self._full(path)), self._where(path)
@@ -187,7 +186,6 @@ class AdaptedStorage(Storage):
             return _Replacing(self, path, temporary, self._writer(temporary, size, where))
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a big object; see `Storage.create`."""
         full, where = self._full(path), self._where(path)
         with client_errors("write", where):
             return self._writer(full, size, where)
@@ -212,7 +210,6 @@ class AdaptedStorage(Storage):
         return ObjectInfo(path=path, size=size, etag=etag, modified=found.modified)
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is an object; see `Storage.exists`."""
         try:
             self._found(path)
         except StorageNotFoundError:
@@ -220,7 +217,6 @@ class AdaptedStorage(Storage):
         return True
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         prefix = check_prefix(prefix)
         base = f"{prefix}/" if prefix else ""
         for found in self._entries(prefix, recursive=recursive):
@@ -232,7 +228,6 @@ class AdaptedStorage(Storage):
                 yield ObjectInfo(path=f"{base}{found.name}/", size=0)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         try:
             self._found(path)
             with client_errors("delete", self._where(path)):
@@ -246,7 +241,7 @@ class AdaptedStorage(Storage):
             self._discard(prefix, found)
 
     def tidy(self, directory: str) -> None:
-        """Remove temporary files of writers that must be dead by now; see `Storage.tidy`."""
+        """Remove temporary files of writers that must be dead by now."""
         for found in self._entries(directory, recursive=False):
             if found.name.startswith(TEMPORARY) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
                 self._discard(directory, found)
@@ -264,7 +259,7 @@ class AdaptedStorage(Storage):
             self._remove(f"{base.rstrip('/')}/{found.name}" if base else found.name)
 
     def copy(self, source: str, target: str) -> None:
-        """Repeat an object, on the server where the client can; see `Storage.copy`."""
+        """Repeat an object, on the server where the client can."""
         old, new = self._full(source), self._full(target)
         found = self._found(source)
         if self.exists(target):
@@ -411,7 +406,6 @@ class SentWriter(FileWriter):
         """End the sending."""
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; see `FileWriter.write`."""
         if self._ended:
             raise StorageError(f"cannot write {self._where}: the writer is closed")
         view = view.cast("B")
@@ -422,7 +416,7 @@ class SentWriter(FileWriter):
         self._offset += len(view)
 
     def close(self) -> None:
-        """Finish the object and ask the server whether all of it is there; see `FileWriter.close`."""
+        """Finish the object and ask the server whether all of it is there."""
         if self._ended:
             return
         try:
@@ -445,7 +439,6 @@ class SentWriter(FileWriter):
         self._ended = True
 
     def abort(self) -> None:
-        """Drop what was written; see `FileWriter.abort`."""
         if self._ended:
             return
         self._ended = True

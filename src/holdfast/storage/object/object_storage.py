@@ -98,7 +98,6 @@ class ObjectStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object atomically; see `Storage.put`."""
         key, obs = self._key(path), self._obs
         if not if_absent and if_match is None:
             with self._errors("write", key):
@@ -134,14 +133,14 @@ class ObjectStorage(Storage):
             )
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a multipart upload; see `Storage.create`."""
+        """Start a multipart upload."""
         key = self._key(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
         return _ObjectWriter(self._client, key, lambda action: self._errors(action, key), self._client.shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
-        """Copy on the side of the server; see `Storage.copy`."""
+        """Copy on the side of the server."""
         old, new = self._key(source), self._key(target)
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._client.shown(new)}: it exists; use another name")
@@ -164,7 +163,6 @@ class ObjectStorage(Storage):
                 writer.write(chunk)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         self._delete([self._key(path)])
 
     def delete_many(self, paths: Iterable[str]) -> None:
@@ -188,12 +186,12 @@ class ObjectStorage(Storage):
     # -- reading
 
     def open(self, path: str) -> FileReader:
-        """Open the present version of an object; see `Storage.open`."""
+        """Open the present version of an object."""
         key = self._key(path)
         return open_reader(self._client, key, lambda action: self._errors(action, key), self._client.shown(key))
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Return the bytes of an object, nearly always in one request, or a range of them; see `Storage.read`."""
+        """Return the bytes of an object, nearly always in one request, or a range of them."""
         if offset or size is not None:
             return super().read(path, offset, size)
         key = self._key(path)
@@ -201,20 +199,17 @@ class ObjectStorage(Storage):
             return read_version(self._client, key, self._client.shown(key))[0]
 
     def read_tagged(self, path: str) -> tuple[bytes, str | None]:
-        """Return content and etag of one version of an object; see `Storage.read_tagged`."""
         key = self._key(path)
         with self._errors("read", key):
             data, meta = read_version(self._client, key, self._client.shown(key))
             return data, self._tag(meta)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; see `Storage.stat`."""
         key = self._key(path)
         with self._errors("look at", key):
             return self._info(again_if_broken(lambda: self._obs.head(self._store, key)), path)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         inside = check_prefix(prefix)
         base = "/".join(part for part in (self._prefix, inside) if part)
         skip = len(self._prefix) + 1 if self._prefix else 0
