@@ -35,6 +35,7 @@ __all__ = [
     "check_prefix",
     "check_range",
     "check_view",
+    "copy_bytes",
 ]
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
@@ -42,6 +43,7 @@ _EndingT = TypeVar("_EndingT", bound="_Ending")
 BLOCK = 4096
 """Unit of views given to `FileWriter.write`, in bytes."""
 
+_COPY_BYTES = 8 << 20
 _NOW_TRAITS = frozenset({"num_parallel", "max_file_bytes", "copies_itself", "deletes_at_once"})
 
 TEMPORARY = ".tmp-"
@@ -655,6 +657,15 @@ class PrefixStorage(WrappedStorage):
         """Return the description of the parent and the prefix."""
         parent = self.below.describe()
         return None if parent is None else {"kind": "prefix", "parent": parent, "prefix": self._prefix}
+
+
+def copy_bytes(storage: Storage, source: str, target: str) -> None:
+    """Repeat an object by reading and writing its bytes, durably; an older ``target`` is replaced."""
+    with storage.open(source) as reader, storage.create(target, reader.size) as writer:
+        for start in range(0, reader.size, _COPY_BYTES):
+            chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
+            reader.read_into(start, chunk)
+            writer.write(chunk)
 
 
 def check_path(path: str) -> str:

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError, StorageConflictError, StorageError, Sto
 
 from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_range, check_view
 
-__all__ = ["MemoryStorage"]
+__all__ = ["BytesReader", "MemoryStorage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self._store, check_path(path), size)
 
     def open(self, path: str) -> FileReader:
-        return _MemoryReader(path, self._get(path).data)
+        return BytesReader(path, self._get(path).data)
 
     def stat(self, path: str) -> ObjectInfo:
         item = self._get(path)
@@ -147,7 +147,14 @@ class _MemoryWriter(FileWriter):
         self._data = None
 
 
-class _MemoryReader(FileReader):
+class BytesReader(FileReader):
+    """Ranges of an object that is in memory whole, so that it cannot change under its reader.
+
+    Args:
+        path: the object, for messages.
+        data: its bytes.
+    """
+
     def __init__(self, path: str, data: bytes) -> None:
         self._path, self._data, self.size = path, data, len(data)
 

@@ -37,12 +37,13 @@ from ..base import (
     check_prefix,
     check_range,
     check_view,
+    copy_bytes,
 )
+from ..memory import BytesReader
 from .errors import client_errors
 
 __all__ = [
     "AdaptedStorage",
-    "BytesReader",
     "Described",
     "FoundObject",
     "RangeReader",
@@ -63,7 +64,6 @@ _log = get_logger("storage")
 # Objects up to the first size are read for their etag; up to the second they are read whole when they are opened.
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20
-_COPY_BYTES = 8 << 20
 # A temporary file of a `put` lives for seconds; clocks of servers may be wrong by more than that.
 _DEAD_AFTER_S = 86400.0
 # A lock per object would never be freed; objects that share a lock by chance only wait for a small write.
@@ -261,17 +261,13 @@ class AdaptedStorage(Storage):
     def copy(self, source: str, target: str) -> None:
         """Repeat an object, on the server where the client can."""
         old, new = self._full(source), self._full(target)
-        found = self._found(source)
+        self._found(source)
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._where(target)}: it exists; use another name")
         with client_errors("copy", self._where(target)):
             if self._repeat(old, new):
                 return
-        with self.open(source) as reader, self.create(target, reader.size) as writer:
-            for start in range(0, found.size or 0, _COPY_BYTES):
-                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+        copy_bytes(self, source, target)
 
     @property
     def traits(self) -> StorageTraits:
@@ -371,25 +367,19 @@ class SentWriter(FileWriter):
     Subclasses say how to send bytes, how to finish, and how to give up; all three may raise what the client raises.
 
     Args:
+        storage: of the client.
+        full: path of the object there.
         where: the object, for messages.
         size: bytes of the object.
-        drop: removes the object.
-        check: describes the object; None if there is none.
-        shows_parts: whether a part of what was sent may have the name when this is given up. Where it cannot, what has
-            the name then is the object of before, and stays.
+        shows_parts: whether a part of what was sent may have the name when this is given up; None: as in all of the
+            storage. Where it cannot, what has the name then is the object of before, and stays.
     """
 
     def __init__(
-        self,
-        where: str,
-        size: int,
-        *,
-        drop: Callable[[], None],
-        check: Callable[[], FoundObject | None],
-        shows_parts: bool,
+        self, storage: AdaptedStorage, full: str, where: str, size: int, *, shows_parts: bool | None = None
     ) -> None:
-        self._where, self._size, self._drop, self._check = where, size, drop, check
-        self._has_name = shows_parts
+        self._storage, self._full, self._where, self._size = storage, full, where, size
+        self._has_name = storage._shows_parts if shows_parts is None else shows_parts
         self._offset = 0  # bytes written, padding included
         self._ended = False
 
@@ -426,7 +416,7 @@ class SentWriter(FileWriter):
                 )
             with client_errors("write", self._where):
                 self._finish()
-                found = self._check()
+                found = self._storage._look(self._full)
             if found is None or found.size != self._size:
                 self._has_name = True  # the client has finished it
                 raise StorageError(
@@ -447,23 +437,7 @@ class SentWriter(FileWriter):
             self._give_up()
         if self._has_name:
             with contextlib.suppress(Exception):
-                self._drop()
-
-
-class BytesReader(FileReader):
-    """Ranges of an object that was read whole, so that it cannot change under its reader."""
-
-    def __init__(self, where: str, data: bytes) -> None:
-        self._where, self._data, self.size = where, data, len(data)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
-        target[:] = self._data[offset : offset + len(target)]
-
-    def close(self) -> None:
-        """Do nothing."""
+                self._storage._remove(self._full)
 
 
 class RangeReader(FileReader):

@@ -158,15 +158,8 @@ class FsspecStorage(AdaptedStorage):
                 handle = self._in_directory(fs, full, lambda: fs.open(full, "wb"))
             else:
                 handle = fs.open(full, "wb")
-        return HandleWriter(
-            handle,
-            _guard(fs),
-            where,
-            size,
-            drop=lambda: self._remove(full),
-            check=lambda: self._look(full),
-            shows_parts=self._shows_parts or not _is_uploaded(handle),
-        )
+        shows_parts = self._shows_parts or not _is_uploaded(handle)
+        return HandleWriter(handle, _guard(fs), self, full, where, size, shows_parts=shows_parts)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         with _guarded(self.filesystem) as fs:
@@ -449,8 +442,8 @@ def _is_uploaded(handle: Any) -> bool:
 class HandleWriter(SentWriter):
     """Writes through an open handle, one thread of the client at a time."""
 
-    def __init__(self, handle: Any, guard: threading.RLock, where: str, size: int, **given: Any) -> None:
-        super().__init__(where, size, **given)
+    def __init__(self, handle: Any, guard: threading.RLock, *given: Any, shows_parts: bool) -> None:
+        super().__init__(*given, shows_parts=shows_parts)
         self._handle, self._guard = handle, guard
         if hasattr(handle, "set_pipelined"):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors

@@ -156,14 +156,7 @@ class PyarrowStorage(AdaptedStorage):
         else:
             stream = start()
 
-        return _ArrowWriter(
-            stream,
-            where,
-            size,
-            drop=lambda: self._remove(full),
-            check=lambda: self._look(full),
-            shows_parts=self._shows_parts,
-        )
+        return _ArrowWriter(stream, self, full, where, size)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         from pyarrow.fs import FileSelector, FileType
@@ -215,8 +208,8 @@ class PyarrowStorage(AdaptedStorage):
 
 
 class _ArrowWriter(SentWriter):
-    def __init__(self, stream: Any, where: str, size: int, **given: Any) -> None:
-        super().__init__(where, size, **given)
+    def __init__(self, stream: Any, *given: Any) -> None:
+        super().__init__(*given)
         self._stream = stream
 
     def _send(self, data: bytes) -> None:

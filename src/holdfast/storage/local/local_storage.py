@@ -29,6 +29,7 @@ from ..base import (
     Storage,
     check_path,
     check_prefix,
+    copy_bytes,
 )
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["LocalStorage", "absolute", "as_given", "door_of"]
 
 _T = TypeVar("_T")
-_COPY_BYTES = 8 << 20
 _DELETING_THREADS = 16
 _DELETED_BY_EACH = 64  # files, at least
 # How often a directory may be pruned under a writer before it gives up.
@@ -421,14 +421,7 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno not in _NO_LINK:
                     raise
-                self._copy_bytes(source, target)
-
-    def _copy_bytes(self, source: str, target: str) -> None:
-        with self.open(source) as reader, self.create(target, reader.size) as writer:
-            for start in range(0, reader.size, _COPY_BYTES):
-                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+                copy_bytes(self, source, target)
 
     def adopt(self, source: str, path: str) -> bool:
         """Make a file durable and rename it into this storage."""
