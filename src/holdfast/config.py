@@ -13,24 +13,10 @@ from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
 __all__ = [
-    "KEEP_TEXT",
-    "VERIFY_VARIABLE",
-    "CheckpointConfig",
-    "CheckpointStrategy",
-    "FailureConfig",
-    "Guard",
-    "Keep",
-    "Mirror",
-    "Rule",
-    "RunConfig",
-    "ScalingConfig",
-    "ValidationConfig",
-    "ValidationFn",
-    "ValidationTaskConfig",
-    "keep_from_text",
-    "rules_of",
-    "stored_keep",
-]
+    "KEEP_TEXT", "VERIFY_VARIABLE", "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Guard", "Keep",
+    "Mirror", "Rule", "RunConfig", "ScalingConfig", "ValidationConfig", "ValidationFn", "ValidationTaskConfig",
+    "keep_from_text", "rules_of", "stored_keep",
+]  # fmt: skip
 
 ValidationFn: TypeAlias = Callable[..., Mapping[str, Any]]
 """``fn(checkpoint, **fn_kwargs) -> dict`` of metrics."""

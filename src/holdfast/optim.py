@@ -33,24 +33,12 @@ _SGD: Any = inspect.unwrap(SGD.step)
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
-    "ComposerScheduler",
-    "ConstantScheduler",
-    "ConstantWithWarmupScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "DecoupledAdamW",
-    "DecoupledSGDW",
-    "ExponentialScheduler",
-    "LinearScheduler",
-    "LinearWithWarmupScheduler",
-    "MultiStepScheduler",
-    "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler",
-    "PolynomialWithWarmupScheduler",
-    "StepScheduler",
+    "ComposerScheduler", "ConstantScheduler", "ConstantWithWarmupScheduler", "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler", "CosineAnnealingWithWarmupScheduler", "DecoupledAdamW", "DecoupledSGDW",
+    "ExponentialScheduler", "LinearScheduler", "LinearWithWarmupScheduler", "MultiStepScheduler",
+    "MultiStepWithWarmupScheduler", "PolynomialScheduler", "PolynomialWithWarmupScheduler", "StepScheduler",
     "compile_composer_scheduler",
-]
+]  # fmt: skip
 
 
 class DecoupledAdamW(AdamW):

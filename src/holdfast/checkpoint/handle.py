@@ -49,15 +49,9 @@ from .summary import state_tree, top_names
 from .verify import Verification, read_metadata, verify
 
 __all__ = [
-    "Checkpoint",
-    "CommittedCheckpoint",
-    "DictStore",
-    "Verification",
-    "file_system",
-    "locate",
-    "newest_of_run",
+    "Checkpoint", "CommittedCheckpoint", "DictStore", "Verification", "file_system", "locate", "newest_of_run",
     "without_prefix",
-]
+]  # fmt: skip
 
 _LOG = get_logger("checkpoint")
 

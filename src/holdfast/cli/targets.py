@@ -27,19 +27,9 @@ from holdfast.storage.resolve import resolve
 from .terminal import printable
 
 __all__ = [
-    "PATH",
-    "Choice",
-    "bad_step_in",
-    "choose",
-    "complete_metric",
-    "find",
-    "pick_options",
-    "ranking",
-    "reach",
-    "run_at",
-    "span_option",
-    "warn_of_quarantine",
-]
+    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "pick_options", "ranking", "reach", "run_at",
+    "span_option", "warn_of_quarantine",
+]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
 _Command = Callable[..., None]

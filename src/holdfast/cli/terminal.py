@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable",
-    "age",
-    "console",
-    "counted",
-    "fits",
-    "message",
-    "number",
-    "painted",
-    "print_columns",
-    "print_json",
-    "printable",
-    "replace_file",
-    "table",
-]
+    "PlainTable", "age", "console", "counted", "fits", "message", "number", "painted", "print_columns", "print_json",
+    "printable", "replace_file", "table",
+]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
 

@@ -32,15 +32,9 @@ from holdfast.storage.base import Storage
 from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
 
 __all__ = [
-    "REPEATED_FROM",
-    "Copied",
-    "TransferStopped",
-    "compare_files",
-    "copy_checkpoint",
-    "copy_file",
-    "planned",
+    "REPEATED_FROM", "Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "planned",
     "send_entries",
-]
+]  # fmt: skip
 
 REPEATED_FROM = 1 << 20
 """To have a store repeat a file takes three requests, to send a small one takes one."""

@@ -24,18 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "WINDOW",
-    "Blob",
-    "Blocks",
-    "BoxReader",
-    "ExportFolder",
-    "assemble",
-    "cast",
-    "check_parts",
-    "fill",
-    "rows_of",
+    "WINDOW", "Blob", "Blocks", "BoxReader", "ExportFolder", "assemble", "cast", "check_parts", "fill", "rows_of",
     "windows",
-]
+]  # fmt: skip
 
 WINDOW = 8 << 20
 """Bytes of a tensor in memory at a time."""

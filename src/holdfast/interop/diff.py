@@ -25,15 +25,9 @@ from holdfast.run.record import flat_metrics
 from holdfast.state.load.selection import Selection
 
 __all__ = [
-    "CheckpointContents",
-    "CheckpointDifference",
-    "Leaf",
-    "Missing",
-    "TensorChange",
-    "Tolerance",
-    "compare",
+    "CheckpointContents", "CheckpointDifference", "Leaf", "Missing", "TensorChange", "Tolerance", "compare",
     "read_contents",
-]
+]  # fmt: skip
 
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "namedtuple"})
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})

@@ -29,15 +29,8 @@ from .blobs import Blob, ExportFolder, rows_of
 from .source import OpenedCheckpoint, paths_of_one_name
 
 __all__ = [
-    "FORMATS",
-    "INDEX_NAME",
-    "METADATA_NAME",
-    "WEIGHTS_NAME",
-    "Exported",
-    "export",
-    "flatten_for_dcp",
-    "watched_export",
-]
+    "FORMATS", "INDEX_NAME", "METADATA_NAME", "WEIGHTS_NAME", "Exported", "export", "flatten_for_dcp", "watched_export",
+]  # fmt: skip
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 _HF_SHARD = 5_000_000_000  # bytes; the default of transformers

@@ -20,23 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "BLOCK",
-    "TEMPORARY",
-    "FileBatch",
-    "FileReader",
-    "FileWriter",
-    "ObjectInfo",
-    "PrefixStorage",
-    "ReplacingWriter",
-    "Storage",
-    "StorageTraits",
-    "WrappedStorage",
-    "check_path",
-    "check_prefix",
-    "check_range",
-    "check_view",
+    "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
+    "Storage", "StorageTraits", "WrappedStorage", "check_path", "check_prefix", "check_range", "check_view",
     "copy_bytes",
-]
+]  # fmt: skip
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
 

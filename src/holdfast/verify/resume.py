@@ -31,20 +31,9 @@ from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_l
 from .trace import LifePlan, Moment, Row
 
 __all__ = [
-    "Examined",
-    "Home",
-    "Kill",
-    "NothingToVerifyError",
-    "ResumeDivergedError",
-    "ResumeReport",
-    "Twins",
-    "check_arguments",
-    "choose",
-    "choose_by_rows",
-    "examine",
-    "verify_resume",
-    "verify_resume_script",
-]
+    "Examined", "Home", "Kill", "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "Twins",
+    "check_arguments", "choose", "choose_by_rows", "examine", "verify_resume", "verify_resume_script",
+]  # fmt: skip
 
 _SHOWN = 10
 Say = Callable[[str], None]

@@ -38,16 +38,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Aim",
-    "Change",
-    "ChangeWatch",
-    "OutputWatch",
-    "Workplace",
-    "cut_power",
-    "make_durable",
-    "sees_power_cuts",
+    "Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace", "cut_power", "make_durable", "sees_power_cuts",
     "unwritten",
-]
+]  # fmt: skip
 
 _LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
 """Never written by a training: a link to the real one will do."""

@@ -43,14 +43,8 @@ from ..memory import BytesReader
 from .errors import client_errors
 
 __all__ = [
-    "AdaptedStorage",
-    "Described",
-    "FoundObject",
-    "RangeReader",
-    "SentWriter",
-    "rebuild_options",
-    "temporary_beside",
-]
+    "AdaptedStorage", "Described", "FoundObject", "RangeReader", "SentWriter", "rebuild_options", "temporary_beside",
+]  # fmt: skip
 
 _SECRET = re.compile(
     r"pass(word|wd|phrase)|secret|token|credential|signature|sas|api_?key|_key$|^p?key$|^auth|cookie|connection_?string",

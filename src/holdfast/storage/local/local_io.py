@@ -21,15 +21,9 @@ from .local_tree import make_durable, type_of_file_system
 from .ops import Ops, errors_of
 
 __all__ = [
-    "GiveName",
-    "LocalBatch",
-    "LocalReader",
-    "LocalReplacingWriter",
-    "LocalWriter",
-    "flush_whole",
-    "flushes_whole",
+    "GiveName", "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole",
     "write_all",
-]
+]  # fmt: skip
 
 GiveName = Callable[[OpenDirectory, Inside, bool, "str | None"], object]
 """Gives a temporary file (2) of a directory (1) its name: only if the name is free (3), only over this etag (4)."""

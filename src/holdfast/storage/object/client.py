@@ -30,15 +30,8 @@ from .bucket import BucketConfig
 from .errors import NO_BUCKET, again_if_broken, errors_of, said, was_retried
 
 __all__ = [
-    "MARK",
-    "BucketClient",
-    "UnfinishedUploads",
-    "Upload",
-    "as_condition",
-    "conditions_of",
-    "landed",
-    "make_store",
-]
+    "MARK", "BucketClient", "UnfinishedUploads", "Upload", "as_condition", "conditions_of", "landed", "make_store",
+]  # fmt: skip
 
 _FEW = 2  # a store that has never heard of a request may answer 501, which the client takes for a passing failure
 _first_pid: list[int] = []
