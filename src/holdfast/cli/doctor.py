@@ -200,7 +200,9 @@ def _limits() -> Generator[Finding]:
         yield warn("open files", f"at most {files}", "many ranks or loader workers may run out of them",
                    "ulimit -n 65536", limit=files)  # fmt: skip
     else:
-        yield good("open files", f"at most {_limit(files)}", "enough", limit=files)
+        yield good(
+            "open files", f"at most {'unlimited' if files == resource.RLIM_INFINITY else files}", "enough", limit=files
+        )
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if size != resource.RLIM_INFINITY:
         yield bad("file size", f"at most {format_bytes(size)}", "a save of larger files is killed by SIGXFSZ",
@@ -208,10 +210,6 @@ def _limits() -> Generator[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield good("locked memory", text, "pinning for a GPU goes through its driver and is not bound by it", limit=locked)
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if resource is not None and value == resource.RLIM_INFINITY else str(value)
 
 
 def _gpus() -> Generator[Finding]:

@@ -130,13 +130,14 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
         _check_scheme(os.fspath(location), filesystem)
         if isinstance(filesystem, Storage):
             return filesystem.child(os.fspath(location).strip("/"))
-        package = next((base.__module__ for base in type(filesystem).__mro__ if _package(base) in _FILESYSTEMS), "")
+        packages = [base.__module__.partition(".")[0] for base in type(filesystem).__mro__]
+        package = next((name for name in packages if name in _FILESYSTEMS), "")
         if not package:
             raise ConfigError(
                 f"filesystem={_kind_of(filesystem)}: give a holdfast.storage.Storage; file systems of "
                 f"{', '.join(sorted(_FILESYSTEMS)) or 'other packages'} are the only others known here"
             )
-        adapt = _find(_FILESYSTEMS[package.partition(".")[0]])
+        adapt = _find(_FILESYSTEMS[package])
         return cast("Storage", adapt(filesystem, os.fspath(location)))
     if isinstance(location, os.PathLike):
         # A path object never holds a scheme: "://" of a text is ":/" in it.
@@ -190,10 +191,6 @@ def _check_scheme(path: str, filesystem: Any) -> None:
 def _kind_of(filesystem: Any) -> str:
     """Name a file system by its class: what its repr shows is not ours to know, and may be a password."""
     return f"<{type(filesystem).__module__}.{type(filesystem).__qualname__}>"
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def from_description(description: dict[str, Any], secrets: dict[str, str] | None = None) -> Storage:

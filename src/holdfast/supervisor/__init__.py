@@ -36,7 +36,7 @@ class HeldSignals:
             number = getattr(signal, name)
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGCHLD, _nothing)  # so that the death of a child wakes `wake_by`
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # so that the death of a child wakes `wake_by`
 
     def wake_by(self, fd: int) -> None:
         """Have every signal write a byte to this descriptor, which does not block."""
@@ -46,10 +46,6 @@ class HeldSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.waiting.append(number)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 _HELD: list[HeldSignals] = []

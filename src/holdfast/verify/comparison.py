@@ -151,16 +151,11 @@ def first_difference(
             else:
                 difference = _after(row, twin, ignore, every)
             if difference is not None:
-                more = {**place, "resumed": resumed.get(row["rank"])}
-                return _with(difference, more), compared
+                return replace(difference, **place, resumed=resumed.get(row["rank"])), compared
             compared += 1
         for row in rows:
             own.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
     return _length(reference, lives[-1] if lives else (), every), compared
-
-
-def _with(difference: Difference, more: Mapping[str, object]) -> Difference:
-    return replace(difference, **more)  # type: ignore[arg-type]
 
 
 def _at_start(
@@ -286,10 +281,6 @@ def _paths(found: Difference) -> list[str]:
     return [path for path, _, _ in found.items]
 
 
-def _all(found: Difference, *prefixes: str) -> bool:
-    return bool(found.items) and all(path.startswith(prefixes) for path in _paths(found))
-
-
 def _other_path(found: Difference, why: str) -> str | None:
     if found.kind != "path":
         return None
@@ -322,7 +313,8 @@ def _plain_value(found: Difference, why: str) -> str | None:
 
 
 def _changed_before_batches(found: Difference, why: str) -> str | None:
-    if found.kind != "at resume" or not _all(found, "holdfast/rng"):
+    others = [path for path in _paths(found) if not path.startswith("holdfast/rng")]
+    if found.kind != "at resume" or others or not found.items:
         return None
     return (
         "The random generators are not those that were saved: something draws from them or seeds them after they were "
@@ -411,10 +403,6 @@ def _metric_only(found: Difference, why: str) -> str | None:
     )
 
 
-def _outside(found: Difference, why: str) -> str | None:
-    return _OUTSIDE if found.kind == "after" else None
-
-
 _RULES: Sequence[_Rule] = (
     _other_path,
     _not_resumed,
@@ -427,5 +415,5 @@ _RULES: Sequence[_Rule] = (
     _learning_rate,
     _length_of_run,
     _metric_only,
-    _outside,
+    lambda found, why: _OUTSIDE if found.kind == "after" else None,
 )
