@@ -26,8 +26,16 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 from ..base import FileReader, FileWriter, Storage, check_range
 from ..local.local_storage import LocalStorage
 from ..resolve import importable, load, resolve
-from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
-from .errors import client_errors
+from .common import (
+    AdaptedStorage,
+    Described,
+    FoundObject,
+    RangeReader,
+    SentWriter,
+    client_errors,
+    rebuild_options,
+    temporary_beside,
+)
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
 

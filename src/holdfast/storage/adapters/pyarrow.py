@@ -20,8 +20,16 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from ..base import TEMPORARY, FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
-from .errors import client_errors
+from .common import (
+    AdaptedStorage,
+    Described,
+    FoundObject,
+    RangeReader,
+    SentWriter,
+    client_errors,
+    rebuild_options,
+    temporary_beside,
+)
 
 __all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
 
