@@ -15,7 +15,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.reports import live_rows
 
 from .targets import PATH, Choice, choose, find, pick_options, run_at
-from .terminal import console, number, print_json, printable
+from .terminal import console, number, print_json, printable, say
 
 if TYPE_CHECKING:
     from holdfast.interop.average import AverageResult
@@ -246,23 +246,17 @@ def _document(done: AverageResult) -> dict[str, Any]:
 
 
 def _print(done: AverageResult) -> None:
-    from rich.text import Text
-
     out = console()
-
-    def say(text: str, style: str = "") -> None:
-        out.print(Text(printable(text), style=style), soft_wrap=True)
-
-    say(f"{done.checkpoint.uri}  average of {len(done.sources)} checkpoints", "bold")
+    say(out, f"{done.checkpoint.uri}  average of {len(done.sources)} checkpoints", "bold")
     for source, step, share in done.sources:
-        say(f"  {number(share):>8}  {source.uri}" + ("" if step is None else f"  step {step}"))
-    say(f"{len(done.averaged)} tensors averaged, {len(done.from_last)} others taken from the last one")
+        say(out, f"  {number(share):>8}  {source.uri}" + ("" if step is None else f"  step {step}"))
+    say(out, f"{len(done.averaged)} tensors averaged, {len(done.from_last)} others taken from the last one")
     for names, what in (
         (done.unlike, "not the same in all, and taken from the last one"),
         (done.not_finite, "has NaN or infinities in the average"),
     ):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            say(f"  {what}: {', '.join(names[:_SHOWN])}{more}", "yellow")
+            say(out, f"  {what}: {', '.join(names[:_SHOWN])}{more}", "yellow")
     if done.left_out:
-        say(f"  left out: {', '.join(done.left_out)}", "dim")
+        say(out, f"  left out: {', '.join(done.left_out)}", "dim")

@@ -13,13 +13,12 @@ from typing import Any, cast
 
 import click
 
-from holdfast._outgoing import strict
 from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, run_at, span_option
-from .terminal import print_json, printable
+from .terminal import print_json, print_line, printable
 
 __all__ = ["best", "latest", "watch"]
 
@@ -137,7 +136,7 @@ def watch(
                 row |= _run(command, checkpoint, report=report, aside=as_json)
                 has_failed = has_failed or row["status"] != 0 or row["problem"] is not None
             if as_json:
-                click.echo(json.dumps(strict(row), allow_nan=False, default=str))
+                print_line(row)
             elif command is None:
                 click.echo(printable(checkpoint.uri))
             elif row["problem"] is not None:

@@ -19,13 +19,12 @@ from .follow import best, latest, watch
 from .log import log
 from .ls import ls
 from .page import page
-from .run import run
+from .scripts import attack, run, verify_resume
 from .show import show
 from .stats import stats
 from .terminal import message, print_json
 from .transfer import cp, pull, push, sweep
 from .verify import verify
-from .verify_resume import attack, verify_resume
 
 __all__ = ["cli", "main"]
 

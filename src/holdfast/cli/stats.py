@@ -18,7 +18,7 @@ from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, run_at, span_option
+from .targets import PATH, poll_option, run_at
 from .terminal import Row, console, counted, message, print_columns, print_json, printable, replace_file, table
 
 __all__ = ["openmetrics", "stats"]
@@ -84,9 +84,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
     storage = resolve(run)
     if watch and target is None:
         raise ConfigError("--watch writes a file again and again: name it with --openmetrics FILE")
-    every = span_option("--poll", poll)
-    if every < 1:
-        raise ConfigError(f"--poll {poll}: give at least one second")
+    every = poll_option(poll)
     if target is not None:
         if as_json:
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
