@@ -17,10 +17,9 @@ from .doctor import doctor
 from .edit import pin, prune, rm, unpin
 from .follow import best, latest, watch
 from .log import log
-from .ls import ls
+from .ls import ls, show
 from .page import page
 from .scripts import attack, run, verify_resume
-from .show import show
 from .stats import stats
 from .terminal import message, print_json
 from .transfer import cp, pull, push, sweep
