@@ -1,12 +1,12 @@
 """Compare the rows of several lives of a training, and name the likely causes of a difference; pure functions.
 
-They define "equal". The causes are a table of rules, which new experience extends: each looks at the first difference
-and returns, if it fits, the usual cause and what to do.
+They define "equal". The causes are rules, which new experience extends: each looks at the first difference and says, if
+it fits, the usual cause and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .trace import Row
@@ -229,9 +229,6 @@ def _length(reference: Sequence[Row], rows: Sequence[Row], every: int) -> Differ
     )
 
 
-_Rule = Callable[[Difference, str], str | None]
-
-
 def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = None) -> list[str]:
     """Return the likely causes of a difference, the likeliest first.
 
@@ -242,8 +239,29 @@ def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = 
     """
     if noise is not None and noise.first is not None and found.kind in ("after", "length", "metrics"):
         return _of_noise(noise.first)
-    causes = [text for rule in _RULES if (text := rule(found, why))]
-    return causes or [_OUTSIDE]
+    match found.kind:
+        case "path":
+            return [
+                f"The path of the run changes from life to life ({found.text}): it is made of a time, a process id or "
+                "a temporary directory, so no life finds the checkpoints of the life before it. Give Checkpointer the "
+                "same path each time"
+            ]
+        case "not resumed":
+            return [
+                f"The script began at step {found.step} although {found.text}: resume='never', a fixed "
+                "resume=CHECKPOINT, or code that empties the directory of the run at the start. Use resume='auto'"
+            ]
+        case "length":
+            return [
+                f"{found.text[:1].upper()}{found.text[1:]}: the loop counts by itself (`for i in range(n)`, "
+                "`enumerate`, a patience counter). Count with ck.epochs and ck.global_step, and put other counters "
+                "into the state"
+            ]
+        case "at resume":
+            return list(_of_resume(found)) or [_OUTSIDE]
+        case "metrics":
+            return [*_of_data(found), _OF_METRIC]
+    return [*_of_data(found), *_of_training(found, why), _OUTSIDE]
 
 
 _OUTSIDE = (
@@ -277,143 +295,73 @@ def _of_noise(first: Difference) -> list[str]:
     ]
 
 
-def _paths(found: Difference) -> list[str]:
-    return [path for path, _, _ in found.items]
+_OF_METRIC = (
+    "The state is equal and a metric is not: it is computed from a variable that is not saved, such as a running "
+    "average or a list of losses, which a new life begins anew. Put it into the state"
+)
 
 
-def _other_path(found: Difference, why: str) -> str | None:
-    if found.kind != "path":
-        return None
-    return (
-        f"The path of the run changes from life to life ({found.text}): it is made of a time, a process id or a "
-        "temporary directory, so no life finds the checkpoints of the life before it. Give Checkpointer the same path "
-        "each time"
-    )
-
-
-def _not_resumed(found: Difference, why: str) -> str | None:
-    if found.kind != "not resumed":
-        return None
-    return (
-        f"The script began at step {found.step} although {found.text}: resume='never', a fixed resume=CHECKPOINT, or "
-        "code that empties the directory of the run at the start. Use resume='auto'"
-    )
-
-
-def _plain_value(found: Difference, why: str) -> str | None:
+def _of_resume(found: Difference) -> Iterator[str]:
+    """Yield the causes where the state is not the saved one right after the resume."""
+    paths = [path for path, _, _ in found.items]
+    if any(path.startswith("holdfast/progress") for path in paths):
+        yield (
+            "Step, epoch or data position are not those that were saved. Is something else loading them? If not, this "
+            "is a defect of Holdfast: please report it with this output"
+        )
     owners = (*found.objects, "holdfast")
-    names = [path for path in _paths(found) if path.partition("/")[0] not in owners]
-    if found.kind != "at resume" or not names:
-        return None
-    return (
-        f"{', '.join(names[:5])}: a plain value (a number, text, list, tensor) is saved and did not come back into the "
-        "state. Keep it in the mapping alone (ck.state['best'] = ...) instead of a variable beside it, and read it "
-        "from there after entering, or put it into an object with state_dict and load_state_dict"
-    )
+    if names := [path for path in paths if path.partition("/")[0] not in owners]:
+        yield (
+            f"{', '.join(names[:5])}: a plain value (a number, text, list, tensor) is saved and did not come back into "
+            "the state. Keep it in the mapping alone (ck.state['best'] = ...) instead of a variable beside it, and "
+            "read it from there after entering, or put it into an object with state_dict and load_state_dict"
+        )
+    if paths and all(path.startswith("holdfast/rng") for path in paths):
+        yield (
+            "The random generators are not those that were saved: something draws from them or seeds them after they "
+            "were captured (an evaluation, a new iterator of a DataLoader, torch.manual_seed inside the body)"
+        )
+    if names := sorted({path.partition("/")[0] for path in paths} & set(found.objects)):
+        yield (
+            f"{', '.join(names)}: was saved and did not come back. Its load_state_dict does not take in what its "
+            "state_dict gives, or it was not the object that trains (make models, wrappers, optimizers and schedulers "
+            "before `with Checkpointer(...)`), or it was saved in the middle of a step (call ck.save and ck.report "
+            "after ck.step)"
+        )
 
 
-def _changed_before_batches(found: Difference, why: str) -> str | None:
-    others = [path for path in _paths(found) if not path.startswith("holdfast/rng")]
-    if found.kind != "at resume" or others or not found.items:
-        return None
-    return (
-        "The random generators are not those that were saved: something draws from them or seeds them after they were "
-        "captured (an evaluation, a new iterator of a DataLoader, torch.manual_seed inside the body)"
-    )
-
-
-def _own_counters(found: Difference, why: str) -> str | None:
-    if found.kind != "at resume" or not any(path.startswith("holdfast/progress") for path in _paths(found)):
-        return None
-    return (
-        "Step, epoch or data position are not those that were saved. Is something else loading them? If not, this is a "
-        "defect of Holdfast: please report it with this output"
-    )
-
-
-def _own_object(found: Difference, why: str) -> str | None:
-    if found.kind != "at resume":
-        return None
-    names = sorted({path.partition("/")[0] for path in _paths(found)} & set(found.objects))
-    if not names:
-        return None
-    return (
-        f"{', '.join(names)}: was saved and did not come back. Its load_state_dict does not take in what its "
-        "state_dict gives, or it was not the object that trains (make models, wrappers, optimizers and schedulers "
-        "before `with Checkpointer(...)`), or it was saved in the middle of a step (call ck.save and ck.report after "
-        "ck.step)"
-    )
-
-
-def _other_data(found: Difference, why: str) -> str | None:
-    if found.kind not in ("after", "metrics") or not found.batches:
-        return None
-    if found.text:
-        return (
+def _of_data(found: Difference) -> Iterator[str]:
+    """Yield the cause where the batches are others."""
+    if found.batches and found.text:
+        yield (
             "The loader does not go on from its saved position, as the ledger of the run shows: look at its state_dict "
             "and load_state_dict, use a map-style data set, or a loader without state_dict, which is replayed by count"
         )
-    return (
-        "The data of this step are others: an order that is drawn outside of ck.batches (an iterator made by hand, a "
-        "shuffle of your own, `enumerate` or `next(iter(loader))` on the loader itself), a sampler or an iterable with "
-        "state that is not saved, a batch drawn ahead and lost, or augmentation in persistent workers. Draw from "
-        "ck.batches(loader), and give loader or sampler a state_dict"
-    )
+    elif found.batches:
+        yield (
+            "The data of this step are others: an order that is drawn outside of ck.batches (an iterator made by hand, "
+            "a shuffle of your own, `enumerate` or `next(iter(loader))` on the loader itself), a sampler or an "
+            "iterable with state that is not saved, a batch drawn ahead and lost, or augmentation in persistent "
+            "workers. Draw from ck.batches(loader), and give loader or sampler a state_dict"
+        )
 
 
-def _generators_first(found: Difference, why: str) -> str | None:
-    if found.kind != "after" or found.batches or not any(p.startswith("holdfast/rng") for p in _paths(found)):
-        return None
-    where = ""
-    if why in ("after a report", "at the end of an epoch"):
-        where = f" The life went on from a step saved {why}: an evaluation there is the usual place."
-    return (
-        "Random numbers are drawn in one life that the other does not draw: by code that runs only at the start (a "
-        "sanity check, compiling, `iter(loader)`), or by code after ck.step (an evaluation with a DataLoader of its "
-        f"own, sampling, dropout left on).{where} Give that code a generator of its own "
-        "(DataLoader(..., generator=torch.Generator())), or move it in front of ck.step"
-    )
-
-
-def _learning_rate(found: Difference, why: str) -> str | None:
-    if found.kind != "after" or not any(path.endswith(("/lr", "/initial_lr")) for path in _paths(found)):
-        return None
-    return (
-        "The learning rate differs: it is computed from a variable that is not saved (a batch index of `enumerate`, "
-        "which begins at 0 again, a step counter of your own: use ck.global_step), or a scheduler is not in the state "
-        "or steps after ck.step"
-    )
-
-
-def _length_of_run(found: Difference, why: str) -> str | None:
-    if found.kind != "length":
-        return None
-    return (
-        f"{found.text[:1].upper()}{found.text[1:]}: the loop counts by itself (`for i in range(n)`, `enumerate`, a "
-        "patience counter). Count with ck.epochs and ck.global_step, and put other counters into the state"
-    )
-
-
-def _metric_only(found: Difference, why: str) -> str | None:
-    if found.kind != "metrics":
-        return None
-    return (
-        "The state is equal and a metric is not: it is computed from a variable that is not saved, such as a running "
-        "average or a list of losses, which a new life begins anew. Put it into the state"
-    )
-
-
-_RULES: Sequence[_Rule] = (
-    _other_path,
-    _not_resumed,
-    _own_counters,
-    _plain_value,
-    _changed_before_batches,
-    _own_object,
-    _other_data,
-    _generators_first,
-    _learning_rate,
-    _length_of_run,
-    _metric_only,
-    lambda found, why: _OUTSIDE if found.kind == "after" else None,
-)
+def _of_training(found: Difference, why: str) -> Iterator[str]:
+    """Yield the causes where a step ends in another state."""
+    paths = [path for path, _, _ in found.items]
+    if not found.batches and any(path.startswith("holdfast/rng") for path in paths):
+        where = ""
+        if why in ("after a report", "at the end of an epoch"):
+            where = f" The life went on from a step saved {why}: an evaluation there is the usual place."
+        yield (
+            "Random numbers are drawn in one life that the other does not draw: by code that runs only at the start (a "
+            "sanity check, compiling, `iter(loader)`), or by code after ck.step (an evaluation with a DataLoader of "
+            f"its own, sampling, dropout left on).{where} Give that code a generator of its own "
+            "(DataLoader(..., generator=torch.Generator())), or move it in front of ck.step"
+        )
+    if any(path.endswith(("/lr", "/initial_lr")) for path in paths):
+        yield (
+            "The learning rate differs: it is computed from a variable that is not saved (a batch index of "
+            "`enumerate`, which begins at 0 again, a step counter of your own: use ck.global_step), or a scheduler is "
+            "not in the state or steps after ck.step"
+        )
