@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -189,7 +189,17 @@ def average(
             progress=progress,
         )
     if as_json:
-        print_json(_document(done))
+        print_json(
+            {
+                "checkpoint": done.checkpoint.uri,
+                "sources": [{"checkpoint": of.uri, "step": step, "share": share} for of, step, share in done.sources],
+                "averaged": list(done.averaged),
+                "from_last": list(done.from_last),
+                "unlike": list(done.unlike),
+                "not_finite": list(done.not_finite),
+                "left_out": list(done.left_out),
+            }
+        )
     else:
         _print(done)
 
@@ -231,18 +241,6 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--weights {text!r}: give numbers separated by commas, such as 0.5,0.3,0.2") from None
-
-
-def _document(done: AverageResult) -> dict[str, Any]:
-    return {
-        "checkpoint": done.checkpoint.uri,
-        "sources": [{"checkpoint": source.uri, "step": step, "share": share} for source, step, share in done.sources],
-        "averaged": list(done.averaged),
-        "from_last": list(done.from_last),
-        "unlike": list(done.unlike),
-        "not_finite": list(done.not_finite),
-        "left_out": list(done.left_out),
-    }
 
 
 def _print(done: AverageResult) -> None:

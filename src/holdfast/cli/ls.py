@@ -340,7 +340,9 @@ def _document_checkpoint(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, 
     try:
         manifest = checkpoint.manifest
         if manifest is None:
-            return {**head, "state": "foreign", "size_bytes": checkpoint.size_bytes, "files": _foreign(checkpoint)}
+            found = files_of(checkpoint.storage, checkpoint.directory)
+            files = [{"path": path, "bytes": info.size, "role": "user"} for path, info in found]
+            return {**head, "state": "foreign", "size_bytes": checkpoint.size_bytes, "files": files}
         contents = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest)
         rows, tree = summary.tensors(contents), summary.state_tree(contents)
     except CheckpointNotFoundError:
@@ -393,11 +395,6 @@ def _document_checkpoint(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, 
             for r in rows
         ]
     return document
-
-
-def _foreign(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    files = files_of(checkpoint.storage, checkpoint.directory)
-    return [{"path": path, "bytes": info.size, "role": "user"} for path, info in files]
 
 
 def _parent(index: RunIndex | None, manifest: Manifest) -> dict[str, Any] | None:

@@ -51,13 +51,6 @@ _VOLATILE = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the writable laye
 Progress = Callable[[int], object]
 
 
-def _existing(path: Path) -> Path:
-    """Return a directory, or the nearest one above it that is there."""
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
 @contextlib.contextmanager
 def _folder_in(place: Path) -> Iterator[Path]:
     """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ended_by_sigterm`.
@@ -110,7 +103,9 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
     """Yield the findings about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
-    place = _existing(path)
+    place = path  # or the nearest directory above it that is there
+    while not place.is_dir():
+        place = place.parent
     kind, device, options = _file_system(place)
     where = str(place) + ("" if place == path else f" (nearest directory above {path}, which is not there yet)")
     yield _kind(kind, device, options, where)

@@ -149,7 +149,10 @@ def watched_export(
         left_out = _ranks_left_out(source)
         if to == "torch":
             progress(source.nbytes, 0)
-            count = _write_torch(folder, target.name, source)
+            writer = TorchFileWriter(source.plain())
+            with folder.create(target.name, writer.size) as sink:
+                writer.write(sink, (source.blob(tensor).parts() for tensor in writer.tensors))
+            count = len(writer.tensors)
         elif to == "dcp":
             progress(source.nbytes, 0)
             count = _write_dcp(folder, source)
@@ -168,14 +171,6 @@ def watched_export(
         left_out=tuple(left_out),
         too_large=tuple(sorted(source.too_large)),
     )
-
-
-def _write_torch(folder: ExportFolder, name: str, source: OpenedCheckpoint) -> int:
-    """Write everything as one file for ``torch.load(weights_only=True)``; returns the number of tensors."""
-    writer = TorchFileWriter(source.plain())
-    with folder.create(name, writer.size) as sink:
-        writer.write(sink, (source.blob(tensor).parts() for tensor in writer.tensors))
-    return len(writer.tensors)
 
 
 def _ranks_left_out(source: OpenedCheckpoint) -> list[tuple[str, str]]:
