@@ -28,7 +28,6 @@ class InputStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, in bytes; return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
         self._at = max(0, base + offset)
         return self._at
@@ -43,7 +42,6 @@ class InputStream(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """Close the reader; idempotent."""
         if not self.closed:
             self._reader.close()
         super().close()

@@ -251,7 +251,7 @@ class AdaptedStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object; conditions hold among the threads of this process. See `Storage.put`."""
+        """Store a small object; conditions hold among the threads of this process."""
         full, where, content = self._full(path), self._where(path), bytes(data)
         if not if_absent and if_match is None:
             with client_errors("write", where):
@@ -296,7 +296,7 @@ class AdaptedStorage(Storage):
             return self._writer(full, size, where)
 
     def open(self, path: str) -> FileReader:
-        """Open an object: a small one is read at once, a big one in ranges. See `Storage.open`."""
+        """Open an object: a small one is read at once, a big one in ranges."""
         full, where = self._full(path), self._where(path)
         found = self._found(path)
         with client_errors("read", where):
@@ -305,7 +305,7 @@ class AdaptedStorage(Storage):
             return self._reader(full, found, where)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; a small one is read for its etag. See `Storage.stat`."""
+        """Describe an object; a small one is read for its etag."""
         found = self._found(path)
         size, etag = found.size or 0, None
         if size <= _ETAG_BYTES:
@@ -573,7 +573,6 @@ class RangeReader(FileReader):
         self._fetch, self._look, self._version, self._end = fetch, look, version, end
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
         check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         if not len(target):

@@ -485,7 +485,6 @@ class HandleReader(FileReader):
         self._guard, self._where, self.size = guard, where, size
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
         check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         with client_errors("read", self._where), self._guard:
@@ -517,7 +516,6 @@ class HandleReader(FileReader):
         return done
 
     def close(self) -> None:
-        """Close the handle."""
         with self._guard:
             handle, self._handle = self._handle, None
             if handle is not None and not isinstance(handle, io.BytesIO):
