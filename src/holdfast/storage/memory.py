@@ -9,9 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast._fork import after_fork_in_child
-from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageError, StorageExistsError, StorageNotFoundError
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_range, check_view
+from .base import (
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    Storage,
+    check_condition,
+    check_path,
+    check_prefix,
+    check_range,
+    check_view,
+)
 
 __all__ = ["BytesReader", "MemoryStorage"]
 
@@ -65,12 +75,8 @@ class MemoryStorage(Storage):
         check_path(path)
         with self._store.lock:
             old = self._store.objects.get(path)
-            if if_absent and old is not None:
-                raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
-            if if_match is not None and (old is None or old.etag != if_match):
-                raise StorageConflictError(
-                    f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
-                )
+            found = None if old is None else ObjectInfo(path=path, size=len(old.data), etag=old.etag)
+            check_condition(f"{self.uri}/{path}", found, if_absent=if_absent, if_match=if_match)
             return self._store.set(path, bytes(data))
 
     def create(self, path: str, size: int) -> FileWriter:

@@ -31,7 +31,6 @@ from holdfast._outgoing import conceal, masked_client
 from holdfast.errors import (
     ConfigError,
     HoldfastError,
-    StorageConflictError,
     StorageError,
     StorageExistsError,
     StorageFullError,
@@ -48,6 +47,7 @@ from ..base import (
     ReplacingWriter,
     Storage,
     StorageTraits,
+    check_condition,
     check_path,
     check_prefix,
     check_range,
@@ -267,20 +267,10 @@ class AdaptedStorage(Storage):
         where = self._where(path)
         self._say_unconditional()
         with _LOCKS[hash(where) % len(_LOCKS)]:
-            try:
-                etag = self.stat(path).etag
-            except StorageNotFoundError:
-                if if_match is not None:
-                    raise StorageConflictError(
-                        f"cannot replace {where}: it is gone; read it again and decide anew"
-                    ) from None
-            else:
-                if if_absent:
-                    raise StorageExistsError(f"cannot create {where}: it exists; use another name or remove it")
-                if etag != if_match:
-                    raise StorageConflictError(
-                        f"cannot replace {where}: another writer changed it; read it again and decide anew"
-                    )
+            found = None
+            with contextlib.suppress(StorageNotFoundError):
+                found = self.stat(path)
+            check_condition(where, found, if_absent=if_absent, if_match=if_match)
             yield
 
     def replace(self, path: str, size: int) -> ReplacingWriter | None:

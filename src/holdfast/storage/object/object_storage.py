@@ -19,7 +19,6 @@ from holdfast._log import get_logger
 from holdfast._optional import require
 from holdfast.errors import (
     ConfigError,
-    StorageConflictError,
     StorageError,
     StorageExistsError,
     StorageNotFoundError,
@@ -32,9 +31,11 @@ from ..base import (
     ObjectInfo,
     Storage,
     StorageTraits,
+    check_condition,
     check_path,
     check_prefix,
     check_view,
+    copy_bytes,
 )
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
 from .client import MARK, BucketClient, as_condition, conditions_of, landed, make_store
@@ -53,7 +54,6 @@ _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
-_COPY_BYTES = 32 << 20
 # Settings of this module, not of the client.
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
@@ -103,7 +103,10 @@ class ObjectStorage(Storage):
             with self._errors("write", key):
                 return again_if_broken(lambda: self._tag(obs.put(self._store, key, bytes(data), use_multipart=False)))
         if not self.conditional:
-            self._check_first(path, if_absent=if_absent, if_match=if_match)
+            found = None
+            with suppress(StorageNotFoundError):
+                found = self.stat(path)
+            check_condition(f"{self.uri}/{path}", found, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
         mark = uuid.uuid4().hex
         mode = (
@@ -117,19 +120,6 @@ class ObjectStorage(Storage):
                     obs.put(self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark})
                 ),
                 after=lambda error, again: landed(self._client, key, mark, error, again=again),
-            )
-
-    def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
-        """Look before writing, where the store itself does not compare."""
-        try:
-            etag: str | None = self.stat(path).etag
-        except StorageNotFoundError:
-            etag = None
-        if if_absent and etag is not None:
-            raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
-        if if_match is not None and etag != if_match:
-            raise StorageConflictError(
-                f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
             )
 
     def create(self, path: str, size: int) -> FileWriter:
@@ -149,18 +139,11 @@ class ObjectStorage(Storage):
                 again_if_broken(lambda: self._obs.copy(self._store, old, new))
             return
         except StorageNotFoundError:
-            # If the source exists, the server does not understand unusual names in this request.
-            size = self.stat(source).size
+            pass  # if the source exists, the server does not understand unusual names in this request
         except StorageError:
-            size = self.stat(source).size
-            if size <= _COPY_MAX:
+            if self.stat(source).size <= _COPY_MAX:
                 raise
-        with self.open(source) as reader, self.create(target, size) as writer:
-            buffer = memoryview(bytearray(_COPY_BYTES))
-            for start in range(0, size, _COPY_BYTES):
-                chunk = buffer[: min(_COPY_BYTES, size - start)]
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+        copy_bytes(self, source, target)
 
     def delete(self, path: str) -> None:
         self._delete([self._key(path)])
