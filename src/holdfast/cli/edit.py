@@ -201,7 +201,7 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     verdicts = decide(keep, records.values())
     holding = holders(storage)
     held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": verdict.name,
             "checkpoint": f"{storage.uri.rstrip('/')}/{verdict.name}",
