@@ -100,22 +100,10 @@ def verify_script(
 ) -> Report:
     """Run a script uninterrupted and killed, and say how its resume differs.
 
-    Args:
-        command: program and arguments; ``{run}`` in them stands for a directory that each chain of lives gets anew.
-        kills: how many times it is killed.
-        resume: command that starts it again, default: the same.
-        steps: compare the first so many steps only, and end the script there.
-        terminate: send SIGTERM and give it 30 seconds, instead of SIGKILL.
-        seed: of the choice of moments, with a `Checkpointer`.
-        every: compare the state after every so many steps, with a `Checkpointer`.
-        timeout_s: bound for each life.
-        env: added to the environment.
-        cwd: working directory; a copy of it is used.
-        keep_in: directory for copies, records and output; a temporary directory is removed.
-        in_place: run in the working directory itself.
-        copy_limit_bytes: a larger working directory is refused.
-        starter: makes what runs a command in a directory; default: an observed `Command`.
-        say: gets a line for each event.
+    Takes what `assert_resumes` takes. With a `Checkpointer` moments are chosen by ``seed``, and the state is compared
+    after ``every`` so many steps. ``in_place`` runs the script in the working directory itself; else a copy of that is
+    used, and refused beyond ``copy_limit_bytes``. ``starter`` makes what runs a command in a directory, by default an
+    observed `Command`. ``say`` gets a line for each event.
 
     Raises:
         ConfigError: an argument is wrong, or the working directory too large.
