@@ -200,6 +200,9 @@ def _bytes(size: int | str) -> int:
     return found
 
 
+# ---- torch.distributed.checkpoint
+
+
 METADATA_NAME = ".metadata"
 _DATA_NAME = "__0_0.distcp"
 
@@ -290,6 +293,9 @@ def _has_tensors(value: Any) -> bool:
 
 def _opens(value: list[Any]) -> bool:
     return any(isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _opens(item)) for item in value)
+
+
+# ---- safetensors
 
 
 WEIGHTS_NAME = "model.safetensors"

@@ -218,6 +218,9 @@ def from_description(description: dict[str, Any], secrets: dict[str, str] | None
     return cast("Storage", _find(_KINDS[kind])(**options))
 
 
+# ---- storages of other packages
+
+
 _GROUP = "holdfast.storage"
 _OURS = frozenset({"holdfast", "fsspec"})  # packages that a writer process finds by itself
 # Credentials by description, of storages that were rebuilt here with some: their handles find them again.

@@ -502,6 +502,9 @@ def _say(line: str) -> None:
         os.write(2, f"holdfast run: {line}\n".encode(errors="replace"))
 
 
+# ---- whether it is started again
+
+
 _PAUSES_S = (0.0, 1.0, 5.0, 30.0)
 _SAME = 3  # lives that end alike
 _IDLE = 10  # lives in a row without a new durable step

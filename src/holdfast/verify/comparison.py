@@ -229,6 +229,9 @@ def _length(reference: Sequence[Row], rows: Sequence[Row], every: int) -> Differ
     )
 
 
+# ---- causes
+
+
 def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = None) -> list[str]:
     """Return the likely causes of a difference, the likeliest first.
 

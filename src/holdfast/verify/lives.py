@@ -366,6 +366,9 @@ def _said(output: Path) -> str:
     return f"; the end of what it printed:\n{textwrap.indent(text, '  ')}" if text else ", and printed nothing"
 
 
+# ---- forks of a warm interpreter
+
+
 _PROGRAM = Path(__file__).parent / "warm_server.py"
 
 

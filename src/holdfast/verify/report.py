@@ -223,6 +223,9 @@ def of_examined(examined: Examined, command: Sequence[str], *, steps: int | None
     )  # fmt: skip
 
 
+# ---- as a page
+
+
 _CELLS = 1200  # more steps than this share cells
 _TRIALS = 300  # of more kills those that lost something are shown first
 _STYLE = """

@@ -124,6 +124,9 @@ class Counter:
         return number
 
 
+# ---- of the observer
+
+
 Step = dict[str, Any]
 """A row of the observer, written before a step of an optimizer (`observer.Observer`)."""
 

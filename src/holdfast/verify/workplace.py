@@ -351,6 +351,9 @@ class ChangeWatch(OutputWatch):
             self.due = time.monotonic()
 
 
+# ---- power cuts
+
+
 _CACHESTAT = 451
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 

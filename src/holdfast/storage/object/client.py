@@ -161,6 +161,9 @@ def _static_keys(config: dict[str, Any]) -> Any:
     return lambda: dict(keys)
 
 
+# ---- conditional writes
+
+
 MARK = "holdfastput"
 """Name of the metadata field that says which request wrote an object (Azure allows letters and digits only)."""
 
@@ -308,6 +311,9 @@ def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again
         _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
         return None
     return client.tag(answer.meta) if answer.attributes.get(MARK) == mark else None
+
+
+# ---- unfinished uploads
 
 
 _REFUSED = frozenset({"403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
