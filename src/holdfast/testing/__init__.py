@@ -39,31 +39,21 @@ if TYPE_CHECKING:
     from .power_cut import snapshot as snapshot
     from .storage_tests import StorageTests as StorageTests
 
-_HOME = {
-    "ArmedOps": ".faults",
-    "CRASH_EXIT_CODE": ".faults",
-    "Exchange": ".fault_proxy",
-    "Fault": ".fault_proxy",
-    "FaultProxy": ".fault_proxy",
-    "FaultyOps": ".faults",
-    "FaultyStorage": ".faults",
-    "ForkServer": ".faults",
-    "NothingToVerifyError": "holdfast.verify.resume",
-    "Operation": ".faults",
-    "Outcome": ".faults",
-    "PowerCutState": ".power_cut",
-    "ResumeDivergedError": "holdfast.verify.resume",
-    "ResumeReport": "holdfast.verify.resume",
-    "Snapshot": ".power_cut",
-    "StorageTests": ".storage_tests",
-    "assert_resumes": "holdfast.verify.scripts",
-    "assert_state_equal": "holdfast.verify.state",
-    "count_operations": ".faults",
-    "power_cut_states": ".power_cut",
-    "snapshot": ".power_cut",
-    "verify_resume": "holdfast.verify.resume",
-    "verify_resume_script": "holdfast.verify.resume",
-}
+_NAMES = {
+    "holdfast.verify.resume": (
+        "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "verify_resume", "verify_resume_script",
+    ),
+    "holdfast.verify.scripts": ("assert_resumes",),
+    "holdfast.verify.state": ("assert_state_equal",),
+    ".fault_proxy": ("Exchange", "Fault", "FaultProxy"),
+    ".faults": (
+        "ArmedOps", "CRASH_EXIT_CODE", "FaultyOps", "FaultyStorage", "ForkServer", "Operation", "Outcome",
+        "count_operations",
+    ),
+    ".power_cut": ("PowerCutState", "Snapshot", "power_cut_states", "snapshot"),
+    ".storage_tests": ("StorageTests",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, Protocol
 
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
+from holdfast.run.process import is_zombie
 from holdfast.run.python_command import PythonCommand
 
 from .trace import LifePlan, Row
@@ -348,14 +349,10 @@ def _kill(pid: int, sessions: set[int]) -> None:
 def _members(sessions: set[int]) -> list[int]:
     """Return the ids of the living processes of some sessions."""
     members = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the name of the program, which may hold anything: state, parent, group, session.
-            state, _, _, session = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) in sessions and state not in "ZX":
-                members.append(int(name))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getsid(pid) in sessions and not is_zombie(pid):
+                members.append(pid)
     return members
 
 
