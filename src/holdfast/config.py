@@ -8,31 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast._suggest import suggests_fields
-
-from ._not_here import removed
+from ._not_here import removed, suggests_fields
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
 __all__ = [
-    "KEEP_TEXT",
-    "VERIFY_VARIABLE",
-    "CheckpointConfig",
-    "CheckpointStrategy",
-    "FailureConfig",
-    "Guard",
-    "Keep",
-    "Mirror",
-    "Rule",
-    "RunConfig",
-    "ScalingConfig",
-    "ValidationConfig",
-    "ValidationFn",
-    "ValidationTaskConfig",
-    "keep_from_text",
-    "rules_of",
-    "stored_keep",
-]
+    "KEEP_TEXT", "VERIFY_VARIABLE", "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Guard", "Keep",
+    "Mirror", "Rule", "RunConfig", "ScalingConfig", "ValidationConfig", "ValidationFn", "ValidationTaskConfig",
+    "keep_from_text", "rules_of", "stored_keep",
+]  # fmt: skip
 
 ValidationFn: TypeAlias = Callable[..., Mapping[str, Any]]
 """``fn(checkpoint, **fn_kwargs) -> dict`` of metrics."""

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._not_here import suggests
 from holdfast._ranks import current_ranks
-from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, HoldfastError, SessionError

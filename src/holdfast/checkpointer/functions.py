@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
+from holdfast._not_here import suggests
 from holdfast._ranks import RankInfo, current_ranks
-from holdfast._suggest import suggests
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of

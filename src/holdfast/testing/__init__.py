@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from holdfast.verify.scripts import assert_resumes as assert_resumes
     from holdfast.verify.state import assert_state_equal as assert_state_equal
 
-    from .crash import ArmedOps as ArmedOps
-    from .crash import ForkServer as ForkServer
-    from .crash import Outcome as Outcome
     from .fault_proxy import Exchange as Exchange
     from .fault_proxy import Fault as Fault
     from .fault_proxy import FaultProxy as FaultProxy
     from .faults import CRASH_EXIT_CODE as CRASH_EXIT_CODE
+    from .faults import ArmedOps as ArmedOps
     from .faults import FaultyOps as FaultyOps
     from .faults import FaultyStorage as FaultyStorage
+    from .faults import ForkServer as ForkServer
     from .faults import Operation as Operation
+    from .faults import Outcome as Outcome
     from .faults import count_operations as count_operations
     from .power_cut import PowerCutState as PowerCutState
     from .power_cut import Snapshot as Snapshot
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from .storage_tests import StorageTests as StorageTests
 
 _HOME = {
-    "ArmedOps": ".crash",
+    "ArmedOps": ".faults",
     "CRASH_EXIT_CODE": ".faults",
     "Exchange": ".fault_proxy",
     "Fault": ".fault_proxy",
     "FaultProxy": ".fault_proxy",
     "FaultyOps": ".faults",
     "FaultyStorage": ".faults",
-    "ForkServer": ".crash",
+    "ForkServer": ".faults",
     "NothingToVerifyError": "holdfast.verify.resume",
     "Operation": ".faults",
-    "Outcome": ".crash",
+    "Outcome": ".faults",
     "PowerCutState": ".power_cut",
     "ResumeDivergedError": "holdfast.verify.resume",
     "ResumeReport": "holdfast.verify.resume",

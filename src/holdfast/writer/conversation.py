@@ -19,7 +19,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
-from holdfast.storage.plugins import import_paths
+from holdfast.storage.resolve import import_paths
 
 from .arena import Arena
 from .frames import Channel, Message

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.checkpoint._location import DictStore
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, DictStore
 from holdfast.errors import ConfigError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.memory import MemoryStorage

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast._optional import require
-from holdfast.checkpoint._location import file_system
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.config import Keep, stored_keep
 from holdfast.errors import (
     ConfigError,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast._fork import after_fork_in_child
-from holdfast.checkpoint._location import file_system
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles

@@ -1,13 +1,18 @@
-"""The plan of a life of a verified run: passed from the driver to the watched processes as a file of JSON."""
+"""What passes between the driver of a verified run and the watched processes: the plan of a life, and its records.
+
+All are files of JSON. A process is given a `LifePlan`; the `Witness` of a `Checkpointer` answers with rows at the
+boundaries of steps, the observer of any script with a row before each step of an optimizer (`Record`).
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LifePlan", "Moment", "Row"]
+__all__ = ["LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "stages"]
 
 Row = dict[str, Any]
 """A line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
@@ -95,6 +100,15 @@ class LifePlan:
                     rows.append(json.loads(line))
         return rows
 
+    def records(self) -> Records:
+        """Read what the observer recorded; of several processes of a rank the one that made most steps counts."""
+        found = Records()
+        for path in sorted(Path(self.trace).glob(f"life-{self.life}.rank-*.steps")):
+            record = _read(path)
+            if record.rank not in found or len(record.steps) > len(found[record.rank].steps):
+                found[record.rank] = record
+        return found
+
 
 @dataclass(slots=True, kw_only=True)
 class Counter:
@@ -108,3 +122,75 @@ class Counter:
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1
         return number
+
+
+Step = dict[str, Any]
+"""A row of the observer, written before a step of an optimizer (`observer.Observer`)."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What one process recorded.
+
+    Attributes:
+        rank: of the process.
+        steps: a row for each step of an optimizer, in order.
+        optimizers: what is known of each optimizer, by its number.
+        loaders: what is known of each loader, by its number.
+        end: the row that was written when the process ended by itself.
+        error: why the observation ended early, empty if it did not.
+    """
+
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    optimizers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    loaders: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    end: Mapping[str, Any] | None = None
+    error: str = ""
+
+    @property
+    def num_epochs(self) -> int:
+        """Return how often a loader came to its end."""
+        return int(self.steps[-1]["ep"]) if self.steps else 0
+
+
+class Records(dict[int, Record]):
+    """The records of a life by rank; a rank of which nothing is known has made no step."""
+
+    def __missing__(self, rank: int) -> Record:
+        return Record(rank=rank)
+
+
+def _read(path: Path) -> Record:
+    record = Record(rank=int(path.name.partition("rank-")[2].partition(".")[0]))
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            continue  # the process was killed while it wrote
+        row = json.loads(line)
+        match row.get("event"):
+            case None:
+                record.steps.append(row)
+            case "optimizer":
+                record.optimizers[row["o"]] = row
+            case "loader":
+                record.loaders[row["loader"]] = row
+            case "end":
+                record.end = row
+            case "error":
+                record.error = row["text"]
+    return record
+
+
+def saved_after(record: Record, changes: Iterable[int]) -> list[int]:
+    """Return after how many steps files were written, ascending, without the start and the end.
+
+    Args:
+        record: the life.
+        changes: of each, how many steps had been begun.
+    """
+    return sorted({count for count in changes if 0 < count < len(record.steps)})
+
+
+def stages(steps: Sequence[Step]) -> list[int]:
+    """Return the numbers of the steps that are the first ones of an epoch, but for the very first."""
+    return [number for number in range(1, len(steps)) if steps[number]["ep"] != steps[number - 1]["ep"]]
