@@ -28,8 +28,9 @@ from .names import LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
+from .rollbacks import choose
 from .trash import Trash
-from .view import RunView
+from .view import RunView, to_judge
 
 __all__ = ["Catalog"]
 
@@ -67,11 +68,11 @@ class Catalog(RunView):
         self.side, self.links = "", False
         self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
         self._says_unranked = True
-        # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
-        self._standing: tuple[Keep, RetentionIndex] | None = None
+        # The view of retention under its rules, and what it has not seen yet: touched rows, unusable names, the held
+        # name.
+        self._standing: tuple[tuple[Any, ...], RetentionIndex] | None = None
         self._touched = self.index.rows.watch()
         self._unusable: Set[str] = frozenset()
-        self._bad: Set[str] = frozenset()
         self._held: str | None = None
         self._unlisted = 0
 
@@ -135,16 +136,21 @@ class Catalog(RunView):
     def _stand(self, keep: Keep) -> RetentionIndex:
         """Return the rules' view of the checkpoints, brought up to date."""
         unusable = self.index.quarantined.keys() | self.corrupt.keys()
-        bad = self.bad_steps().keys() if keep.best is not None else frozenset[str]()  # no checkpoint is best by these
         resumed = self._resumed
         held = {name for name in (resumed, self._held) if name is not None}
-        names = self._touched | (unusable ^ self._unusable) | (bad ^ self._bad) | held
+        names = self._touched | (unusable ^ self._unusable) | held
+        # Row by row: a save must not look at all of them, and a row is judged by what it says itself.
+        rollbacks, watched = self._guarded() if keep.best is not None else ((), None)
 
         def judged(record: Record) -> Record:
-            return replace(record, metrics={}) if record.name in bad else record
+            if not rollbacks and watched is None:
+                return record
+            bad, _ = choose([to_judge(record)], rollbacks, metric=watched)
+            return replace(record, metrics={}) if bad else record  # no checkpoint is best by a bad step
 
-        if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
-            self._standing = keep, RetentionIndex(keep, map(judged, self.records()))
+        rules = (keep, rollbacks, watched)
+        if self._standing is None or self._standing[0] != rules or len(names) > _MANY:
+            self._standing = rules, RetentionIndex(keep, map(judged, self.records()))
             names = self._touched  # a row that cannot be unpacked has been replaced by now
         standing = self._standing[1]
         for name in sorted(names):
@@ -154,7 +160,7 @@ class Catalog(RunView):
             else:
                 standing.drop(name)
         self._touched.clear()
-        self._unusable, self._bad, self._held = unusable, bad, resumed
+        self._unusable, self._held = unusable, resumed
         return standing
 
     def _lists_now(self) -> bool:

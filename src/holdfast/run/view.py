@@ -39,9 +39,9 @@ from .index import RunIndex
 from .names import LOGS, REPORTS
 from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains
-from .rollbacks import bad_steps, choose, read_rollbacks, watched_metric
+from .rollbacks import Rollback, choose, read_rollbacks, watched_metric
 
-__all__ = ["RunView"]
+__all__ = ["RunView", "to_judge"]
 
 _log = get_logger("catalog")
 _OWN = {REPORTS, LOGS}
@@ -86,6 +86,7 @@ class RunView:
         self.rebuilt = False
         self.holds_resumed = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
+        self._read_notes: tuple[Any, tuple[tuple[Rollback, ...], str | None]] = (None, ((), None))
         self.corrupt: dict[str, str] = {}
         self.incomplete: list[str] = []
         self.foreign: list[str] = []
@@ -174,7 +175,8 @@ class RunView:
 
     def bad_steps(self) -> dict[str, str]:
         """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
-        return bad_steps(self._to_judge(), self.index.notes)
+        rollbacks, metric = self._guarded()
+        return choose(map(to_judge, self.records()), rollbacks, metric=metric)[0] if rollbacks or metric else {}
 
     def sound(self) -> list[Record]:
         """Return the checkpoints, newest first, without those that hold a bad step."""
@@ -396,19 +398,22 @@ class RunView:
 
     def _to_take(self) -> Iterator[str]:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""
-        rollbacks, metric = read_rollbacks(self.index.notes), watched_metric(self.index.notes)
+        rollbacks, metric = self._guarded()
         doubtful: list[str] = []
         for name in self._order():
             record = self._known(name) if rollbacks or metric else None
-            bad, may_be_bad = choose([] if record is None else [_judged(record)], rollbacks, metric=metric)
+            bad, may_be_bad = choose([] if record is None else [to_judge(record)], rollbacks, metric=metric)
             doubtful += may_be_bad
             if not bad and not may_be_bad:
                 yield name
         yield from doubtful
 
-    def _to_judge(self) -> Iterator[tuple[str, int, int, Mapping[str, Any]]]:
-        """Yield what `rollbacks.choose` judges; no row is unpacked unless it is asked for."""
-        yield from map(_judged, self.records())
+    def _guarded(self) -> tuple[tuple[Rollback, ...], str | None]:
+        """Return the bad steps that the guard of the run has found, and the metric that it watches."""
+        notes = self.index.notes
+        if self._read_notes[0] is not notes:  # whoever notes something puts another mapping there
+            self._read_notes = notes, (tuple(read_rollbacks(notes)), watched_metric(notes))
+        return self._read_notes[1]
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
@@ -492,5 +497,6 @@ class RunView:
             return CorruptCheckpointError(f"{name}: {error}")  # moved elsewhere by hand, and linked: one, not the run
 
 
-def _judged(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
+def to_judge(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
+    """Return what `rollbacks.choose` judges."""
     return record.name, record.attempt, record.step, record.metrics
