@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _LOG = get_logger("checkpointer")
+_STARTED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # by `Checkpointer.start`, and not left
 
 
 class Checkpointer:
@@ -234,8 +235,9 @@ class Checkpointer:
             >>> ck.step()
             >>> ck.close()
         """
-        atexit.register(_say_not_closed, weakref.ref(self))
-        return self.__enter__()
+        self.__enter__()
+        _STARTED.add(self)
+        return self
 
     def close(self) -> None:
         """Leave a run that `start` entered, as the end of a ``with`` block does: the final step is saved; idempotent.
@@ -252,6 +254,7 @@ class Checkpointer:
         if not self._open:
             return
         self._open, self._ended, self.attempt = False, True, 0
+        _STARTED.discard(self)
         self._worker_seeds.end()
         session, course = self._session, self._course
         assert session is not None
@@ -622,14 +625,15 @@ class Checkpointer:
         )
 
 
-def _say_not_closed(of: weakref.ref[Checkpointer]) -> None:
-    """Say at the end of the interpreter that a run was entered by `start` and not left."""
-    checkpointer = of()
-    if checkpointer is None or not checkpointer._open or os.getpid() != checkpointer._owner:
-        return
-    course = checkpointer._course
-    if course is not None and course.pace.snapshots is None:  # else the writer saves the last snapshot
-        course.say_left("the script has ended without ck.close()")
+@atexit.register
+def _say_not_closed() -> None:
+    """Say at the end of the interpreter which runs were entered by `start` and not left."""
+    for checkpointer in list(_STARTED):
+        course = checkpointer._course
+        if course is None or not checkpointer._open or os.getpid() != checkpointer._owner:
+            continue
+        if course.pace.snapshots is None:  # else the writer saves the last snapshot
+            course.say_left("the script has ended without ck.close()")
 
 
 def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:

@@ -106,6 +106,7 @@ class RunSession:
         staged: the ranks share no disk: the run is at the remote, and each rank stages its part of a save.
         start_id: of this life.
         opened: what opening the run has found.
+        has_begun: the first step of this life is done.
         quarantined: reasons of the checkpoints that were set aside, by name.
         names: names that are taken under the run.
         saves: those on their way, but for the ones that are followed by their owner.
@@ -150,7 +151,7 @@ class RunSession:
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
-        self._has_begun = False
+        self.has_begun = False
         self.memory = StepMemory()
         self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
@@ -633,8 +634,8 @@ class RunSession:
 
     def began(self, step: int) -> None:
         """Record, once, that the first step of this life is done: until then it was starting."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self.journal("began", step=step)
 
     def journal(self, what: str, **about: Any) -> None:
