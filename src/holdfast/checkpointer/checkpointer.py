@@ -20,9 +20,7 @@ from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.data_ring import DataRing
-from holdfast.run.index import RunIndex
 from holdfast.run.life import RolledBack
-from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -46,6 +44,7 @@ from .verification import watcher
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.run.view import RunView
     from holdfast.state.tree.groups import Alike
 
     from .guard import GuardWatch
@@ -482,10 +481,10 @@ class Checkpointer:
         from holdfast.checkpoint.handle import Checkpoint
 
         if self.remote is None:
-            return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+            return [Checkpoint.at(self.storage, name) for name in _view_of(self.storage).names()]
         from holdfast.run.candidates import MirrorView
 
-        sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
+        sides = MirrorView.join(_view_of(self.storage).records(), _view_of(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
@@ -495,7 +494,7 @@ class Checkpointer:
         """Return the newest committed checkpoint that no guard refuses, None if there is none yet."""
         found = []
         for side in self._sides:
-            record = RunView(side).latest()
+            record = _view_of(side).latest()
             if record is not None:
                 found.append((side, record))
                 if record.attempt == self.attempt:
@@ -524,7 +523,7 @@ class Checkpointer:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
+        found = [(side, record) for side in self._sides if (record := _view_of(side).best(name, order)) is not None]
         if not found:
             return None
         from holdfast.checkpoint.handle import Checkpoint
@@ -625,6 +624,12 @@ class Checkpointer:
         )
 
 
+def _view_of(storage: Storage) -> RunView:
+    from holdfast.run.view import RunView  # not above: only those who ask what there is look at a run themselves
+
+    return RunView(storage)
+
+
 @atexit.register
 def _say_not_closed() -> None:
     """Say at the end of the interpreter which runs were entered by `start` and not left."""
@@ -648,6 +653,8 @@ def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule 
     snapshots = course.pace.snapshots if rescue else None
     if schedule is None and snapshots is None:
         return
+    from holdfast.run.index import RunIndex  # not above: of every="auto" only
+
     begun, attempt = time.monotonic(), session.opened.attempt
     try:
         history = RunIndex.load(session.root).read_history()
@@ -655,7 +662,7 @@ def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule 
         _LOG.warning("what earlier saves of the run have cost cannot be read, 'auto' begins anew: %s", error)
         lives, known = Lives(), []
     else:
-        from holdfast.run.costs import saves  # not above: of every="auto" only
+        from holdfast.run.costs import saves
 
         lives, known = Lives.of(history, before=attempt), saves(history.events)
 

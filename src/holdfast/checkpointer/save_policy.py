@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.run.record import timestamp
-from holdfast.run.reports import RunHistory
 
 from .progress import Progress
 from .signals import StopSignals
 
 if TYPE_CHECKING:
     from holdfast.run.costs import Save
+    from holdfast.run.reports import RunHistory
 
     from .rank_group import RankGroup
 
@@ -402,6 +401,8 @@ class Lives:
     @classmethod
     def of(cls, history: RunHistory, *, before: int) -> Lives:
         """Count the attempts with lower numbers than ``before``. A life that was killed ends with its last sign."""
+        from holdfast.run.record import timestamp  # not above: of every="auto" only
+
         signs: dict[int, float] = {}
         times = [(event.attempt, event.time) for event in history.events]
         times += [(row["attempt"], row["time"]) for row in history.rows if isinstance(row.get("time"), (int, float))]

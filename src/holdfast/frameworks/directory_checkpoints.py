@@ -32,7 +32,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
 )
 from holdfast.run.catalog import Catalog
-from holdfast.run.remains import INCOMING
+from holdfast.run.names import INCOMING
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult

@@ -26,7 +26,8 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNot
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.fence import newest_fence
-from holdfast.run.remains import PROBE, is_remains
+from holdfast.run.names import PROBE
+from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import link_at, put_link, sweep_links
 from holdfast.storage.local.ops import errors_of
