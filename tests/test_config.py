@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.config import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
+from holdfast.config import Keep
+from holdfast.trainers.function.config import (
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 
 
 class Callback:
