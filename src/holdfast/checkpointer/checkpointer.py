@@ -31,10 +31,10 @@ from holdfast.storage.resolve import resolve
 from .announce import Listener
 from .boundaries import StepBoundary
 from .console import show_interval, show_stop
+from .meeting import meet
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
-from .rendezvous import meet
 from .run_session import RunSession
 from .save_policy import AutoInterval, DistributedSavePolicy, Lives, SavePolicy, Schedule
 from .signals import StopSignals

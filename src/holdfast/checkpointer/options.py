@@ -21,8 +21,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
+from .meeting import SILENCE_S
 from .progress import RESERVED
-from .rendezvous import SILENCE_S
 from .save_policy import Deadline, Schedule
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
 from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 
+from .meeting import SILENCE_S, Meeting, same_for_all
 from .pending_saves import ANSWER_MARGIN_S
-from .rendezvous import SILENCE_S, Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 

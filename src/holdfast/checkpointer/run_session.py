@@ -29,8 +29,8 @@ from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id, taken_names
+from .meeting import SILENCE_S, Alone, Meeting
 from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .rendezvous import SILENCE_S, Alone, Meeting
 from .stats import SaveCosts, Stats, StepClock
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
+from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
-from .rendezvous import Meeting, same_for_all
 from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
 from .save_policy import FIRST_S
