@@ -17,7 +17,7 @@ from holdfast._ranks import current_ranks
 from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
-from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.data_ring import DataRing
 from holdfast.run.life import RolledBack
@@ -30,13 +30,13 @@ from holdfast.storage.resolve import resolve
 
 from .announce import Listener
 from .boundaries import StepBoundary
-from .console import show_interval, show_stop
+from .console import show_stop
 from .meeting import meet
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
-from .save_policy import AutoInterval, DistributedSavePolicy, Lives, SavePolicy, Schedule
+from .save_policy import DistributedSavePolicy, SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
@@ -577,8 +577,10 @@ class Checkpointer:
             pace.snapshots.start(step=progress.step, samples=progress.samples)
         session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
-        if session.leads:
-            _follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
+        if session.leads and (options.auto or options.auto_rescue):
+            from .auto_interval import follow_costs  # not above: of every="auto" only
+
+            follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
         self._course.watcher, self._course.guard = self._watcher, guard
         if options.guard is not None and options.guard.skip == "bad":
             again = (rollback.step - 1 for rollback in started.rollbacks if not rollback.left_out)
@@ -639,57 +641,3 @@ def _say_not_closed() -> None:
             continue
         if course.pace.snapshots is None:  # else the writer saves the last snapshot
             course.say_left("the script has ended without ck.close()")
-
-
-def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
-    """Save, and keep snapshots, as often as loses least, by what they cost and how often the run fails; on rank 0.
-
-    Args:
-        session: the run.
-        course: tells what snapshots cost.
-        schedule: of saves, for ``every="auto"``.
-        rescue: whether the interval of snapshots is found as well.
-    """
-    snapshots = course.pace.snapshots if rescue else None
-    if schedule is None and snapshots is None:
-        return
-    from holdfast.run.index import RunIndex  # not above: of every="auto" only
-
-    begun, attempt = time.monotonic(), session.opened.attempt
-    try:
-        history = RunIndex.load(session.root).read_history()
-    except HoldfastError as error:
-        _LOG.warning("what earlier saves of the run have cost cannot be read, 'auto' begins anew: %s", error)
-        lives, known = Lives(), []
-    else:
-        from holdfast.run.costs import saves
-
-        lives, known = Lives.of(history, before=attempt), saves(history.events)
-
-    def adjust(auto: AutoInterval, schedule: Schedule) -> float:
-        now = time.monotonic()
-        seconds = auto.seconds(now)
-        schedule.adjust(seconds)
-        if (news := auto.news(now)) is not None:
-            show_interval(news)
-        return seconds
-
-    if schedule is not None:
-        auto = AutoInterval(lives, known, now=begun)
-
-        def paid(cost_s: float, durable_s: float) -> None:
-            far = session.remote_watch
-            auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
-            session.extra["every_s"] = round(adjust(auto, schedule), 3)
-
-        session.extra["every_s"] = round(adjust(auto, schedule), 3)
-        session.paid = paid
-    if snapshots is not None:
-        of_snapshots = AutoInterval(lives, now=begun, what="snapshot")
-
-        def snapshot_paid(cost_s: float) -> None:
-            of_snapshots.paid(cost_s, 0.0)
-            adjust(of_snapshots, snapshots)
-
-        adjust(of_snapshots, snapshots)
-        course.snapshot_paid = snapshot_paid

@@ -69,7 +69,7 @@ class CheckpointerOptions:
 
     Attributes:
         intervals: the parsed ``every``.
-        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.save_policy`.
+        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.auto_interval`.
         keep: rules of retention.
         resume: "auto", "must", "never" or the checkpoint.
         when_busy: "wait" or "skip".

@@ -32,7 +32,6 @@ from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
 from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
-from .save_policy import FIRST_S
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
@@ -609,6 +608,8 @@ def _start_block(
         )
     notes.append(room)
     if options.auto:
+        from .auto_interval import FIRST_S  # not above: of every="auto" only
+
         notes.append(
             f"every='auto': the first save comes after {format_duration(FIRST_S)} at most, unless the run knows what "
             "saves cost"
