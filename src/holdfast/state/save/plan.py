@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from operator import attrgetter, eq, is_
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,7 +34,9 @@ from holdfast.writer.messages import FilePlan
 
 from ..tree.arrays import dtype_name
 from ..tree.flatten import Flat
-from ..tree.sharded import Region
+
+if TYPE_CHECKING:
+    from ..tree.sharded import Region
 
 __all__ = ["Assignment", "FileLayout", "Layout", "Signature", "divide", "fits", "plan", "share_of", "signature"]
 
