@@ -36,7 +36,7 @@ from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
-from .save_policy import DistributedSavePolicy, SavePolicy, Schedule
+from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
@@ -569,6 +569,8 @@ class Checkpointer:
         schedule.start(step=progress.step, samples=progress.samples)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
+            from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
+
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
         pace.busy = lambda: snapshotter.would_wait
