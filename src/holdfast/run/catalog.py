@@ -82,17 +82,18 @@ class Catalog(RunView):
         Pins and late metrics of the doomed are read again before, since another process may have set them. Return the
         verdicts on the deleted checkpoints.
         """
-        self.index.keep = keep.to_json()
-        pinned = self._stand(keep).pinned
-        looked = list(pinned)[: self._bite]
-        self._all_still_there(looked)  # another process may have taken the pin back
-        for name in looked:
-            pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
+        standing = self._stand(keep)
+        pinned = standing.pinned
+        if looked := list(pinned)[: self._bite]:
+            self._all_still_there(looked)  # another process may have taken the pin back
+            for name in looked:
+                pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
+            standing = self._stand(keep)
         doomed: list[Verdict] = []
         trusted: set[str] = set()
         known: dict[str, Collection[str]] = {}
         while True:
-            doomed = self._stand(keep).doomed(protect)
+            doomed = standing.doomed(protect)
             # Only the oldest, which go now, are looked at: the others wait for the next call.
             fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
             if not fresh:
@@ -104,6 +105,7 @@ class Catalog(RunView):
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
             sound = self._all_still_there(unsure)
             trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
+            standing = self._stand(keep)
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
             self._says_unranked = False
             warn_unranked(keep.metric, self.records(), self.storage.uri)
@@ -150,6 +152,7 @@ class Catalog(RunView):
 
         rules = (keep, rollbacks, watched)
         if self._standing is None or self._standing[0] != rules or len(names) > _MANY:
+            self.index.keep = keep.to_json()
             self._standing = rules, RetentionIndex(keep, map(judged, self.records()))
             names = self._touched  # a row that cannot be unpacked has been replaced by now
         standing = self._standing[1]
@@ -186,6 +189,10 @@ class Catalog(RunView):
 
         Return the verdicts on the deleted, newest first; the next call goes on with the others (see `num_behind`).
         """
+        if not doomed and not self._half:
+            self.num_behind = 0
+            self.save()
+            return []
         until = time.monotonic() + _BITE_S
         half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
         bite, spared = self._announced([*half, *reversed(doomed)])
@@ -228,6 +235,12 @@ class Catalog(RunView):
         if full:
             self.index.save()
         return deleted[::-1]
+
+    def save(self) -> None:
+        """Save the index; side by side at a store, what was committed is confirmed and `LATEST` leads to the newest."""
+        together(self.storage, [partial(self._confirmed, is_announced=False), self.index.save])
+        if self._external.has_taken:
+            self._external.settle()
 
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:
@@ -320,10 +333,11 @@ class Catalog(RunView):
     def add(self, name: str, manifest: Manifest, *, is_new: bool = False) -> Record:
         """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it).
 
-        A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
+        A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read. What another process says of it
+        meanwhile is read before anything is deleted.
         """
         sidecar = Sidecar()
-        if not (is_new and self.storage.traits.num_parallel > 1):  # there a read is a wait
+        if not is_new:
             try:
                 sidecar = read_sidecar(self.storage, name)
             except StorageError as error:

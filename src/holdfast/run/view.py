@@ -399,9 +399,12 @@ class RunView:
     def _to_take(self) -> Iterator[str]:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""
         rollbacks, metric = self._guarded()
+        if not rollbacks and metric is None:
+            yield from self._order()
+            return
         doubtful: list[str] = []
         for name in self._order():
-            record = self._known(name) if rollbacks or metric else None
+            record = self._known(name)
             bad, may_be_bad = choose([] if record is None else [to_judge(record)], rollbacks, metric=metric)
             doubtful += may_be_bad
             if not bad and not may_be_bad:

@@ -388,7 +388,7 @@ class Run:
         needed = self._protected if mirror is None else self._protected | mirror.queue.needed()
         with self._lock:
             if self._keep is None:
-                together(catalog.storage, [self._confirm, catalog.point_latest, catalog.index.save])
+                catalog.save()
             elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
             behind = catalog.num_behind
