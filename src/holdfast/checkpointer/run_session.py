@@ -541,6 +541,9 @@ class RunSession:
         Raises:
             HoldfastError: a save, or something noted on the side, failed.
         """
+        if not self._notes:
+            self.saves.settle(leave=leave)
+            return
         # Collected before the saves: a note that failed because its checkpoint is missing is processed after that save.
         done = [note for note in self._notes if note.future.done()]
         self.saves.settle(leave=leave)
@@ -553,7 +556,7 @@ class RunSession:
         self.settle()
         if self._notes:
             self._sender.send("hurry", {}, about=None, late=None)
-        self.wait_for_notes()
+            self.wait_for_notes()
 
     def _committed(self, committed: Callable[[RunSave, SaveResult], object], save: RunSave, result: SaveResult) -> None:
         stats = self.stats

@@ -343,7 +343,9 @@ class Catalog(RunView):
             except StorageError as error:
                 # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
                 _log.warning("%s was entered by its manifest alone: %s", name, error)
-        self.index.rows[name] = pack(record_from_manifest(name, manifest, sidecar))
+        record = record_from_manifest(name, manifest, sidecar)
+        row = self.index.rows[name] = pack(record)
+        self._unpacked[name] = row, record
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
         if name in self.incomplete:
