@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.config import Keep
-from holdfast.trainers.function.config import (
-    CheckpointConfig,
-    CheckpointStrategy,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-)
+from holdfast import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
 
 
 class Callback:

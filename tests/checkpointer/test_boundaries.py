@@ -24,7 +24,6 @@ import holdfast as hf
 from holdfast.checkpointer import boundaries
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.storage import MemoryStorage
-from holdfast.writer.client import WriterClient
 
 
 class Killed(Exception):
@@ -105,13 +104,13 @@ def test_steps_are_said_to_be_lost_although_their_snapshot_could_not_be_saved(
 ) -> None:
     """`sys.exit()` in the body, and the writer cannot save the snapshot: nothing else would tell of the steps."""
 
-    def full(self: object, why: str) -> None:
+    def full(self: RunSession, *given: object) -> None:
         raise hf.StorageFullError("no space for the snapshot")
 
-    monkeypatch.setattr(WriterClient, "rescue", full)
     with pytest.raises(SystemExit), hf.Checkpointer(tmp_path, {"n": 0}, every=None, rescue=1) as ck:
         ck.step()
         ck.step()
+        monkeypatch.setattr(RunSession, "answer", full)  # nothing else is asked at such an end
         raise SystemExit
     assert any("steps 1 to 2 are in no checkpoint" in line for line in said(caplog))
 

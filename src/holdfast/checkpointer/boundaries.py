@@ -149,7 +149,7 @@ class StepBoundary:
             self._go_back()
         if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
             self.attend(now, self._step_s)
-        elif session.unsettled:
+        else:
             session.glance()
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
@@ -232,7 +232,7 @@ class StepBoundary:
             self.stop()
         if call == "settle":
             session.settle()
-        elif session.unsettled:
+        else:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()

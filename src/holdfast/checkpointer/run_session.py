@@ -523,13 +523,10 @@ class RunSession:
 
     # -- what became of them
 
-    @property
-    def unsettled(self) -> bool:
-        """True when a save or a note has ended and `settle` has work to do; costs next to nothing."""
-        return self.saves.ended.is_set()
-
     def glance(self) -> None:
-        """Process, between saves, what has ended; see `PendingSaves.glance`."""
+        """Process, between saves, what has ended, at next to no cost if nothing has; see `PendingSaves.glance`."""
+        if not self.saves.ended.is_set():
+            return
         if self.team is None:
             self.settle(leave=len(self.saves))
         else:
