@@ -132,6 +132,29 @@ def test_a_save_of_a_guarded_run_judges_few(monkeypatch) -> None:
     assert counts[0] == counts[1] > 0
 
 
+def test_the_link_to_the_newest_is_set_without_a_look_at_all(tmp_path, monkeypatch) -> None:
+    """A save in a run on a disk asks for the newest checkpoint alone, however many there are."""
+    looks, real = [], record_module.RecordTable.newest_first
+
+    def counted(self):
+        for name in real(self):
+            looks.append(name)
+            yield name
+
+    monkeypatch.setattr(record_module.RecordTable, "newest_first", counted)
+    counts = []
+    for size in (5, 30):
+        catalog = begin(LocalStorage(tmp_path / str(size)))
+        catalog.links = True
+        for step in range(size):
+            save(catalog, step)
+        looks.clear()
+        save(catalog, size)
+        assert (tmp_path / str(size) / "latest").readlink().name == f"step_{size:04d}"
+        counts.append(len(looks))
+    assert counts[0] == counts[1] > 0
+
+
 def test_a_bad_step_that_is_found_later_takes_the_place_away() -> None:
     """What was the best until the guard of the next life noted a bad step is not the best any more."""
     catalog = begin(MemoryStorage("standing-bad"))

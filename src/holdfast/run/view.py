@@ -167,10 +167,16 @@ class RunView:
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint, None in an empty run."""
-        return next((record for name in self._order() if (record := self._known(name)) is not None), None)
+        name = next(self._usable(), None)  # each save asks: not for all names
+        record = None if name is None else self._known(name)
+        if record is None and name is not None:  # its row cannot be read, and has changed or gone for it
+            return self.newest()
+        return record
 
     def newest_sound(self) -> Record | None:
         """Return the newest checkpoint that a start would take; None without one."""
+        if self._guarded() == ((), None):
+            return self.newest()
         return next((record for name in self._to_take() if (record := self._known(name)) is not None), None)
 
     def bad_steps(self) -> dict[str, str]:
@@ -393,8 +399,11 @@ class RunView:
 
     def _order(self) -> list[str]:
         """Return names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+        return list(self._usable())
+
+    def _usable(self) -> Iterator[str]:
         skip = self.index.quarantined
-        return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
+        return (name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt)
 
     def _to_take(self) -> Iterator[str]:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""
