@@ -78,7 +78,7 @@ class PendingCall(Future[Any]):
 
     def settle(self, *, value: Any = None, error: BaseException | None = None) -> None:
         """Give the answer to those who wait, and let go of what was kept for a new writer."""
-        self.attachments, self.arena = (), None
+        self.header, self.attachments, self.arena = {}, (), None
         if not self.set_running_or_notify_cancel():
             return
         if error is not None:
