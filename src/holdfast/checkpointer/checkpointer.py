@@ -18,7 +18,6 @@ from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, SessionError
-from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.data_ring import DataRing
 from holdfast.run.life import RolledBack
 from holdfast.state.data.loaders import PersistentWorkerSeeds
@@ -44,6 +43,7 @@ from .verification import watcher
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.model_files import Content, ModelFiles
     from holdfast.run.view import RunView
     from holdfast.state.tree.groups import Alike
 
@@ -158,12 +158,17 @@ class Checkpointer:
             path, every, local_dir, on_commit = self._watcher.arguments(
                 path, every=every, local_dir=local_dir, on_commit=on_commit
             )
+        beside = None
+        if model_files is not None:
+            from holdfast.model_files import model_files_of  # not above: few runs have any
+
+            beside = model_files_of(model_files, state or {})
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files_of(model_files, state or {}), on_data_mismatch=on_data_mismatch,
+            alike=alike, model_files=beside, on_data_mismatch=on_data_mismatch,
             rescue=rescue, guard=guard,
         )  # fmt: skip
         self.state = check_state(state)

@@ -238,7 +238,8 @@ class Catalog(RunView):
 
     def save(self) -> None:
         """Save the index; side by side at a store, what was committed is confirmed and `LATEST` leads to the newest."""
-        together(self.storage, [partial(self._confirmed, is_announced=False), self.index.save])
+        works: list[Callable[[], object]] = [partial(self._confirmed, is_announced=False), self.index.save]
+        together(self.storage, works)
         if self._external.has_taken:
             self._external.settle()
 

@@ -11,7 +11,6 @@ from holdfast.errors import ConfigError
 
 from .base import Storage
 from .local.local_storage import LocalStorage
-from .plugins import find, from_entry_point, rebuild, schemes
 
 __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
 
@@ -87,7 +86,11 @@ def check_slashes(path: str) -> str:
         ConfigError: a single slash follows a scheme.
     """
     scheme, mark, rest = path.partition(":/")
-    if mark and (scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"} or scheme.lower() in schemes()):
+    if not mark:
+        return path
+    from .plugins import schemes  # not above: a path needs nothing of other packages
+
+    if scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"} or scheme.lower() in schemes():
         raise ConfigError(
             f"location {path!r}: a URI has two slashes, which pathlib and os.path make one of; give the text "
             f"'{scheme}://{rest}'"
@@ -123,6 +126,8 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
                 f"filesystem={_kind_of(filesystem)}: give a holdfast.storage.Storage; file systems of "
                 f"{', '.join(sorted(_FILESYSTEMS)) or 'other packages'} are the only others known here"
             )
+        from .plugins import find
+
         adapt = find(_FILESYSTEMS[package.partition(".")[0]])
         return cast("Storage", adapt(filesystem, os.fspath(location)))
     if isinstance(location, os.PathLike):
@@ -142,6 +147,8 @@ def _from_uri(location: str) -> Storage:
         from .memory import MemoryStorage
 
         return MemoryStorage(name).child(prefix)
+    from .plugins import find, from_entry_point, schemes
+
     conceal_url(location)
     prefix, mark, _ = scheme.partition("+")
     place = _SCHEMES.get(scheme) or (_BY_PREFIX.get(prefix) if mark else None)
@@ -197,6 +204,8 @@ def from_description(description: dict[str, Any], secrets: dict[str, str] | None
     kind = options.pop("kind", None)
     if kind == "prefix":
         return from_description(options["parent"], secrets).child(options["prefix"])
+    from .plugins import find, rebuild
+
     if isinstance(kind, str) and ":" in kind:
         return rebuild(kind, options, secrets)
     if kind not in _KINDS:

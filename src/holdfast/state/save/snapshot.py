@@ -23,7 +23,6 @@ from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
-from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
@@ -39,6 +38,8 @@ from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, fingerprints, stage
 
 if TYPE_CHECKING:
+    from holdfast.model_files import ModelFiles
+
     from .device_copies import DeviceCopies
 
 __all__ = ["Snapshotter"]
