@@ -96,18 +96,14 @@ class StepBoundary:
 
     # -- boundaries
 
-    def fence(self) -> None:
-        """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
-        copies = self._snapshotter.copies
-        if copies is not None:
-            copies.stepped()
-
     def stepped(self, step_s: float) -> None:
         """Take in a step that was just made: act on it, or leave that to the end of its body.
 
         Args:
             step_s: how long the step took.
         """
+        if self._snapshotter.copies is not None:  # a device waits for those still under way; costs the CPU nothing
+            self._snapshotter.copies.stepped()
         self._step_s = step_s
         if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
             _LOG.warning(

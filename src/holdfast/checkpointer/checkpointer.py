@@ -365,7 +365,6 @@ class Checkpointer:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
             self._watcher.stepped(progress.step, metrics)
-        course.fence()
         course.stepped(step_s)
         course.held_s = 0.0
         self._left = time.perf_counter()
