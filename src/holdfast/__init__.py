@@ -29,17 +29,9 @@ if TYPE_CHECKING:
     from .checkpointer.functions import load as load
     from .checkpointer.functions import save as save
     from .checkpointer.functions import save_async as save_async
-    from .config import CheckpointConfig as CheckpointConfig
-    from .config import CheckpointStrategy as CheckpointStrategy
-    from .config import FailureConfig as FailureConfig
     from .config import Guard as Guard
     from .config import Keep as Keep
     from .config import Mirror as Mirror
-    from .config import RunConfig as RunConfig
-    from .config import ScalingConfig as ScalingConfig
-    from .config import ValidationConfig as ValidationConfig
-    from .config import ValidationFn as ValidationFn
-    from .config import ValidationTaskConfig as ValidationTaskConfig
     from .errors import *  # noqa: F403
     from .errors import ControllerError as ControllerError
     from .errors import SessionMisuseError as SessionMisuseError
@@ -49,6 +41,14 @@ if TYPE_CHECKING:
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
     from .model_files import ModelFiles as ModelFiles
+    from .trainers.function.config import CheckpointConfig as CheckpointConfig
+    from .trainers.function.config import CheckpointStrategy as CheckpointStrategy
+    from .trainers.function.config import FailureConfig as FailureConfig
+    from .trainers.function.config import RunConfig as RunConfig
+    from .trainers.function.config import ScalingConfig as ScalingConfig
+    from .trainers.function.config import ValidationConfig as ValidationConfig
+    from .trainers.function.config import ValidationFn as ValidationFn
+    from .trainers.function.config import ValidationTaskConfig as ValidationTaskConfig
     from .trainers.function.control.result import Result as Result
     from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
     from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
@@ -79,16 +79,16 @@ _HOME = {
     "load": "checkpointer.functions",
     "save": "checkpointer.functions",
     "save_async": "checkpointer.functions",
-    "CheckpointConfig": "config",
-    "CheckpointStrategy": "config",
-    "FailureConfig": "config",
+    "CheckpointConfig": "trainers.function.config",
+    "CheckpointStrategy": "trainers.function.config",
+    "FailureConfig": "trainers.function.config",
     "Guard": "config",
     "Keep": "config",
     "Mirror": "config",
-    "RunConfig": "config",
-    "ScalingConfig": "config",
-    "ValidationConfig": "config",
-    "ValidationTaskConfig": "config",
+    "RunConfig": "trainers.function.config",
+    "ScalingConfig": "trainers.function.config",
+    "ValidationConfig": "trainers.function.config",
+    "ValidationTaskConfig": "trainers.function.config",
     "ModelFiles": "model_files",
     "Exported": "interop.export",
     "export": "interop.export",
@@ -109,7 +109,7 @@ _HOME = {
     "CheckpointConsistencyMode": "trainers.function.types",
     "TrainContext": "trainers.function.worker._session",
     "UserCallback": "trainers.function.types",
-    "ValidationFn": "config",
+    "ValidationFn": "trainers.function.config",
     "local_rank": "trainers.function.worker.session",
     "world_rank": "trainers.function.worker.session",
     "world_size": "trainers.function.worker.session",

@@ -132,7 +132,7 @@ def test_a_save_that_was_committed_before_the_writer_died(tmp_path: Path, monkey
 
     def submitted(client: WriterClient, *args: Any, **options: Any) -> Any:
         future = submit(client, *args, **options)
-        number.append(future.job_no)
+        number.append(future.number)
         return future
 
     monkeypatch.setattr(WriterClient, "submit", submitted)

@@ -176,7 +176,7 @@ def test_nothing_is_written_or_digested_before_it_is_there(tmp_path: Path, local
         assert wait_until((tmp_path / job.directory).exists)
         for plan, item in zip(job.files, contents, strict=True):
             arena.view[plan.arena_offset : plan.arena_offset + plan.size] = item
-            client.fill(future.job_no, plan.arena_offset + plan.size)
+            client.fill(future.number, plan.arena_offset + plan.size)
         future.result(60)
     assert [storage.read(f"{job.directory}/{plan.path}") for plan in job.files] == contents
     assert verify_files(storage, job.directory, read_manifest(storage, job.directory)) == []

@@ -75,7 +75,6 @@ class StepBoundary:
     ) -> None:
         self._session, self._snapshotter, self._state = session, snapshotter, state
         self.log, self.pace, self._progress, self._options = log, pace, progress, options
-        self._warm = False
         self.held_s = 0.0
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
@@ -97,18 +96,14 @@ class StepBoundary:
 
     # -- boundaries
 
-    def fence(self) -> None:
-        """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
-        copies = self._snapshotter.copies
-        if copies is not None:
-            copies.stepped()
-
     def stepped(self, step_s: float) -> None:
         """Take in a step that was just made: act on it, or leave that to the end of its body.
 
         Args:
             step_s: how long the step took.
         """
+        if self._snapshotter.copies is not None:  # a device waits for those still under way; costs the CPU nothing
+            self._snapshotter.copies.stepped()
         self._step_s = step_s
         if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
             _LOG.warning(
@@ -150,7 +145,7 @@ class StepBoundary:
             self._go_back()
         if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
             self.attend(now, self._step_s)
-        elif session.unsettled:
+        else:
             session.glance()
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
@@ -233,7 +228,7 @@ class StepBoundary:
             self.stop()
         if call == "settle":
             session.settle()
-        elif session.unsettled:
+        else:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()
@@ -243,15 +238,16 @@ class StepBoundary:
     def _warm_up(self) -> None:
         # Optimizer state exists from the first step on: now the arena's size is known, and its pages are faulted in
         # the background, long before the first save is due.
-        if not self._warm and self._progress.num_steps:
-            self._warm = True
-            self._snapshotter.prepare(self._state(), self._session.client)
-            self._session.began(self._progress.step)
+        session = self._session
+        if not session.has_begun and self._progress.num_steps:
+            session.began(self._progress.step)
+            self._snapshotter.prepare(self._state(), session.client)
 
     @property
     def wants_attention(self) -> bool:
         """True before the first step was attended to, while a save waits for space, and after one that was dropped."""
-        return not self._warm or self._session.saves.wants_retry or self._wants_another
+        session = self._session
+        return not session.has_begun or session.saves.wants_retry or self._wants_another
 
     @property
     def _wants_another(self) -> bool:
@@ -492,18 +488,21 @@ class StepBoundary:
         """
         session = self._session
         session.life.leaves()
+        rescued: str | None = None
 
         def flush() -> None:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
+            nonlocal rescued
             if self.pace.snapshots is not None and not self._stopped and not self.left_for:
-                name = session.answer(session.client.rescue(reason))
+                rescued = session.answer(session.client.rescue(reason))
                 self.rescues_later = session.team is not None
-                if name is not None:
-                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
-                    return
-            if is_silent and not self.rescues_later and not self._stopped:
+                if rescued is not None:
+                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", rescued)
+
+        def say_left() -> None:
+            if is_silent and rescued is None and not self.rescues_later and not self._stopped:
                 self.say_left(reason)
 
         def end() -> None:
@@ -513,7 +512,7 @@ class StepBoundary:
             session.end("stopped" if stopped else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):
+        for act in (flush, session.finish, rescue, say_left, self._say_lost, self._wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body

@@ -22,8 +22,8 @@ from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike, group_of, ranks_alike
 
 from .console import listed
+from .meeting import Alone, Meeting, meet
 from .progress import RESERVED
-from .rendezvous import Alone, Meeting, meet
 from .save_target import open_place
 
 if TYPE_CHECKING:

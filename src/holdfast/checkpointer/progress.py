@@ -100,22 +100,19 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
+        place: list[BatchSpan] = []
         for name, marks in self._marks.items():
-            self._move_up(name, marks)
-        if self.judge is not None:
-            self.place = tuple(
-                BatchSpan(name, self.epoch, self._trained[name][1], marks[0][1])
-                for name, marks in self._marks.items()
-                if marks[0][1] > self._trained[name][1]
-            )
-        for name, marks in self._marks.items():
-            at = marks[0]
-            draws = self._draws[name]
+            if len(marks) > 1 and self._live[name].done:
+                self._move_up(name, marks)
+            at, draws = marks[0], self._draws[name]
+            if self.judge is not None and at[1] > self._trained[name][1]:
+                place.append(BatchSpan(name, self.epoch, self._trained[name][1], at[1]))
             if len(draws) < 3:
                 draws.append(self._drawn[name] - sum(draws))
                 if len(draws) == 3 and draws[1] > max(1, draws[2]) and marks.maxlen == 1:
                     self._say_ahead(name, *draws[1:])
             self._trained[name] = at
+        self.place = tuple(place)
         if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
             self._late_steps += 1
             if self._late_steps == 1 + max(marks.maxlen or 1 for marks in self._marks.values()):
@@ -136,11 +133,10 @@ class Progress:
 
     def _move_up(self, name: str, marks: deque[tuple[int, int]]) -> None:
         """Where no batch is left to be drawn, let a step go on to those that were drawn ahead."""
-        if len(marks) > 1 and self._live[name].done:
-            begin, *drawn = self._draws[name]
-            first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
-            for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
-                marks.popleft()
+        begin, *drawn = self._draws[name]
+        first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
+        for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
+            marks.popleft()
 
     @property
     def samples(self) -> int:

@@ -24,8 +24,8 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveJob
 
 from .identity import manifest_fields, new_start_id
+from .meeting import meet
 from .rank_group import ANSWER_MARGIN_S, RankGroup
-from .rendezvous import meet
 
 __all__ = ["SaveTarget", "open_place"]
 

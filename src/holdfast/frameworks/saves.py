@@ -16,8 +16,8 @@ from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.functions import SaveHandle, load, save_async
+from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, state_of
-from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,

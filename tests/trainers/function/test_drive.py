@@ -12,9 +12,10 @@ import pytest
 from fake_engine import FakeEngine, Script
 
 from holdfast import Checkpoint
-from holdfast.config import Keep, ValidationConfig
+from holdfast.config import Keep
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.storage import LocalStorage
+from holdfast.trainers.function.config import ValidationConfig
 from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
 from holdfast.trainers.function.control.plan import RunSpec, WaitLimits

@@ -19,7 +19,7 @@ from ..tree import arrays, objects, rng
 from ..tree.names import parameter_names
 from ..tree.objects import ask_in_order, state_of
 from ..tree.optimizers import is_plain, live_names, to_positions
-from ..tree.sharded import is_spread, spread_types
+from ..tree.spread import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
 from .match_plan import MatchPlan, kind_of

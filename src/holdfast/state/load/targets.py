@@ -24,7 +24,8 @@ from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.index_group import Boxes, Pieces
 
 from ..tree import arrays
-from ..tree.sharded import is_spread, local_parts, local_tensor
+from ..tree.sharded import local_parts
+from ..tree.spread import is_spread, local_tensor
 from .read_request import BATCH, ReadRequest, is_direct
 from .stored import Stored
 

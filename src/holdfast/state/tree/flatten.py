@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,14 @@ from holdfast.errors import UnsupportedStateError
 from holdfast.format.codec import MAX_NESTING, encode
 from holdfast.format.scalars import is_text
 
-from . import arrays, objects, optimizers, rng, sharded
+from . import arrays, objects, optimizers, rng
 from .groups import parallel_group
 from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
+from .spread import check_module, spread_types
 from .values import Attrs, PerRank
+
+if TYPE_CHECKING:
+    from . import sharded
 
 __all__ = ["Flat", "flatten"]
 
@@ -119,9 +123,9 @@ class _Walker:
         self.file = ""
         self.taken: set[str] = set()
         self.active: set[int] = set()  # ids of the containers around the current value
-        self.spread = sharded.spread_types()
+        self.spread = spread_types()
         self.listed = frozenset({torch.Tensor, *self.spread})
-        self.regions = sharded.Regions()
+        self.regions: sharded.Regions | None = None  # of the first tensor that is spread over ranks
         self.whole: Callable[[str], bool] | None = None
         self.parted: dict[int, torch.Tensor] = {}  # id of what stands for a tensor that is to be saved whole -> this
         self.owned = False  # within a value that each rank stores for itself
@@ -302,7 +306,7 @@ class _Walker:
         if self.shared and (group := parallel_group(module)) is not None:
             self.flat.groups.add(group)
         module = unwrap(module)
-        sharded.check_module(module, f"state{path}")
+        check_module(module, f"state{path}")
         raw = module.state_dict()
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)
@@ -383,11 +387,14 @@ class _Walker:
 
     def _spread(self, value: torch.Tensor, name: str, path: str) -> sharded.Parts:
         """Take a tensor apart that is spread over ranks."""
+        from . import sharded  # not above: most states have no such tensor
+
         if self.owned:
             raise UnsupportedStateError(
                 f"state{path}: a {type(value).__name__} says itself what each rank holds of it: take it out of PerRank"
             )
         try:
+            self.regions = self.regions or sharded.Regions()
             parts = self.regions.of(value)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(f"state{path}: {error}") from None

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast._ranks import RankInfo, current_ranks
-from holdfast.checkpointer.rendezvous import meet, same_for_all
+from holdfast.checkpointer.meeting import meet, same_for_all
 from holdfast.errors import ConfigError, HoldfastError, TrainingFailedError
 from holdfast.writer.frames import Channel
 

@@ -16,20 +16,20 @@ from holdfast._optional import install_command
 from holdfast._version import __version__
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import verify
-from holdfast.config import (
-    CheckpointConfig,
-    CheckpointStrategy,
-    FailureConfig,
-    Keep,
-    RunConfig,
-    ScalingConfig,
-    ValidationConfig,
-)
+from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
+from .config import (
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
 from .control.drive import Driver, ExecutorOptions, Stops
 from .control.messages import say
 from .control.plan import RunSpec, WaitLimits

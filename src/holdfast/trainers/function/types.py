@@ -8,7 +8,8 @@ from enum import Enum
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import RunConfig, ScalingConfig
+
+from .config import RunConfig, ScalingConfig
 
 __all__ = [
     "CheckpointConsistencyMode",

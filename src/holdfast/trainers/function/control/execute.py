@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.config import Keep, ValidationConfig
+from holdfast.config import Keep
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 from holdfast.format.names import MANIFEST_NAME, join
@@ -31,6 +31,7 @@ from holdfast.writer.ingest.incoming import read_incoming, remove_incoming
 from holdfast.writer.ingest.merge import suffixed
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, is_incoming
 
+from ..config import ValidationConfig
 from ..engine import Engine, GroupSpec, TaskEnded
 from ..transit import checkpoint_at, error_to_wire
 from .actions import (

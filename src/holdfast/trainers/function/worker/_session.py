@@ -11,12 +11,12 @@ from typing import Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast.checkpoint.handle import Checkpoint, file_system
-from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.frames import Channel
 
+from ..config import ValidationTaskConfig
 from ..transit import checkpoint_at, open_root
 from ..types import CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
 from ..values import check_score, plain_metrics, unpack_checkpoint

@@ -21,8 +21,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying.local import clone_tree, private_directory
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.format.names import MANIFEST_NAME, METADATA_FILE
-from holdfast.run.names import is_checkpoint_name
-from holdfast.run.remains import INCOMING
+from holdfast.run.names import INCOMING, is_checkpoint_name
 from holdfast.storage.base import Storage
 from holdfast.writer.ingest.sources import scan
 from holdfast.writer.messages import IngestSource

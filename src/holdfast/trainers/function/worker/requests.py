@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.storage.base import check_path
 
+from ..config import ValidationTaskConfig
 from ..types import CheckpointUploadMode
 from ..values import plain_metrics
 

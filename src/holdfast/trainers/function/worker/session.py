@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import ValidationTaskConfig
 from holdfast.model_files import Content, ModelFiles
 
+from ..config import ValidationTaskConfig
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
 from ._session import Context, Session, current_session
 

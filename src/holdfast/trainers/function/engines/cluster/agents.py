@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from holdfast._log import get_logger
 from holdfast._version import __version__
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.run.remains import PROBE
+from holdfast.run.names import PROBE
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import Capacity, Reason, node_name
 from holdfast.writer.frames import Message
