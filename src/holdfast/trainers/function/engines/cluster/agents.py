@@ -1,4 +1,7 @@
-"""An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers."""
+"""An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers.
+
+The connections to them are here too: accepting them, messages, and when an agent counts as gone.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import xxhash
 
 from holdfast._log import get_logger
 from holdfast._version import __version__
@@ -19,24 +25,158 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.run.remains import PROBE
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import Capacity, Reason, node_name
-from holdfast.writer.frames import Message
+from holdfast.writer.frames import Channel, Message
+from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof, read_answer
 
-from .agent import BEAT_S
-from .links import AgentLink, AgentListener
-from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
-from .places import NodePlace
+from ..local.child import Inbox
+from .agent import BEAT_S, connect
+from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesChanged, Refused
 
-__all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "StorageProbe", "Unfit"]
+__all__ = [
+    "AgentLink",
+    "AgentListener",
+    "AgentMessage",
+    "AgentNews",
+    "Agents",
+    "Leaving",
+    "LostNode",
+    "StorageProbe",
+    "Unfit",
+]
 
+_LOG = get_logger("trainers.function")
+_HELLO_S = 10.0
+_PAUSE_S = 0.1
+_STRANGERS = 256
+_KEEP = 8
+_LARGE = 64 << 10
 _WORDS = b"Written by the driver; nodes look whether they see it.\n"
 _CLEAN_S = 5.0
 _PROBE_AGAIN_S = 2.0
 _TRIALS = 4  # an agent looks for 10 s
-
-_LOG = get_logger("trainers.function")
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
 _AGENT_SILENCE_S = 120.0
+
+
+class AgentLink:
+    """An agent, as long as it is connected.
+
+    Attributes:
+        node: where it runs.
+        number: of the agent.
+        heard: when it last sent something, as of `time.monotonic`.
+        facts: what it reported about its node; None before.
+        ready: it sees the storage and may run workers.
+    """
+
+    def __init__(self, node: str, number: int, sock: socket.socket) -> None:
+        self.node, self.number = node, number
+        self.sock = sock
+        self.inbox = Inbox(sock)
+        self._channel = Channel(sock)
+        self._kept: OrderedDict[str, None] = OrderedDict()
+        self.heard = time.monotonic()
+        self.facts: dict[str, Any] | None = None
+        self.ready = False
+
+    def fileno(self) -> int:
+        """Descriptor for a selector."""
+        return self._channel.fileno()
+
+    def tell(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send without blocking; dropped if the agent is gone, which the reading side notices."""
+        try:
+            self._channel.send(header, attachments)
+        except OSError as error:
+            _LOG.debug("the agent on %s takes nothing: %s", self.node, error)
+
+    def pass_on(self, child: int, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        """Send a message to a process of this agent; a large attachment that several processes get travels once."""
+        parts: list[str | None] = []
+        rest: list[bytes] = []
+        for item in attachments:
+            key = xxhash.xxh3_128_hexdigest(item) if len(item) >= _LARGE else None
+            parts.append(key)
+            if key is None:
+                rest.append(item)
+            elif key not in self._kept:
+                self.tell({"do": "keep", "key": key}, [item])
+                self._kept[key] = None
+                if len(self._kept) > _KEEP:
+                    self._kept.popitem(last=False)
+        self.tell({"do": "send", "child": child, "header": header, "parts": parts}, rest)
+
+    def close(self) -> None:
+        """Close the connection: the agent ends. Idempotent."""
+        self._channel.close()
+
+
+class AgentListener:
+    """Listens for agents and accepts those that know the token.
+
+    Args:
+        host: address to listen on.
+        token: of this run.
+        welcome: takes the number of an agent and its socket; called on another thread.
+    """
+
+    def __init__(self, host: str, token: str, welcome: Callable[[int, socket.socket], None]) -> None:
+        self._token, self._welcome = token, welcome
+        self._closed = False
+        self._room = threading.BoundedSemaphore(_STRANGERS)
+        try:
+            self._listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise HoldfastError(f"cannot listen on {host} for the nodes of the cluster: {error}") from error
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="holdfast-agents", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more agents. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                _LOG.warning("an agent could not connect: %s", error)  # out of descriptors, say: it comes again
+                time.sleep(_PAUSE_S)
+                continue
+            if not self._room.acquire(blocking=False):
+                sock.close()  # more than so many unproven connections are not agents
+                continue
+            threading.Thread(target=self._greet, args=(sock,), name="holdfast-hello", daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Check that the other side knows the token. Nothing is parsed before that."""
+        deadline = time.monotonic() + _HELLO_S
+        try:
+            sock.settimeout(_HELLO_S)
+            challenge = make_challenge()
+            sock.sendall(challenge)
+            answer = b""
+            while len(answer) < ANSWER_BYTES and time.monotonic() < deadline:
+                more = sock.recv(ANSWER_BYTES - len(answer))
+                if not more:
+                    break
+                answer += more
+            number = read_answer(self._token, challenge, answer) if len(answer) == ANSWER_BYTES else None
+            if number is None or self._closed:
+                sock.close()
+                return
+            sock.sendall(make_proof(self._token, challenge, answer))
+            self._welcome(number, connect(sock))
+        except OSError:
+            sock.close()
+        finally:
+            self._room.release()
 
 
 @dataclass(frozen=True, slots=True)

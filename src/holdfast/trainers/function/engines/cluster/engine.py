@@ -37,10 +37,8 @@ from holdfast.writer.frames import Message
 
 from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S
-from .agents import AgentMessage, AgentNews, Agents, Leaving, LostNode
-from .links import AgentLink
-from .nodes import Nodes
-from .places import NodePlace, arrange, rank_environment
+from .agents import AgentLink, AgentMessage, AgentNews, Agents, Leaving, LostNode
+from .nodes import NodePlace, Nodes, arrange, rank_environment
 
 __all__ = ["ClusterEngine"]
 
