@@ -32,8 +32,7 @@ from holdfast.trainers.function.control.actions import (
     StartGroup,
     StoreRows,
 )
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, WaitLimits
 from holdfast.trainers.function.engine import Dying, Started
 from holdfast.trainers.function.transit import error_to_wire
 

@@ -16,8 +16,7 @@ from holdfast.trainers.function.control.actions import (
     StopValidation,
     Validate,
 )
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, WaitLimits
 
 
 def commit(play: Play, index: int, **header: object) -> list[object]:

@@ -17,8 +17,7 @@ from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
-from holdfast.trainers.function.control.plan import RunSpec, WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, RunSpec, WaitLimits
 from holdfast.trainers.function.control.result import Result
 from holdfast.trainers.function.transit import error_to_wire
 

@@ -16,9 +16,9 @@ import holdfast as hf
 from holdfast.copying import local
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.trainers.function.control import execute
+from holdfast.trainers.function.control import drive
 from holdfast.trainers.function.control.actions import ReportedDirectory
-from holdfast.trainers.function.control.execute import bring_beside
+from holdfast.trainers.function.control.drive import bring_beside
 from holdfast.trainers.function.worker import handoff
 from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
 
@@ -196,7 +196,7 @@ def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
                 place.swept.clear()
                 place.sweep_siblings(str(other_disk / "mine"))
 
-    monkeypatch.setattr(execute.os, "walk", listed)
+    monkeypatch.setattr(drive.os, "walk", listed)
     with pytest.raises(CheckpointError, match="could not be listed"):
         bring_beside(storage, "checkpoint_000001", [report])
     assert list(storage.list("")) == []

@@ -9,8 +9,7 @@ from scripted import Play, kept
 
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, RunState, Say, StartGroup
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy, ScalingPolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, ScalingPolicy, WaitLimits
 from holdfast.trainers.function.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
 from holdfast.trainers.function.engines.cluster.nodes import NodePlace, arrange, rank_environment
 

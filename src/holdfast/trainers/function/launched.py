@@ -28,8 +28,7 @@ from holdfast.errors import ConfigError, HoldfastError, TrainingFailedError
 from holdfast.writer.frames import Channel
 
 from .control.actions import End
-from .control.drive import Driver
-from .control.messages import say
+from .control.drive import Driver, say
 from .engines.local.inline import InlineEngine
 from .transit import error_from_wire, error_to_wire
 from .worker.group import leave_launched_group

@@ -30,10 +30,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
-from .control.drive import Driver, ExecutorOptions, Stops
-from .control.messages import say
-from .control.plan import RunSpec, WaitLimits
-from .control.policy import FailurePolicy
+from .control.drive import Driver, ExecutorOptions, Stops, say
+from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
 from .engines.cluster import ray_api
 from .engines.cluster.engine import ClusterEngine

@@ -14,10 +14,22 @@ from holdfast.errors import ConfigError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.memory import MemoryStorage
 
-__all__ = ["TIMESTAMP", "check_score", "pack_checkpoint", "plain_metrics", "score_of", "unpack_checkpoint"]
+__all__ = [
+    "TIMESTAMP",
+    "VALIDATED",
+    "check_score",
+    "pack_checkpoint",
+    "plain_metrics",
+    "score_of",
+    "unpack_checkpoint",
+    "without_marks",
+]
 
 TIMESTAMP = "_timestamp"
 """Score attribute that means the time of the save."""
+
+VALIDATED = "_validated"
+"""Late metric that says how a validation ended: true, "failed" or "timeout"."""
 
 _PLAIN = frozenset({float, int, str, bool, type(None)})
 _MAX_DEPTH = 32
@@ -87,6 +99,11 @@ def score_of(values: Mapping[str, Any], attribute: str, *, required: bool) -> fl
             f"by it, so it has to be a number, not {_kind(values[attribute])}"
         )
     return float(value)
+
+
+def without_marks(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics without what Holdfast notes among them for itself."""
+    return {name: value for name, value in metrics.items() if name != VALIDATED}
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> bytes:

@@ -44,13 +44,22 @@ from .actions import (
     check_transition,
 )
 from .commits import Commits
-from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
-from .plan import Room, RunSpec
-from .policy import Cause, GiveUp
+from .plan import Cause, GiveUp, Room, RunSpec
 from .report_ledger import ReportLedger
 from .reports import Reports
 from .starts import RunContents, Start, choose_start
-from .worker_group import Clock, WorkerGroup, first_line, training_failed
+from .worker_group import (
+    Clock,
+    Ending,
+    Handover,
+    Teardown,
+    WorkerGroup,
+    find_trouble,
+    first_line,
+    gather_s,
+    next_check,
+    training_failed,
+)
 
 __all__ = ["Controller"]
 _HANDOVERS = 3  # agreed saves that are tried for one move

@@ -12,10 +12,8 @@ from holdfast.errors import ConfigError, ReportMismatchError
 from ..transit import error_from_wire
 from ..values import TIMESTAMP
 from .actions import Action, Answer, Note, StoreRows
-from .commits import Commits, epoch_of
-from .known_checkpoints import UnwrittenValues
-from .plan import RunSpec
-from .policy import is_worth_writing
+from .commits import Commits, UnwrittenValues, epoch_of
+from .plan import RunSpec, is_worth_writing
 from .report_ledger import Ask, Entry, LedgerEntry, ReportLedger
 from .starts import Start, choose_start
 

@@ -18,8 +18,9 @@ from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage
 
 from ..engine import Placed
+from ..values import VALIDATED
 from .actions import Begin, Resumed
-from .known_checkpoints import VALIDATED, UnwrittenValues
+from .commits import UnwrittenValues
 from .plan import RunSpec
 
 __all__ = ["RunContents", "Start", "choose_start", "find_start", "find_unvalidated"]

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 
 from ..transit import TravellingSecrets, pack_value
 from ..types import ReportedCheckpointStatus
-from .known_checkpoints import VALIDATED
+from ..values import VALIDATED
 
 __all__ = ["DEFAULT_TIMEOUT_S", "WANTED", "TaskRunner", "Validations", "pack_validation", "status_of"]
 
