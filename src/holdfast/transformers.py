@@ -17,7 +17,7 @@ from .errors import ConfigError
 from .frameworks import DirectoryCheckpoints
 from .frameworks.finished import all_written, report_finished
 from .frameworks.model_directory import model_files
-from .trainers.function.worker._session import current_session
+from .trainers.function.worker.session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "model_files", "prepare_trainer"]
 

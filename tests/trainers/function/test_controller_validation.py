@@ -9,7 +9,6 @@ from holdfast.trainers.function.control.actions import (
     Answer,
     Commit,
     End,
-    Ingest,
     LateMetrics,
     Protect,
     Say,
@@ -34,9 +33,9 @@ def test_a_validation_follows_the_commit() -> None:
     """The checkpoint is protected from before its commit until its metrics have ranked it."""
     play = Play(num_workers=1, validates=True).run()
     play.report(0, 1, validation=True)
-    assert play.kinds() == ["StoreRows", "Details", "Protect", "Ingest"]
+    assert play.kinds() == ["StoreRows", "Details", "Protect", "Commit"]
     assert play.only(Protect).names == ("checkpoint_000000",)
-    assert play.only(Ingest).manifest["extra"] == {"validation": "wanted"}
+    assert play.only(Commit).manifest["extra"] == {"validation": "wanted"}
     play.committed()
     validate = play.only(Validate)
     assert validate.name == "checkpoint_000000"

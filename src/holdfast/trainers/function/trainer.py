@@ -199,8 +199,8 @@ class TorchTrainer:
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
         from .launched import Launched, drive_here, ranks_of_launcher, work_here  # load torch
-        from .worker._session import in_session
         from .worker.group import launched_group
+        from .worker.session import in_session
 
         # A worker of ours has the variables of a launcher, too: what it starts is its own.
         info = None if in_session() else ranks_of_launcher()

@@ -16,19 +16,15 @@ from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import Record, metric_value
 from holdfast.storage.base import check_path
-from holdfast.writer.messages import SaveResult
+from holdfast.writer.messages import IngestSource, SaveResult
 
 from ..values import without_marks
 from .actions import (
     Action,
     Answer,
     Commit,
-    CommitParts,
-    CommitUploaded,
-    Ingest,
     LateMetrics,
     Protect,
-    ReportedDirectory,
     Say,
     Send,
     StopValidation,
@@ -284,20 +280,21 @@ class Commits:
             # Before the commit: a later commit may be on its way already and must not delete this checkpoint.
             self._wanted.add(report.directory)
             self._protect()
-        ranks = sorted(report.entries)
+        ranks = tuple(sorted(report.entries))
         if report.in_parts:
-            self._out.append(CommitParts(index=report.index, **job, writers=tuple(ranks), wait_s=wait_s))
+            self._out.append(Commit(index=report.index, **job, writers=ranks, wait_s=wait_s))
             return
-        if tuple(ranks) not in self._brought:
-            self._brought[tuple(ranks)] = report.index
+        if ranks not in self._brought:
+            self._brought[ranks] = report.index
             if self.uneven:
                 self._out.append(Say(line=self.uneven))
-        entries = [report.entries[rank] for rank in ranks if report.entries[rank].kind == "directory"]
-        sources = tuple(ReportedDirectory(rank=entry.rank, path=entry.path, owned=entry.owned) for entry in entries)
-        if len(sources) < len(ranks):
-            self._out.append(CommitUploaded(index=report.index, **job, beside=sources))
-        else:
-            self._out.append(Ingest(index=report.index, **job, sources=sources))
+        sources = tuple(
+            IngestSource(rank=rank, **entry.source)
+            for rank in ranks
+            if (entry := report.entries[rank]).kind == "directory" and entry.source is not None
+        )
+        uploaded = len(sources) < len(ranks)
+        self._out.append(Commit(index=report.index, **job, sources=sources, uploaded=uploaded))
 
     @property
     def uneven(self) -> str:

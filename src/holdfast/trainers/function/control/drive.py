@@ -38,7 +38,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.ingest.incoming import read_incoming, remove_incoming
 from holdfast.writer.ingest.merge import suffixed
-from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened, is_incoming
+from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
 
 from ..engine import Engine, GroupSpec, TaskEnded, Woken
 from ..transit import checkpoint_at, error_to_wire
@@ -48,12 +48,10 @@ from .actions import (
     Answer,
     Begin,
     Call,
-    CommitParts,
-    CommitUploaded,
+    Commit,
     Details,
     End,
     FindStart,
-    Ingest,
     Input,
     KillGroup,
     LateMetrics,
@@ -61,7 +59,6 @@ from .actions import (
     Note,
     OpenRun,
     Protect,
-    ReportedDirectory,
     Resumed,
     RunState,
     Say,
@@ -331,9 +328,7 @@ class Executor:
             StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
             Protect: lambda do: self._op(do, "protect", names=list(do.names)),
             LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
-            Ingest: self._ingest,
-            CommitParts: self._commit_parts,
-            CommitUploaded: self._commit_uploaded,
+            Commit: self._commit,
             StartGroup: self._start_group,
             KillGroup: lambda do: engine.kill(None, do.grace_s),
             Begin: self._begin,
@@ -378,65 +373,61 @@ class Executor:
     def _op(self, action: Action, op: str, **args: Any) -> None:
         self._follow(action, self._session.client.run_op(op, **args))
 
+    def _in_thread(self, action: Action, work: Callable[[], None]) -> None:
+        """Carry out an action that reads storage; ``work`` posts its outcome."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
+                self._post(ActionResult(action=action, error=error))
+
+        threading.Thread(target=run, name="holdfast-execute", daemon=True).start()
+
     def _find_start(self, action: FindStart) -> None:
         """Look through the run in a thread: a checkpoint may have thousands of files."""
         session = self._session
 
         def work() -> None:
-            try:
-                contents = find_start(
-                    self._storage,
-                    session.ask("records"),
-                    quarantined=session.quarantined,
-                    quarantine=session.quarantine,
-                    deep=action.deep,
-                    dead=session.opened.dead,
-                    validations=self._options.validation is not None and self.contents is None,
-                )
-            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
-                self._post(ActionResult(action=action, error=error))
-            else:
-                self.contents = contents
-                self._post(ActionResult(action=action, value=contents))
+            self.contents = contents = find_start(
+                self._storage,
+                session.ask("records"),
+                quarantined=session.quarantined,
+                quarantine=session.quarantine,
+                deep=action.deep,
+                dead=session.opened.dead,
+                validations=self._options.validation is not None and self.contents is None,
+            )
+            self._post(ActionResult(action=action, value=contents))
 
-        threading.Thread(target=work, name="holdfast-find", daemon=True).start()
+        self._in_thread(action, work)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _ingest(self, action: Ingest | CommitUploaded) -> None:
-        """Take directories in; an uploaded checkpoint has none: it is committed where it lies."""
-        sources = action.sources if isinstance(action, Ingest) else ()
-        job = IngestJob(
-            directory=action.directory,
-            save_id=action.save_id,
-            sources=tuple(IngestSource(rank=source.rank, path=source.path, owned=source.owned) for source in sources),
-            manifest=_dated(action.manifest),
-        )
-        self._follow(action, self._session.client.ingest(self._storage, job))
+    def _commit(self, action: Commit) -> None:
+        client, storage, sources = self._session.client, self._storage, action.sources
+        created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        job = {
+            "directory": action.directory,
+            "save_id": action.save_id,
+            "manifest": {**action.manifest, "created": created},
+        }
 
-    def _commit_uploaded(self, action: CommitUploaded) -> None:
-        if not action.beside:
-            self._ingest(action)
-            return
+        def take_in(sources: tuple[IngestSource, ...]) -> None:
+            """Without sources: commit what lies there."""
+            self._follow(action, client.ingest(storage, IngestJob(**job, sources=sources)))
 
-        def work() -> None:
-            try:
-                bring_beside(self._storage, action.directory, action.beside)
-                self._ingest(action)
-            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
-                self._post(ActionResult(action=action, error=error))
+        def beside() -> None:
+            bring_beside(storage, action.directory, sources)
+            take_in(())
 
-        threading.Thread(target=work, name="holdfast-beside", daemon=True).start()
-
-    def _commit_parts(self, action: CommitParts) -> None:
-        job = PartsJob(
-            directory=action.directory,
-            save_id=action.save_id,
-            writers=action.writers,
-            manifest=_dated(action.manifest),
-            wait_s=action.wait_s,
-        )
-        self._follow(action, self._session.client.commit_parts(self._storage, job))
+        if action.writers:
+            parts = PartsJob(**job, writers=action.writers, wait_s=action.wait_s)
+            self._follow(action, client.commit_parts(storage, parts))
+        elif action.uploaded and sources:
+            self._in_thread(action, beside)
+        else:
+            take_in(sources)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
@@ -521,11 +512,7 @@ class Executor:
                     _LOG.exception("%s of %r failed; training goes on", action.hook, callback)
 
 
-def _dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {**manifest, "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
-
-
-def bring_beside(storage: Storage, directory: str, sources: Sequence[ReportedDirectory]) -> None:
+def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSource]) -> None:
     """Copy the files of reported directories into ``directory``, where files lie already.
 
     A file that is there with the same bytes is left out, a file with other bytes gets the rank in its name. Files that
@@ -562,16 +549,16 @@ def bring_beside(storage: Storage, directory: str, sources: Sequence[ReportedDir
             copy_file(here, path, storage, join(directory, target))
             taken.add(target)
     for source in sources:
-        if is_incoming(source.path):
+        if source.is_incoming:
             remove_incoming(storage, source.path)
         elif source.owned:
             LocalStorage(os.path.dirname(source.path)).delete_tree(os.path.basename(source.path))
 
 
-def _files(storage: Storage, source: ReportedDirectory) -> tuple[Storage, dict[str, str]]:
+def _files(storage: Storage, source: IngestSource) -> tuple[Storage, dict[str, str]]:
     """Return the storage of a source's files, and their paths in it by name."""
     path = source.path
-    if is_incoming(path):
+    if source.is_incoming:
         contents = read_incoming(storage, path, source.rank).contents
         last = contents.manifest_file
         return storage, {file.name: file.source for file in (*contents.files, *(() if last is None else (last,)))}

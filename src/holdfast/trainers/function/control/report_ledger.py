@@ -36,20 +36,18 @@ class Entry:
     Attributes:
         kind: "directory", "uploaded", "state" or "values".
         call: number of the call that waits for the commit; None: no call waits.
-        path: of the directory.
-        owned: the directory has been taken over and may be moved.
-        coming: the directory is not uploaded yet: a message of its rank says when it is.
+        source: a directory: its "path", and whether it is "owned": taken over, so that it may be moved.
         location: where an uploaded checkpoint lies.
+        coming: the directory is not there yet, or not uploaded: the message "part" of its rank says when it is.
         asks: its train_func calls `should_save`.
     """
 
     rank: int
     kind: str
     call: int | None = None
-    path: str = ""
-    owned: bool = False
-    coming: bool = False
+    source: Mapping[str, Any] | None = None
     location: Mapping[str, Any] | None = None
+    coming: bool = False
     asks: bool = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from holdfast._ranks import rank_list
@@ -74,15 +75,13 @@ class Reports:
 
     def _report(self, rank: int, header: Mapping[str, Any], now: float) -> None:
         index, kind, call = header["index"], header["kind"], header.get("call")
-        source = header.get("source") or {}
         entry = Entry(
             rank=rank,
             kind=kind,
             call=call,
-            path=source.get("path", ""),
-            owned=bool(source.get("owned", False)),
-            coming=bool(source.get("coming", False)),
+            source=header.get("source"),
             location=header.get("location"),
+            coming=bool(header.get("coming")),
             asks=bool(header.get("asks")),
         )
         metrics = header.get("metrics") or {}
@@ -158,6 +157,9 @@ class Reports:
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._commits.fail(report, error, ranks=report.entries.keys() - {rank})  # the rank itself knows
         else:
+            entry = report.entries[rank]
+            source, location = header.get("source", entry.source), header.get("location", entry.location)
+            report.entries[rank] = replace(entry, source=source, location=location)
             report.durable.add(rank)
 
     def _memory(self, index: int, values: bytes) -> None:

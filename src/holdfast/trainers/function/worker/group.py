@@ -17,7 +17,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import RankInfo
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 
-from ._session import current_session
+from .session import current_session
 
 __all__ = [
     "ALONE_S",

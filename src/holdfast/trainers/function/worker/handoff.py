@@ -14,7 +14,6 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
@@ -138,10 +137,6 @@ class Taken:
     caller: str
     delete: bool = False
     moved: tuple[tuple[str, str], ...] = ()
-
-    def source(self) -> dict[str, Any]:
-        """Describe this for the controller."""
-        return {"path": self.path, "owned": self.owned}
 
     def committed(self) -> None:
         """Clean up after the commit; a failure is only logged, for the checkpoint is safe."""

@@ -183,7 +183,7 @@ def run_here(
         ended: called before the channel is closed, with the status that a worker process would have ended with and what
             the function raised.
     """
-    from ._session import Session
+    from .session import Session
 
     begin = channel.receive()
     if begin is None:
