@@ -30,9 +30,7 @@ from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 
-from ..local.child import Child, Inbox
-from ..local.launch import threads_for
-from ..local.supervisor import Supervisor
+from ..local.supervisor import Child, Supervisor, threads_for
 from .nodes import AgentCall
 
 __all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
@@ -92,7 +90,7 @@ class Agent:
 
     def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
         self._sock, self._silence_s = sock, silence_s
-        self._channel, self._inbox = Channel(sock), Inbox(sock)
+        self._channel = Channel(sock, "the driver")
         self._supervisor = Supervisor(
             on_start=self._on_start,
             on_message=self._on_message,
@@ -151,11 +149,11 @@ class Agent:
     # ---- what the driver says
 
     def _read(self) -> None:
-        for message in self._inbox.read():
+        for message in self._channel.read():
             self._heard = time.monotonic()
             if self._ended is None:
                 self._does[message.header["do"]](message)
-        if self._inbox.ended:
+        if self._channel.ended:
             self._end("the driver is gone")
 
     def _end(self, why: str) -> None:

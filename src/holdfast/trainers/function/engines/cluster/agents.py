@@ -28,7 +28,6 @@ from holdfast.trainers.function.engine import Capacity, Reason, node_name
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof, read_answer
 
-from ..local.child import Inbox
 from .agent import BEAT_S, connect
 from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesChanged, Refused
 
@@ -72,9 +71,7 @@ class AgentLink:
 
     def __init__(self, node: str, number: int, sock: socket.socket) -> None:
         self.node, self.number = node, number
-        self.sock = sock
-        self.inbox = Inbox(sock)
-        self._channel = Channel(sock)
+        self.channel = Channel(sock, "an agent")
         self._kept: OrderedDict[str, None] = OrderedDict()
         self.heard = time.monotonic()
         self.facts: dict[str, Any] | None = None
@@ -82,12 +79,12 @@ class AgentLink:
 
     def fileno(self) -> int:
         """Descriptor for a selector."""
-        return self._channel.fileno()
+        return self.channel.fileno()
 
     def tell(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
         """Send without blocking; dropped if the agent is gone, which the reading side notices."""
         try:
-            self._channel.send(header, attachments)
+            self.channel.send(header, attachments)
         except OSError as error:
             _LOG.debug("the agent on %s takes nothing: %s", self.node, error)
 
@@ -109,7 +106,7 @@ class AgentLink:
 
     def close(self) -> None:
         """Close the connection: the agent ends. Idempotent."""
-        self._channel.close()
+        self.channel.close()
 
 
 class AgentListener:
@@ -388,15 +385,15 @@ class Agents:
 
     def read(self, link: AgentLink) -> None:
         """Take what an agent has sent, or its end."""
-        messages = list(link.inbox.read())
-        if not link.inbox.ended:
+        messages = list(link.channel.read())
+        if not link.channel.ended:
             link.heard = time.monotonic()  # a part of a large message is a sign of life too
         for message in messages:
             if self._links.get(link.node) is link:  # not given up for an earlier message
                 self._take(link, message)
-        if link.inbox.ended and self._links.get(link.node) is link:
+        if link.channel.ended and self._links.get(link.node) is link:
             why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
-            self._lose(link, link.inbox.broken or why, "node")
+            self._lose(link, link.channel.broken or why, "node")
 
     def _take(self, link: AgentLink, message: Message) -> None:
         on = message.header["on"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections import deque
@@ -30,16 +31,16 @@ from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 
-from .child import Child
-from .launch import worker_environment
 from .logs import shown_and_kept
-from .supervisor import Supervisor
+from .supervisor import Child, Supervisor, threads_for
 
 __all__ = ["LocalEngine"]
 
 _LOG = get_logger("trainers.function")
 _WORKER = "holdfast.trainers.function.worker.main:run"
 _TASK = "holdfast.trainers.function.worker.main:run_task"
+_HOST = "127.0.0.1"
+_LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end
 
 
@@ -114,7 +115,7 @@ class LocalEngine:
                 child = self._supervisor.fork(
                     f"rank {rank}",
                     self._entry,
-                    environment=worker_environment(spec, rank, port, base),
+                    environment=_worker_environment(spec, rank, port, base),
                     sinks=shown_and_kept(f"rank {rank}", log_file),
                     listener=None if rank else listener,
                     use_gpu=spec.use_gpu,
@@ -244,7 +245,7 @@ class LocalEngine:
         if rank is not None:
             del self._ranks[rank]
             detail = "\n".join(part for part in (why, child.last_words()) if part)
-            reason: Reason = "garbled" if child.inbox.broken else "process"
+            reason: Reason = "garbled" if child.channel.broken else "process"
             self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail, reason=reason))
             self._ended_ranks[child.number] = rank
             self._unfinished.end(child.number, finish=child.number not in self._killed)
@@ -280,3 +281,30 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _worker_environment(spec: GroupSpec, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Return all variables of a worker.
+
+    Args:
+        spec: the group.
+        rank: of the worker.
+        port: where rank 0 listens.
+        base: the driver's own variables.
+    """
+    environment = {
+        # One machine: a host name that does not resolve, or resolves to a VPN, must not matter.
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "OMP_NUM_THREADS": str(threads_for(spec.num_workers)),
+        **base,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.num_workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(spec.num_workers),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+    }
+    if not spec.use_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return {**environment, **spec.environment.get(rank, {})}

@@ -28,9 +28,7 @@ from typing import Any
 
 from holdfast.writer.frames import Channel, Message
 
-from .child import end_session
-
-__all__ = ["Zygote", "main"]
+__all__ = ["Zygote", "end_session", "main"]
 
 # What a fresh interpreter does not leave to the kernel.
 _PYTHONS_OWN: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
@@ -47,6 +45,7 @@ _FIRST = (
 _LATER = ("holdfast.state.save.snapshot", "holdfast.writer.client", "torch._dynamo")
 _LATER_S = 5.0
 _GRACE_S = 2.0
+_ROUNDS = 5
 
 
 def main(socket_fd: int) -> int:
@@ -263,3 +262,49 @@ def _limit_threads() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if "torch" in sys.modules and wanted.isdigit() and int(wanted) > 0:
         sys.modules["torch"].set_num_threads(int(wanted))
+
+
+def end_session(leader: int) -> None:
+    """Send SIGKILL to every process of a session but its leader, which has ended.
+
+    Call it while the leader is a zombie or members of the session live: only then can no other process have its number.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+    known: set[int] = set()
+    for _ in range(_ROUNDS):  # a process that forks meanwhile is found in the next round
+        found = _members(leader) - known
+        if not found:
+            return
+        known |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _members(leader: int) -> set[int]:
+    found: set[int] = set()
+    try:
+        names = os.listdir("/proc")
+    except OSError:  # other systems: the process group is all that is known
+        return found
+    for name in names:
+        if not name.isdigit():
+            continue
+        try:
+            # Plain calls: this runs between a death and the restart, over every process of the machine.
+            fd = os.open(f"/proc/{name}/stat", os.O_RDONLY)
+            try:
+                stat = os.read(fd, 512)
+            finally:
+                os.close(fd)
+            # The command name in parentheses may hold spaces and parentheses itself.
+            state, _, _, session = stat[stat.rindex(b")") + 1 :].split(None, 4)[:4]
+        except (OSError, ValueError):  # it has just ended
+            continue
+        if int(session) != leader or state in (b"Z", b"X"):
+            continue
+        if int(name) == leader:  # our leader has ended: this process only has its number
+            return set()
+        found.add(int(name))
+    return found
