@@ -179,7 +179,7 @@ def test_a_validation(tmp_path: Path) -> None:
             super().say(rank, *attachments, **(header | ({"validation": True} if header["on"] == "report" else {})))
 
     driver = make(tmp_path / "run", good, validates=True, options={"validation": ValidationConfig(check)})
-    driver._engine = driver._executor._engine = Asking(good)  # type: ignore[assignment]
+    driver._engine = Asking(good)  # type: ignore[assignment]
     assert drive(driver).state is RunState.FINISHED
     assert Result.from_path(tmp_path / "run").best_checkpoints[0][1] == {"loss": 1, "val": 2}
 

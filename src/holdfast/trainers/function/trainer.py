@@ -37,7 +37,6 @@ from .engines.cluster import ray_api
 from .engines.cluster.engine import ClusterEngine
 from .engines.cluster.ray_nodes import RayNodes, Wanted
 from .engines.local.engine import LocalEngine
-from .engines.local.inline import InlineEngine
 from .transit import describe_location, pack_call, pack_result, pack_secrets, pack_value, takes_config, unpack_result
 from .types import RunContext
 from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
@@ -198,7 +197,7 @@ class TorchTrainer:
 
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
-        from .launched import Launched, drive_here, ranks_of_launcher, work_here  # load torch
+        from .local_mode import InlineEngine, Launched, drive_here, ranks_of_launcher, work_here  # load torch
         from .worker.group import launched_group
         from .worker.session import in_session
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._outgoing import masked, visible
@@ -73,13 +73,11 @@ from .actions import (
 from .controller import Controller
 from .plan import RunSpec
 from .starts import RunContents, Start, find_start
-from .validation import TaskRunner, pack_validation
+from .validation import pack_validation
 
 __all__ = [
     "Driver",
-    "Executor",
     "ExecutorOptions",
-    "LocalWorkers",
     "LogCopies",
     "Stops",
     "bring_beside",
@@ -97,6 +95,31 @@ _LAST_S = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """What is carried out with, besides the plan.
+
+    Attributes:
+        blob: train_func and its config, packed.
+        secrets: credentials of storages that workers open, packed.
+        keep: rules of retention.
+        use_gpu: workers get GPUs.
+        environment: variables of every worker.
+        validation: what validates a checkpoint.
+        callbacks: objects whose methods are called for reports and failures.
+        context: first argument of callbacks.
+    """
+
+    blob: bytes
+    keep: Keep
+    use_gpu: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    validation: ValidationConfig | None = None
+    callbacks: Sequence[Any] = ()
+    context: Any = None
+    secrets: bytes = field(default=b"", repr=False)
+
+
 class Driver:
     """A run from the lease to the last commit. `close` is always called, whatever `run` does.
 
@@ -111,15 +134,39 @@ class Driver:
         storage: root of the run.
     """
 
-    def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: LocalWorkers) -> None:
+    def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: Engine) -> None:
         self._plan, self._options, self._engine, self.storage = plan, options, engine, storage
         self.controller = Controller(plan)
         self._inputs: deque[Input] = deque()
-        self._session = RunSession(storage, timeout_s=_OP_S, timeout_name="")
-        self._executor = Executor(plan, options, engine, self._session, self._post)
+        self._session = session = RunSession(storage, timeout_s=_OP_S, timeout_name="")
         self._end: End | None = None
+        self._contents: RunContents | None = None  # at the last look
         self._announced = False
         self._begun = time.monotonic()
+        self._tasks: dict[int, Validate] = {}
+        self._copies: LogCopies | None = None
+        self._does: dict[type[Any], Callable[[Any], None]] = {
+            OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
+            NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
+            FindStart: self._find_start,
+            # Not held: it is the newest until the next commit, and after that the rules decide alone.
+            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
+            Details: lambda do: self._op(do, "details", details=dict(do.details)),
+            Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
+            StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
+            Protect: lambda do: self._op(do, "protect", names=list(do.names)),
+            LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
+            Commit: self._commit,
+            StartGroup: self._start_group,
+            KillGroup: lambda do: self._engine.kill(None, do.grace_s),
+            Begin: self._begin,
+            Answer: self._answer,
+            Send: lambda do: self._tell(do.rank, dict(do.header), do.error),
+            Validate: self._validate,
+            StopValidation: self._stop_validation,
+            Call: self._call,
+            Say: lambda do: say(f"holdfast: {do.line}"),
+        }
 
     def stop(self, why: str) -> None:
         """Ask for the end of the run; callable from any thread and from signal handlers."""
@@ -131,7 +178,7 @@ class Driver:
         while self._end is None:
             for event in self._engine.events(self._patience()):
                 if isinstance(event, TaskEnded):
-                    self._executor.task_ended(event)
+                    self._task_ended(event)
                 elif not isinstance(event, Woken):
                     self._take(event)
             while self._inputs:
@@ -143,7 +190,9 @@ class Driver:
     def close(self) -> None:
         """End all workers, note the end of the run, give the lease back. Idempotent, bounded."""
         self._engine.close()
-        self._executor.close()
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()  # with what the workers have printed last
         session = self._session
         if session.is_open and not session.client.closed:
             end = self._end or End(state=RunState.ERRORED, reason="the driver failed")
@@ -172,6 +221,8 @@ class Driver:
             seconds=time.monotonic() - self._begun,
         )
 
+    # -- events and actions --------------------------------------------------------------------------------------
+
     def _post(self, given: Input) -> None:
         self._inputs.append(given)
         self._engine.wake()
@@ -190,19 +241,184 @@ class Driver:
             if isinstance(action, End):
                 self._end = action
                 if self._announced:
-                    self._executor.do(Call(hook="after_run", arguments={}))
+                    self._do(Call(hook="after_run", arguments={}))
                 continue
             if isinstance(action, StartGroup) and not self._announced:
                 self._announce()
-            self._executor.do(action)
+            self._do(action)
 
     def _announce(self) -> None:
-        session, contents = self._session, self._executor.contents
+        session, contents = self._session, self._contents
         self._announced = True
         if session.is_open and contents is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
             say(*start_block(self._plan, session.opened, contents, self.controller.first, keep=keep, use_gpu=use_gpu))
-        self._executor.do(Call(hook="before_run", arguments={}))
+        self._do(Call(hook="before_run", arguments={}))
+
+    def _do(self, action: Action) -> None:
+        """Begin to carry out an action; what goes wrong at once becomes its outcome."""
+        try:
+            self._does[type(action)](action)
+        except HoldfastError as error:
+            self._post(ActionResult(action=action, error=error))
+
+    def _task_ended(self, event: TaskEnded) -> None:
+        """Take the end of a validation."""
+        action = self._tasks.pop(event.task, None)
+        if action is None:
+            return
+        value = pickle.loads(event.result) if event.result is not None else None
+        self._post(ActionResult(action=action, value=value, error=event.error))
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def _follow(self, action: Action, future: Future[Any]) -> None:
+        def settled(done: Future[Any]) -> None:
+            error = done.exception()
+            self._post(ActionResult(action=action, value=None if error is not None else done.result(), error=error))
+
+        future.add_done_callback(settled)
+
+    def _op(self, action: Action, op: str, **args: Any) -> None:
+        self._follow(action, self._session.client.run_op(op, **args))
+
+    def _in_thread(self, action: Action, work: Callable[[], None]) -> None:
+        """Carry out an action that reads storage; ``work`` posts its outcome."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
+                self._post(ActionResult(action=action, error=error))
+
+        threading.Thread(target=run, name="holdfast-execute", daemon=True).start()
+
+    def _find_start(self, action: FindStart) -> None:
+        """Look through the run in a thread: a checkpoint may have thousands of files."""
+        session = self._session
+
+        def work() -> None:
+            self._contents = contents = find_start(
+                self.storage,
+                session.ask("records"),
+                quarantined=session.quarantined,
+                quarantine=session.quarantine,
+                deep=action.deep,
+                dead=session.opened.dead,
+                validations=self._options.validation is not None and self._contents is None,
+            )
+            self._post(ActionResult(action=action, value=contents))
+
+        self._in_thread(action, work)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _commit(self, action: Commit) -> None:
+        client, storage, sources = self._session.client, self.storage, action.sources
+        created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        job = {
+            "directory": action.directory,
+            "save_id": action.save_id,
+            "manifest": {**action.manifest, "created": created},
+        }
+
+        def take_in(sources: tuple[IngestSource, ...]) -> None:
+            """Without sources: commit what lies there."""
+            self._follow(action, client.ingest(storage, IngestJob(**job, sources=sources)))
+
+        def beside() -> None:
+            bring_beside(storage, action.directory, sources)
+            take_in(())
+
+        if action.writers:
+            parts = PartsJob(**job, writers=action.writers, wait_s=action.wait_s)
+            self._follow(action, client.commit_parts(storage, parts))
+        elif action.uploaded and sources:
+            self._in_thread(action, beside)
+        else:
+            take_in(sources)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def _start_group(self, action: StartGroup) -> None:
+        environment = dict(self._options.environment)
+        self._engine.start(
+            GroupSpec(
+                num_workers=action.num_workers,
+                attempt=action.attempt,
+                environment=dict.fromkeys(range(action.num_workers), environment),
+                log_directory=self._logs() / f"attempt-{action.attempt:05d}",
+                use_gpu=self._options.use_gpu,
+            )
+        )
+
+    def _logs(self) -> Path:
+        """Return the folder of the logs: in the run itself, or a folder that is copied there."""
+        root = self.storage.local_root
+        if root is not None:
+            return root / LOGS
+        if self._copies is None:
+            self._copies = LogCopies(self.storage)
+        return self._copies.folder
+
+    def _begin(self, action: Begin) -> None:
+        attachments = [self._options.blob, action.memory or b"", self._options.secrets]
+        while attachments and not attachments[-1]:
+            attachments.pop()
+        self._engine.send(action.rank, dict(action.header), attachments)
+
+    def _answer(self, action: Answer) -> None:
+        header: dict[str, Any] = {"do": "answer", "call": action.call}
+        if action.error is not None:
+            self._tell(action.rank, header, action.error)
+        else:
+            memory = () if action.memory is None else (action.memory,)
+            self._engine.send(action.rank, {**header, "value": dict(action.value or {})}, memory)
+
+    def _tell(self, rank: int, header: dict[str, Any], error: BaseException | None) -> None:
+        if error is None:
+            self._engine.send(rank, header)
+            return
+        description, data = error_to_wire(error)
+        self._engine.send(rank, {**header, "error": description}, (data,))
+
+    # -- validations and callbacks -------------------------------------------------------------------------------
+
+    def _validate(self, action: Validate) -> None:
+        validation = self._options.validation
+        if validation is None:
+            raise HoldfastError("there is no function that validates")
+        defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
+        blob = pack_validation(
+            validation.fn,
+            Checkpoint.at(self.storage, action.name),
+            {**defaults, **action.arguments},
+            secrets=self._options.secrets,
+        )
+        task = self._engine.run_task(
+            blob,
+            name=f"validation of {action.name}",
+            log_file=self._logs() / f"validation-{action.name}.log",
+        )
+        self._tasks[task] = action
+
+    def _stop_validation(self, action: StopValidation) -> None:
+        for task, running in self._tasks.items():
+            if running.name == action.name:
+                self._engine.kill_task(task)
+
+    def _call(self, action: Call) -> None:
+        arguments = [
+            checkpoint_at(value) if name == "checkpoint" and value is not None else value
+            for name, value in action.arguments.items()
+        ]
+        for callback in self._options.callbacks:
+            hook = getattr(callback, action.hook, None)
+            if callable(hook):
+                try:
+                    hook(self._options.context, *arguments)
+                except Exception:  # noqa: BLE001 - the user's code must not end a training that may have run for days
+                    _LOG.exception("%s of %r failed; training goes on", action.hook, callback)
 
 
 class Stops:
@@ -259,257 +475,6 @@ class Stops:
         else:
             self._restore()
             self.raise_again()
-
-
-class LocalWorkers(Engine, TaskRunner, Protocol):
-    """An engine that runs tasks too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorOptions:
-    """What is carried out with, besides the plan.
-
-    Attributes:
-        blob: train_func and its config, packed.
-        secrets: credentials of storages that workers open, packed.
-        keep: rules of retention.
-        use_gpu: workers get GPUs.
-        environment: variables of every worker.
-        validation: what validates a checkpoint.
-        callbacks: objects whose methods are called for reports and failures.
-        context: first argument of callbacks.
-    """
-
-    blob: bytes
-    keep: Keep
-    use_gpu: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    validation: ValidationConfig | None = None
-    callbacks: Sequence[Any] = ()
-    context: Any = None
-    secrets: bytes = field(default=b"", repr=False)
-
-
-class Executor:
-    """Carries out the actions of a controller.
-
-    Args:
-        plan: of the run.
-        options: what it is carried out with.
-        engine: runs the workers.
-        session: the run.
-        post: takes outcomes; called from any thread.
-
-    Attributes:
-        contents: what the run held at the last look.
-    """
-
-    def __init__(
-        self,
-        plan: RunSpec,
-        options: ExecutorOptions,
-        engine: LocalWorkers,
-        session: RunSession,
-        post: Callable[[Input], None],
-    ) -> None:
-        self._plan, self._options, self._storage = plan, options, session.storage
-        self._engine, self._session, self._post = engine, session, post
-        self.contents: RunContents | None = None
-        self._tasks: dict[int, Validate] = {}
-        self._copies: LogCopies | None = None
-        self._does: dict[type[Any], Callable[[Any], None]] = {
-            OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
-            NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
-            FindStart: self._find_start,
-            # Not held: it is the newest until the next commit, and after that the rules decide alone.
-            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
-            Details: lambda do: self._op(do, "details", details=dict(do.details)),
-            Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
-            StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
-            Protect: lambda do: self._op(do, "protect", names=list(do.names)),
-            LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
-            Commit: self._commit,
-            StartGroup: self._start_group,
-            KillGroup: lambda do: engine.kill(None, do.grace_s),
-            Begin: self._begin,
-            Answer: self._answer,
-            Send: lambda do: self._tell(do.rank, dict(do.header), do.error),
-            Validate: self._validate,
-            StopValidation: self._stop_validation,
-            Call: self._call,
-            Say: lambda do: say(f"holdfast: {do.line}"),
-        }
-
-    def do(self, action: Action) -> None:
-        """Begin to carry out an action; what goes wrong at once becomes its outcome."""
-        try:
-            self._does[type(action)](action)
-        except HoldfastError as error:
-            self._post(ActionResult(action=action, error=error))
-
-    def close(self) -> None:
-        """Store what the workers have printed last; to be called when they are gone. Idempotent, bounded."""
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.close()
-
-    def task_ended(self, event: TaskEnded) -> None:
-        """Take the end of a validation."""
-        action = self._tasks.pop(event.task, None)
-        if action is None:
-            return
-        value = pickle.loads(event.result) if event.result is not None else None
-        self._post(ActionResult(action=action, value=value, error=event.error))
-
-    # -- the run -------------------------------------------------------------------------------------------------
-
-    def _follow(self, action: Action, future: Future[Any]) -> None:
-        def settled(done: Future[Any]) -> None:
-            error = done.exception()
-            self._post(ActionResult(action=action, value=None if error is not None else done.result(), error=error))
-
-        future.add_done_callback(settled)
-
-    def _op(self, action: Action, op: str, **args: Any) -> None:
-        self._follow(action, self._session.client.run_op(op, **args))
-
-    def _in_thread(self, action: Action, work: Callable[[], None]) -> None:
-        """Carry out an action that reads storage; ``work`` posts its outcome."""
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
-                self._post(ActionResult(action=action, error=error))
-
-        threading.Thread(target=run, name="holdfast-execute", daemon=True).start()
-
-    def _find_start(self, action: FindStart) -> None:
-        """Look through the run in a thread: a checkpoint may have thousands of files."""
-        session = self._session
-
-        def work() -> None:
-            self.contents = contents = find_start(
-                self._storage,
-                session.ask("records"),
-                quarantined=session.quarantined,
-                quarantine=session.quarantine,
-                deep=action.deep,
-                dead=session.opened.dead,
-                validations=self._options.validation is not None and self.contents is None,
-            )
-            self._post(ActionResult(action=action, value=contents))
-
-        self._in_thread(action, work)
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _commit(self, action: Commit) -> None:
-        client, storage, sources = self._session.client, self._storage, action.sources
-        created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        job = {
-            "directory": action.directory,
-            "save_id": action.save_id,
-            "manifest": {**action.manifest, "created": created},
-        }
-
-        def take_in(sources: tuple[IngestSource, ...]) -> None:
-            """Without sources: commit what lies there."""
-            self._follow(action, client.ingest(storage, IngestJob(**job, sources=sources)))
-
-        def beside() -> None:
-            bring_beside(storage, action.directory, sources)
-            take_in(())
-
-        if action.writers:
-            parts = PartsJob(**job, writers=action.writers, wait_s=action.wait_s)
-            self._follow(action, client.commit_parts(storage, parts))
-        elif action.uploaded and sources:
-            self._in_thread(action, beside)
-        else:
-            take_in(sources)
-
-    # -- workers -------------------------------------------------------------------------------------------------
-
-    def _start_group(self, action: StartGroup) -> None:
-        environment = dict(self._options.environment)
-        self._engine.start(
-            GroupSpec(
-                num_workers=action.num_workers,
-                attempt=action.attempt,
-                environment=dict.fromkeys(range(action.num_workers), environment),
-                log_directory=self._logs() / f"attempt-{action.attempt:05d}",
-                use_gpu=self._options.use_gpu,
-            )
-        )
-
-    def _logs(self) -> Path:
-        """Return the folder of the logs: in the run itself, or a folder that is copied there."""
-        root = self._storage.local_root
-        if root is not None:
-            return root / LOGS
-        if self._copies is None:
-            self._copies = LogCopies(self._storage)
-        return self._copies.folder
-
-    def _begin(self, action: Begin) -> None:
-        attachments = [self._options.blob, action.memory or b"", self._options.secrets]
-        while attachments and not attachments[-1]:
-            attachments.pop()
-        self._engine.send(action.rank, dict(action.header), attachments)
-
-    def _answer(self, action: Answer) -> None:
-        header: dict[str, Any] = {"do": "answer", "call": action.call}
-        if action.error is not None:
-            self._tell(action.rank, header, action.error)
-        else:
-            memory = () if action.memory is None else (action.memory,)
-            self._engine.send(action.rank, {**header, "value": dict(action.value or {})}, memory)
-
-    def _tell(self, rank: int, header: dict[str, Any], error: BaseException | None) -> None:
-        if error is None:
-            self._engine.send(rank, header)
-            return
-        description, data = error_to_wire(error)
-        self._engine.send(rank, {**header, "error": description}, (data,))
-
-    # -- validations and callbacks -------------------------------------------------------------------------------
-
-    def _validate(self, action: Validate) -> None:
-        validation = self._options.validation
-        if validation is None:
-            raise HoldfastError("there is no function that validates")
-        defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
-        blob = pack_validation(
-            validation.fn,
-            Checkpoint.at(self._storage, action.name),
-            {**defaults, **action.arguments},
-            secrets=self._options.secrets,
-        )
-        task = self._engine.run_task(
-            blob,
-            name=f"validation of {action.name}",
-            log_file=self._logs() / f"validation-{action.name}.log",
-        )
-        self._tasks[task] = action
-
-    def _stop_validation(self, action: StopValidation) -> None:
-        for task, running in self._tasks.items():
-            if running.name == action.name:
-                self._engine.kill_task(task)
-
-    def _call(self, action: Call) -> None:
-        arguments = [
-            checkpoint_at(value) if name == "checkpoint" and value is not None else value
-            for name, value in action.arguments.items()
-        ]
-        for callback in self._options.callbacks:
-            hook = getattr(callback, action.hook, None)
-            if callable(hook):
-                try:
-                    hook(self._options.context, *arguments)
-                except Exception:  # noqa: BLE001 - the user's code must not end a training that may have run for days
-                    _LOG.exception("%s of %r failed; training goes on", action.hook, callback)
 
 
 def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSource]) -> None:

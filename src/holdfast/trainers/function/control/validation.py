@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.identity import plain_metrics
@@ -20,7 +19,7 @@ from ..transit import TravellingSecrets, pack_value
 from ..types import ReportedCheckpointStatus
 from ..values import VALIDATED
 
-__all__ = ["DEFAULT_TIMEOUT_S", "WANTED", "TaskRunner", "Validations", "pack_validation", "status_of"]
+__all__ = ["DEFAULT_TIMEOUT_S", "WANTED", "Validations", "pack_validation", "status_of"]
 
 WANTED = "wanted"
 """``manifest.extra["validation"]`` of a checkpoint that is to be validated, when the report gave no arguments."""
@@ -32,23 +31,6 @@ _OUTCOMES = {
     "failed": ReportedCheckpointStatus.VALIDATION_FAILED,
     "timeout": ReportedCheckpointStatus.VALIDATION_TIMEOUT,
 }
-
-
-class TaskRunner(Protocol):
-    """Runs a function in a process of its own; part of what a local engine can do."""
-
-    def run_task(
-        self,
-        blob: bytes,
-        *,
-        name: str = "task",
-        environment: Mapping[str, str] | None = None,
-        log_file: Path | None = None,
-    ) -> int:
-        """Start a pickled function without arguments; its end is a `holdfast.trainers.function.engine.TaskEnded`."""
-
-    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; it still yields its event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +135,7 @@ def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -
 def pack_validation(
     function: Callable[..., Any], checkpoint: Checkpoint, arguments: Mapping[str, Any], *, secrets: bytes = b""
 ) -> bytes:
-    """Make the task of a validation: bytes for `TaskRunner.run_task`.
+    """Make the task of a validation: bytes for `Engine.run_task`.
 
     Args:
         function: the user's.

@@ -109,7 +109,7 @@ class ClusterEngine:
         self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
         self._silent: set[tuple[str, int, int]] = set()  # ended streams of processes whose other stream goes on
-        self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
+        self._tasks: dict[int, tuple[_Child, bytes]] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
         self._proven: set[str] = set()  # nodes on which a worker has reported
         self._absent: set[str] = set()  # modules that are missing on proven nodes too
@@ -176,17 +176,10 @@ class ClusterEngine:
 
     # ---- tasks
 
-    def run_task(
-        self,
-        blob: bytes,
-        *,
-        name: str = "task",
-        environment: Mapping[str, str] | None = None,
-        log_file: Path | None = None,
-    ) -> int:
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
         """Run a pickled function without arguments in a process of its own, on the first node that has an agent."""
         child = _Child(self._number(), "", name, None, shown_and_kept(name, log_file))
-        self._tasks[child.number] = (child, blob, dict(environment or {}))
+        self._tasks[child.number] = (child, blob)
         self._advance()
         return child.number
 
@@ -398,7 +391,7 @@ class ClusterEngine:
         for child in list(self._group.ranks.values()) if self._group is not None else ():
             if child.node == node:
                 self._exit(child, why=why, reason=reason)
-        for child, _, _ in list(self._tasks.values()):
+        for child, _ in list(self._tasks.values()):
             if child.node == node:
                 self._end_task(child, f"is lost: {why}")
 
@@ -476,10 +469,10 @@ class ClusterEngine:
     def _advance_tasks(self) -> None:
         waiting = [task for task in self._tasks.values() if not task[0].forked]
         link = self._agents.first_ready() if waiting else None
-        for child, blob, environment in waiting if link is not None else ():
+        for child, blob in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
             travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
-            self._fork(child, _TASK, {**travel, **environment}, listen=False, size=1, gpu=True)
+            self._fork(child, _TASK, travel, listen=False, size=1, gpu=True)
             self._pass_on(child, {"do": "task"}, [blob])
 
     def _fork(

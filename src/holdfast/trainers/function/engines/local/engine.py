@@ -139,30 +139,13 @@ class LocalEngine:
 
     # ---- tasks
 
-    def run_task(
-        self,
-        blob: bytes,
-        *,
-        name: str = "task",
-        environment: Mapping[str, str] | None = None,
-        log_file: Path | None = None,
-    ) -> int:
-        """Run a pickled function without arguments in a process of its own.
-
-        Args:
-            blob: cloudpickle of the function.
-            name: stands before each line of its output.
-            environment: variables on top of the driver's.
-            log_file: its output is appended to it.
-
-        Returns:
-            The number that its `TaskEnded` will have.
-        """
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
+        """Run a pickled function without arguments in a process of its own."""
         self._supervisor.prepare(1)
         child = self._supervisor.fork(
             name,
             _TASK,
-            environment={**os.environ, **(environment or {})},
+            environment=dict(os.environ),
             sinks=shown_and_kept(name, log_file),
             use_gpu=True,
         )
