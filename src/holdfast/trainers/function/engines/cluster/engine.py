@@ -7,34 +7,29 @@ import selectors
 import signal
 import sys
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError, TrainingError
+from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
     Draining,
     Dying,
-    Event,
     Exited,
     GroupSpec,
     Placed,
     Reason,
     Received,
     Started,
-    TaskEnded,
     Unable,
-    Woken,
     node_name,
 )
-from holdfast.trainers.function.transit import error_from_wire
 from holdfast.writer.frames import Message
 
+from ..local.engine import TASK, TASK_END_S, WORKER, ProcessEngine
 from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S
 from .agents import AgentLink, AgentMessage, AgentNews, Agents, Leaving, LostNode
@@ -42,9 +37,6 @@ from .nodes import NodePlace, Nodes, arrange, rank_environment
 
 __all__ = ["ClusterEngine"]
 
-_WORKER = "holdfast.trainers.function.worker.main:run"
-_TASK = "holdfast.trainers.function.worker.main:run_task"
-_TASK_END_S = 10.0
 _SILENCE_S = 20.0
 _PLACE_S = 60.0  # for a group whose places went away before it was started
 _CLOSE_S = 5.0
@@ -79,8 +71,8 @@ class _Group:
     forked: bool = False
 
 
-class ClusterEngine:
-    """Implements `Engine` of `holdfast.trainers.function.engine` over nodes; runs single functions as tasks too.
+class ClusterEngine(ProcessEngine):
+    """Implements `Engine` of `holdfast.trainers.function.engine` over nodes.
 
     An agent stays on its node over the restarts of groups, with the interpreter that workers are forked from. It is
     replaced when it ends; until then its places do not count.
@@ -93,17 +85,11 @@ class ClusterEngine:
     """
 
     def __init__(
-        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float | None = None
+        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = WORKER, silence_s: float | None = None
     ) -> None:
+        super().__init__()
         self._entry = entry
-        self._ready: list[Event] = []
-        self._posted: deque[Callable[[], None]] = deque()
-        self._over = False
         self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = os.pipe()
-        for fd in (self._woken, self._waker):
-            os.set_blocking(fd, False)
-            weakref.finalize(self, os.close, fd)  # as in the local engine: `wake` may be called at any time
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
         self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
@@ -193,26 +179,6 @@ class ClusterEngine:
         else:
             self._end_task(child, "was stopped before it was started")
 
-    # ---- events
-
-    def events(self, timeout_s: float | None) -> list[Event]:
-        """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ready:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._wait(left)
-            if left == 0.0:
-                break
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wake(self) -> None:
-        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
-        try:
-            os.write(self._waker, b"w")
-        except BlockingIOError:
-            return
-
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
         if self._closed:
@@ -232,24 +198,6 @@ class ClusterEngine:
 
     # ---- what happens
 
-    def _post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the thread of the engine; callable from any thread."""
-        self._posted.append(work)
-        if self._over:  # nobody waits any more
-            self._work_off()
-            return
-        self._poke()
-
-    def _work_off(self) -> None:
-        while self._posted:
-            self._posted.popleft()()
-
-    def _poke(self) -> None:
-        try:
-            os.write(self._waker, b"p")
-        except BlockingIOError:
-            return
-
     def _wait(self, timeout_s: float | None) -> None:
         due = self._agents.due()
         if self._group is not None and self._group.places is None:
@@ -262,8 +210,7 @@ class ClusterEngine:
         unread_s = now - self._read_at
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._woken:
-                if b"w" in os.read(self._woken, 1 << 16):
-                    self._ready.append(Woken())
+                self._on_wake()
             elif self._selector.get_map().get(key.fd) is key:
                 self._agents.read(key.data)
         self._work_off()
@@ -301,7 +248,7 @@ class ClusterEngine:
                 self._ready.append(Received(rank=child.rank, message=passed))
             else:
                 child.outcome = passed
-                link.tell({"do": "limit", "child": child.number, "seconds": _TASK_END_S})
+                link.tell({"do": "limit", "child": child.number, "seconds": TASK_END_S})
         elif on == "dying":
             if child.rank is not None:
                 self._ready.append(Dying(rank=child.rank))
@@ -349,16 +296,7 @@ class ClusterEngine:
     def _end_task(self, child: _Child, how: str) -> None:
         self._tasks.pop(child.number, None)
         self._children.pop(child.number, None)
-        outcome, result, error = child.outcome, None, None
-        if outcome is None:
-            words = "\n".join(child.sinks[1].tail)
-            what = f"the process of {child.name} {how} before it had a result"
-            error = TrainingError(what + (f":\n{words}" if words else ""))
-        elif outcome.header["on"] == "failed":
-            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])  # type: ignore[assignment]
-        else:
-            (result,) = outcome.attachments
-        self._ready.append(TaskEnded(task=child.number, result=result, error=error))
+        self._task_ended(child.number, child.name, child.outcome, how, "\n".join(child.sinks[1].tail))
 
     # ---- nodes and their agents
 
@@ -472,7 +410,7 @@ class ClusterEngine:
         for child, blob in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
             travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
-            self._fork(child, _TASK, travel, listen=False, size=1, gpu=True)
+            self._fork(child, TASK, travel, listen=False, size=1, gpu=True)
             self._pass_on(child, {"do": "task"}, [blob])
 
     def _fork(

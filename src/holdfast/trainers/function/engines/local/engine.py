@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,24 +10,14 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
-from holdfast.trainers.function.engine import (
-    Dying,
-    Event,
-    Exited,
-    GroupSpec,
-    Reason,
-    Received,
-    Started,
-    TaskEnded,
-    Woken,
-)
+from holdfast.trainers.function.engine import Dying, Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
 from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
@@ -34,18 +25,99 @@ from holdfast.writer.frames import Message
 from .logs import shown_and_kept
 from .supervisor import Child, Supervisor, threads_for
 
-__all__ = ["LocalEngine"]
+__all__ = ["TASK", "TASK_END_S", "WORKER", "LocalEngine", "ProcessEngine"]
 
 _LOG = get_logger("trainers.function")
-_WORKER = "holdfast.trainers.function.worker.main:run"
-_TASK = "holdfast.trainers.function.worker.main:run_task"
+WORKER = "holdfast.trainers.function.worker.main:run"
+TASK = "holdfast.trainers.function.worker.main:run_task"
+TASK_END_S = 10.0
+"""For a task that has given its result but does not end."""
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
-_TASK_END_S = 10.0  # for a task that has given its result but does not end
 
 
-class LocalEngine:
-    """Implements `holdfast.trainers.function.engine.Engine`; also runs single functions as tasks (`run_task`).
+class ProcessEngine:
+    """What the engines with processes share: events that wait to be taken, work of other threads, the ends of tasks."""
+
+    def __init__(self) -> None:
+        self._ready: list[Event] = []
+        self._posted: deque[Callable[[], None]] = deque()
+        self._over = False
+        self._woken, self._waker = os.pipe()
+        for fd in (self._woken, self._waker):
+            os.set_blocking(fd, False)
+            # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
+            weakref.finalize(self, os.close, fd)
+
+    def events(self, timeout_s: float | None) -> list[Event]:
+        """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
+
+        What a signal handler raises passes through and loses no event, but may cut a message in two: handlers had
+        better call `wake`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._wait(left)
+            if left == 0.0:
+                break
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wake(self) -> None:
+        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
+        self._poke(b"w")
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Handle what happens next, for so long at most."""
+        raise NotImplementedError
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the thread of the engine; callable from any thread."""
+        self._posted.append(work)
+        if self._over:  # nobody waits any more
+            self._work_off()
+        else:
+            self._poke(b"p")
+
+    def _poke(self, why: bytes) -> None:
+        try:
+            os.write(self._waker, why)
+        except BlockingIOError:  # the pipe is full: another byte adds nothing
+            return
+
+    def _on_wake(self) -> None:
+        if b"w" in os.read(self._woken, 1 << 16):
+            self._ready.append(Woken())
+
+    def _work_off(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+
+    def _task_ended(self, number: int, name: str, outcome: Message | None, how: str, words: str) -> None:
+        """Add the event of a task.
+
+        Args:
+            number: of the task.
+            name: of the task.
+            outcome: what it sent; None: nothing.
+            how: how its process ended, to follow its name.
+            words: the end of its error output.
+        """
+        result: bytes | None = None
+        error: BaseException | None = None
+        if outcome is None:
+            what = f"the process of {name} {how} before it had a result"
+            error = TrainingError(what + (f":\n{words}" if words else ""))
+        elif outcome.header["on"] == "failed":
+            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])
+        else:
+            (result,) = outcome.attachments
+        self._ready.append(TaskEnded(task=number, result=result, error=error))
+
+
+class LocalEngine(ProcessEngine):
+    """Implements `holdfast.trainers.function.engine.Engine`.
 
     Workers have sessions of their own: a Ctrl-C in the terminal does not reach them. They end with the driver, within
     seconds, whatever ends it. Not to be used from several threads, `wake` excepted.
@@ -60,23 +132,15 @@ class LocalEngine:
     """
 
     def __init__(
-        self, *, num_workers: int = 1, prepare: bool = True, entry: str = _WORKER, storage: Storage | None = None
+        self, *, num_workers: int = 1, prepare: bool = True, entry: str = WORKER, storage: Storage | None = None
     ) -> None:
+        super().__init__()
         self._entry = entry
-        self._posted: deque[Received] = deque()  # by other threads
-        self._killed: set[int] = set()  # numbers of children that the driver wants to end
-        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
-        self._unfinished = Unfinished(self._post, _LOG.warning, storage=storage)
-        self._ready: list[Event] = []
+        self._numbers = itertools.count(1)
         self._ranks: dict[int, Child] = {}
-        self._rank_of: dict[int, int] = {}  # number of a child -> rank
+        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._tasks: dict[int, Child] = {}
-        self._outcomes: dict[int, Message] = {}  # number of a task -> what it sent
-        self._woken, self._waker = os.pipe()
-        for fd in (self._woken, self._waker):
-            os.set_blocking(fd, False)
-            # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
-            weakref.finalize(self, os.close, fd)
+        self._unfinished = Unfinished(self._tell_for, _LOG.warning, storage=storage)
         self._supervisor = Supervisor(
             on_start=self._on_start, on_message=self._on_message, on_dying=self._on_dying, on_end=self._on_end
         )
@@ -108,20 +172,20 @@ class LocalEngine:
     def _fork_all(self, spec: GroupSpec) -> None:
         base = dict(os.environ)
         # Bound here and handed to rank 0: a free port that is only chosen may be taken before it is used.
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        with socket.create_server((_HOST, 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
             for rank in range(spec.num_workers):
                 log_file = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
-                child = self._supervisor.fork(
+                self._ranks[rank] = self._supervisor.fork(
+                    next(self._numbers),
                     f"rank {rank}",
                     self._entry,
+                    rank=rank,
                     environment=_worker_environment(spec, rank, port, base),
                     sinks=shown_and_kept(f"rank {rank}", log_file),
                     listener=None if rank else listener,
                     use_gpu=spec.use_gpu,
                 )
-                self._ranks[rank] = child
-                self._rank_of[child.number] = rank
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
         """Send a message without blocking; a message to a worker that has ended is dropped."""
@@ -132,19 +196,16 @@ class LocalEngine:
     def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
         """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
         for rank in list(self._ranks) if ranks is None else list(ranks):
-            child = self._ranks.get(rank)
-            if child is not None:
-                self._killed.add(child.number)
-                self._supervisor.kill(child, grace_s)
-
-    # ---- tasks
+            if rank in self._ranks:
+                self._supervisor.kill(self._ranks[rank], grace_s)
 
     def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
         """Run a pickled function without arguments in a process of its own."""
         self._supervisor.prepare(1)
         child = self._supervisor.fork(
+            next(self._numbers),
             name,
-            _TASK,
+            TASK,
             environment=dict(os.environ),
             sinks=shown_and_kept(name, log_file),
             use_gpu=True,
@@ -155,33 +216,8 @@ class LocalEngine:
 
     def kill_task(self, task: int, grace_s: float = 0.0) -> None:
         """End a task; its TaskEnded still comes. A task that has ended is left alone."""
-        child = self._tasks.get(task)
-        if child is not None:
-            self._supervisor.kill(child, grace_s)
-
-    # ---- events
-
-    def events(self, timeout_s: float | None) -> list[Event]:
-        """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
-
-        What a signal handler raises passes through and loses no event, but may cut a message in two: handlers had
-        better call `wake`.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ready:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._supervisor.wait(left)
-            if left == 0.0:
-                break
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wake(self) -> None:
-        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
-        try:
-            os.write(self._waker, b"w")
-        except BlockingIOError:  # the pipe is full: another byte adds nothing
-            return
+        if task in self._tasks:
+            self._supervisor.kill(self._tasks[task], grace_s)
 
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
@@ -190,80 +226,62 @@ class LocalEngine:
         self._ranks.clear()
         self._tasks.clear()
 
-    def _on_wake(self) -> None:
-        os.read(self._woken, 1 << 16)
-        self._ready.append(Woken())
-        while self._posted:
-            self._ready.append(self._posted.popleft())
+    # ---- what happens
 
-    def _post(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
+    def _wait(self, timeout_s: float | None) -> None:
+        self._supervisor.wait(timeout_s)
+        self._work_off()
+
+    def _tell_for(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         """Deliver a message in place of a worker that has died; called from another thread."""
-        rank = self._ended_ranks.get(child)
-        if rank is not None:
-            self._posted.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
-            self.wake()
+
+        def deliver() -> None:
+            if (rank := self._ended_ranks.get(child)) is not None:
+                self._ready.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
+
+        self._post(deliver)
 
     def _on_start(self, child: Child) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None and child.pid is not None:
-            self._ready.append(Started(rank=rank, pid=child.pid))
+        if child.rank is not None and child.pid is not None:
+            self._ready.append(Started(rank=child.rank, pid=child.pid))
 
     def _on_message(self, child: Child, message: Message) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None:
+        if child.rank is not None:
             self._unfinished.note(child.number, message.header)
-            self._ready.append(Received(rank=rank, message=message))
+            self._ready.append(Received(rank=child.rank, message=message))
         else:
-            self._outcomes[child.number] = message
-            self._supervisor.limit(child, _TASK_END_S)
+            child.outcome = message
+            self._supervisor.limit(child, TASK_END_S)
 
     def _on_dying(self, child: Child) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None:
-            self._ready.append(Dying(rank=rank))
+        if child.rank is not None:
+            self._ready.append(Dying(rank=child.rank))
 
     def _on_end(self, child: Child, why: str) -> None:
-        code, number = _decode(child.status)
-        rank = self._rank_of.pop(child.number, None)
-        if rank is not None:
-            del self._ranks[rank]
-            detail = "\n".join(part for part in (why, child.last_words()) if part)
-            reason: Reason = "garbled" if child.channel.broken else "process"
-            self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail, reason=reason))
-            self._ended_ranks[child.number] = rank
-            self._unfinished.end(child.number, finish=child.number not in self._killed)
-            self._killed.discard(child.number)
+        code = None if child.status is None else os.waitstatus_to_exitcode(child.status)
+        number = -code if code is not None and code < 0 else None
+        words = "\n".join(line for line in child.logs[1].sink.tail if line.strip())
+        if child.rank is None:
+            del self._tasks[child.number]
+            if number is None:
+                how = f"ended with status {code}"
+            else:
+                name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+                how = f"was ended by {name}"
+            self._task_ended(child.number, child.name, child.outcome, why or how, words)
             return
-        del self._tasks[child.number]
-        outcome = self._outcomes.pop(child.number, None)
-        result: bytes | None = None
-        error: BaseException | None = None
-        if outcome is None:
-            how = why or (f"ended with status {code}" if number is None else f"was ended by {_signal_name(number)}")
-            words = child.last_words()
-            error = TrainingError(
-                f"the process of {child.name} {how} before it had a result" + (f":\n{words}" if words else "")
+        del self._ranks[child.rank]
+        self._ready.append(
+            Exited(
+                rank=child.rank,
+                exit_code=code if number is None else None,
+                signal=number,
+                detail="\n".join(part for part in (why, words) if part),
+                reason="garbled" if child.channel.broken else "process",
             )
-        elif outcome.header["on"] == "failed":
-            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])
-        else:
-            (result,) = outcome.attachments
-        self._ready.append(TaskEnded(task=child.number, result=result, error=error))
-
-
-def _decode(status: int | None) -> tuple[int | None, int | None]:
-    """Split the status of `os.waitpid` into exit code and signal."""
-    if status is None:
-        return None, None
-    code = os.waitstatus_to_exitcode(status)
-    return (code, None) if code >= 0 else (None, -code)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        )
+        self._ended_ranks[child.number] = child.rank
+        self._unfinished.end(child.number, finish=not child.killed)
 
 
 def _worker_environment(spec: GroupSpec, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -58,17 +57,21 @@ class Child:
     Attributes:
         number: its name for driver and zygote.
         name: for people.
+        rank: of a worker; None for a task, or where its engine does not need it.
         channel: to it; read it, and write with `send`.
         logs: its stdout and stderr.
         pid: None until it exists.
         status: of `os.waitpid`, None until the zygote reports it, if ever.
         kill_at: when SIGKILL is due, as of `time.monotonic`.
         gone_at: when it was found gone and its status was not known yet.
+        killed: its engine wants it to end.
         ended: nothing more comes from it.
+        outcome: what a task has sent.
     """
 
-    def __init__(self, number: int, name: str, sinks: tuple[Sink, Sink]) -> None:
-        self.number, self.name = number, name
+    def __init__(self, number: int, name: str, sinks: tuple[Sink, Sink], rank: int | None = None) -> None:
+        self.number, self.name, self.rank = number, name, rank
+        self.outcome: Message | None = None
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours, "a worker")
         out, self._out = os.pipe()
@@ -79,7 +82,7 @@ class Child:
         self.status: int | None = None
         self.kill_at: float | None = None
         self.gone_at: float | None = None
-        self.ended = False
+        self.killed = self.ended = False
 
     def hand_over(self) -> dict[str, int]:
         """Return the ends that belong to the child, by the names that the zygote knows."""
@@ -112,11 +115,6 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
             else:
                 os.kill(self.pid, number)
-
-    def last_words(self) -> str:
-        """Return the end of its error output, for people."""
-        lines = [line for line in self.logs[1].sink.tail if line.strip()]
-        return "\n".join(lines)
 
     def close(self) -> None:
         """Close all but the logs. Idempotent."""
@@ -162,7 +160,6 @@ class Supervisor:
         self._on_dying, self._on_end = on_dying, on_end
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
-        self._numbers = itertools.count(1)
         self._zygote: _Zygote | None = None
         self._zygote_sinks = zygote_sinks
         self._closed = False
@@ -188,9 +185,11 @@ class Supervisor:
 
     def fork(
         self,
+        number: int,
         name: str,
         entry: str,
         *,
+        rank: int | None = None,
         environment: Mapping[str, str],
         sinks: tuple[Sink, Sink],
         arguments: Sequence[str] | None = None,
@@ -200,8 +199,10 @@ class Supervisor:
         """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first.
 
         Args:
-            name: of the process, for people.
+            number: of the process; never used again.
+            name: of it, for people.
             entry: what it runs.
+            rank: of a worker.
             environment: all its variables.
             sinks: where its stdout and stderr go.
             arguments: its ``sys.argv``; default: that of this process.
@@ -210,7 +211,7 @@ class Supervisor:
         """
         if self._zygote is None:
             raise HoldfastError("the zygote is gone")
-        child = Child(next(self._numbers), name, sinks)
+        child = Child(number, name, sinks, rank)
         fds = child.hand_over()
         if listener is not None:
             fds["listen"] = listener.fileno()
@@ -237,6 +238,7 @@ class Supervisor:
 
     def kill(self, child: Child, grace_s: float) -> None:
         """Send SIGTERM now and SIGKILL after the grace; a child that is still being started is killed later."""
+        child.killed = True
         if grace_s > 0:
             child.signal(signal.SIGTERM)
         self.limit(child, grace_s if child.pid is not None else 0.0)
