@@ -37,9 +37,18 @@ from .engines.cluster import ray_api
 from .engines.cluster.engine import ClusterEngine
 from .engines.cluster.ray_nodes import RayNodes, Wanted
 from .engines.local.engine import LocalEngine
-from .transit import describe_location, pack_call, pack_result, pack_secrets, pack_value, takes_config, unpack_result
-from .types import RunContext
-from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
+from .transit import (
+    describe_location,
+    pack_call,
+    pack_checkpoint,
+    pack_result,
+    pack_secrets,
+    pack_value,
+    takes_config,
+    unpack_checkpoint,
+    unpack_result,
+)
+from .types import TIMESTAMP, RunContext
 
 __all__ = ["TorchTrainer"]
 

@@ -1,12 +1,14 @@
 """From complete reports to committed checkpoints, and what follows: retention, validation, messages to workers.
 
-`KnownCheckpoints` has those of the run: which exist, the name of the next, which is the newest.
+`KnownCheckpoints` has those of the run: which exist, the name of the next, which is the newest. `Validations` is the
+queue of checkpoints that are validated in the background, one at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,25 +20,120 @@ from holdfast.run.record import Record, metric_value
 from holdfast.storage.base import check_path
 from holdfast.writer.messages import IngestSource, SaveResult
 
-from ..values import without_marks
-from .actions import (
-    Action,
-    Answer,
-    Commit,
-    LateMetrics,
-    Protect,
-    Say,
-    Send,
-    StopValidation,
-    Validate,
-)
+from ..types import VALIDATED, ReportedCheckpointStatus, without_marks
+from .actions import Action, Answer, Commit, LateMetrics, Protect, Say, Send, StopValidation, Validate
 from .plan import RunSpec
 from .report_ledger import CallbackCalls, LedgerEntry, ReportLedger, Stage
-from .validation import WANTED, Validations, status_of
 
-__all__ = ["Commits", "KnownCheckpoints", "UnwrittenValues", "epoch_of"]
+__all__ = ["WANTED", "Commits", "KnownCheckpoints", "UnwrittenValues", "Validations", "epoch_of", "status_of"]
 
+WANTED = "wanted"
+"""``manifest.extra["validation"]`` of a checkpoint that is to be validated, when the report gave no arguments."""
+_OUTCOMES = {
+    True: ReportedCheckpointStatus.VALIDATED,
+    "failed": ReportedCheckpointStatus.VALIDATION_FAILED,
+    "timeout": ReportedCheckpointStatus.VALIDATION_TIMEOUT,
+}
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A checkpoint whose validation waits or runs."""
+
+    name: str
+    timeout_s: float
+    arguments: Mapping[str, Any]
+
+
+class Validations:
+    """First come, first served, one at a time.
+
+    Attributes:
+        running: the validation that runs.
+        deadline: when it has run for too long.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._queue: deque[Waiting] = deque()
+        self.running: Waiting | None = None
+        self.deadline: float | None = None
+        self.expired = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.running is None and not self._queue
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of checkpoints whose validation runs or waits."""
+        running = (self.running.name,) if self.running is not None else ()
+        return (*running, *(waiting.name for waiting in self._queue))
+
+    def add(self, name: str, wanted: Any) -> None:
+        """Queue a checkpoint.
+
+        Args:
+            name: of the checkpoint.
+            wanted: True or `WANTED`, or {"timeout_s", "fn_kwargs"}.
+        """
+        if name in self.pending:
+            return
+        options = dict(wanted) if isinstance(wanted, Mapping) else {}
+        timeout_s = options.get("timeout_s")
+        self._queue.append(
+            Waiting(
+                name=name,
+                timeout_s=self._timeout_s if timeout_s is None else float(timeout_s),
+                arguments=dict(options.get("fn_kwargs") or {}),
+            )
+        )
+
+    def forget(self, name: str) -> None:
+        """Drop a validation that waits: its checkpoint is gone."""
+        self._queue = deque(waiting for waiting in self._queue if waiting.name != name)
+
+    def start(self, now: float) -> Waiting | None:
+        """Begin the next validation if none runs; return it, or None."""
+        if self.running is not None or not self._queue:
+            return None
+        self.running = self._queue.popleft()
+        self.deadline, self.expired = now + self.running.timeout_s, False
+        return self.running
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the running validation has to be stopped; True once."""
+        if self.deadline is None or now < self.deadline:
+            return False
+        self.deadline, self.expired = None, True
+        return True
+
+    def end(self, value: Mapping[str, Any], error: BaseException | None) -> tuple[Waiting, dict[str, Any], str | None]:
+        """End the running validation, and say what its checkpoint gets.
+
+        Returns:
+            What ran, its late metrics, and what went wrong in one line.
+        """
+        done = self.running
+        if done is None:
+            raise RuntimeError("no validation runs")
+        self.running = self.deadline = None
+        if self.expired:
+            return done, {VALIDATED: "timeout"}, f"stopped after {done.timeout_s:g} s (timeout_s)"
+        if error is not None:
+            return done, {VALIDATED: "failed"}, f"{type(error).__name__}: {error}".partition("\n")[0]
+        return done, {**value, VALIDATED: True}, None
+
+
+def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -> ReportedCheckpointStatus:
+    """Return how far a committed checkpoint has come."""
+    if name in pending:
+        return ReportedCheckpointStatus.PENDING_VALIDATION
+    mark = metrics.get(VALIDATED)
+    known = isinstance(mark, (bool, str))  # a metric of a user may have this name
+    return _OUTCOMES.get(mark, ReportedCheckpointStatus.COMMITTED) if known else ReportedCheckpointStatus.COMMITTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

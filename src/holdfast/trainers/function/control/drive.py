@@ -28,6 +28,7 @@ from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.console import listed
+from holdfast.checkpointer.identity import plain_metrics
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, ValidationConfig, rules_of
 from holdfast.copying.transfer import copy_file
@@ -41,7 +42,7 @@ from holdfast.writer.ingest.merge import suffixed
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
 
 from ..engine import Engine, GroupSpec, TaskEnded, Woken
-from ..transit import checkpoint_at, error_to_wire
+from ..transit import TravellingSecrets, checkpoint_at, error_to_wire, pack_value
 from .actions import (
     Action,
     ActionResult,
@@ -73,7 +74,6 @@ from .actions import (
 from .controller import Controller
 from .plan import RunSpec
 from .starts import RunContents, Start, find_start
-from .validation import pack_validation
 
 __all__ = [
     "Driver",
@@ -389,12 +389,8 @@ class Driver:
         if validation is None:
             raise HoldfastError("there is no function that validates")
         defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
-        blob = pack_validation(
-            validation.fn,
-            Checkpoint.at(self.storage, action.name),
-            {**defaults, **action.arguments},
-            secrets=self._options.secrets,
-        )
+        checkpoint, arguments = Checkpoint.at(self.storage, action.name), {**defaults, **action.arguments}
+        blob = pack_value(_Validation(validation.fn, checkpoint, arguments, self._options.secrets), "validation")
         task = self._engine.run_task(
             blob,
             name=f"validation of {action.name}",
@@ -475,6 +471,32 @@ class Stops:
         else:
             self._restore()
             self.raise_again()
+
+
+class _Validation:
+    """A validation, ready to be called where it runs."""
+
+    def __init__(
+        self, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any], secrets: bytes
+    ) -> None:
+        self.function, self.checkpoint, self.arguments, self._secrets = function, checkpoint, arguments, secrets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In this order: the storage of the checkpoint is rebuilt when its credentials are there.
+        return _rebuilt, (TravellingSecrets(self._secrets), self.function, self.checkpoint, self.arguments)
+
+    def __call__(self) -> Any:
+        found = self.function(self.checkpoint, **self.arguments)
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"validation={getattr(self.function, '__name__', self.function)!r} returned {type(found).__name__}: "
+                "return a dict of metrics"
+            )
+        return plain_metrics(found)  # here, where the devices of its tensors are
+
+
+def _rebuilt(_: None, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> _Validation:
+    return _Validation(function, checkpoint, arguments, b"")
 
 
 def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSource]) -> None:

@@ -14,7 +14,6 @@ from holdfast.errors import TrainingError
 from holdfast.run.life import REQUEUE_STATUS
 
 from ..engine import Capacity
-from .validation import DEFAULT_TIMEOUT_S
 
 __all__ = [
     "Cause",
@@ -198,7 +197,7 @@ class WaitLimits:
     grace_s: float = 2.0
     stop_s: float = 30.0
     hang_s: float | None = None
-    validation_s: float = DEFAULT_TIMEOUT_S
+    validation_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

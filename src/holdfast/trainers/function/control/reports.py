@@ -11,7 +11,7 @@ from holdfast._ranks import rank_list
 from holdfast.errors import ConfigError, ReportMismatchError
 
 from ..transit import error_from_wire
-from ..values import TIMESTAMP
+from ..types import TIMESTAMP
 from .actions import Action, Answer, Note, StoreRows
 from .commits import Commits, UnwrittenValues, epoch_of
 from .plan import RunSpec, is_worth_writing

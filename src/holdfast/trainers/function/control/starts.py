@@ -18,7 +18,7 @@ from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage
 
 from ..engine import Placed
-from ..values import VALIDATED
+from ..types import VALIDATED
 from .actions import Begin, Resumed
 from .commits import UnwrittenValues
 from .plan import RunSpec

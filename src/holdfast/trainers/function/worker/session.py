@@ -21,10 +21,9 @@ from holdfast.model_files import Content, ModelFiles
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.frames import Channel
 
-from ..transit import checkpoint_at, open_root
+from ..transit import checkpoint_at, open_root, unpack_checkpoint
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
-from ..values import check_score, plain_metrics, unpack_checkpoint
-from .delivery import Delivery, UploadFn, check_request
+from .delivery import Delivery, UploadFn, check_request, check_score, plain_metrics
 from .handoff import HandoffArea
 from .link import ControllerLink, end_process
 
