@@ -2,7 +2,7 @@
 
 A worker uploads two kinds of data in the background: directories that it has reported, and its shares of states
 that are on a disk of its node first (``RunConfig(local_dir=...)``). The message that announces such work (a report, or
-"staged") has the key ``unfinished``, which `left_directory` or `left_share` makes; the message "part" of that report
+"staged") has the key ``unfinished``, which `left_directory` or `Staging.left` makes; the message "part" of that report
 ends it.
 """
 
@@ -32,7 +32,7 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from .transit import error_to_wire
 
-__all__ = ["Staging", "Unfinished", "bring_share", "left_directory", "left_share"]
+__all__ = ["Staging", "Unfinished", "bring_share", "left_directory"]
 
 _LOG = get_logger("trainers.function")
 _WRITER_S = 30.0  # for the writer of a dead worker, which still stores on the disk what it has
@@ -53,18 +53,6 @@ def left_directory(*, home: str, path: str, rank: int, owned: bool) -> dict[str,
         owned: it is deleted once it is stored.
     """
     return {"kind": "directory", "home": home, "path": path, "rank": rank, "owned": owned}
-
-
-def left_share(*, folder: str, directory: str, save_id: str, rank: int) -> dict[str, Any]:
-    """Describe a share of a state that is, or will be, on a disk of this node.
-
-    Args:
-        folder: the local folder of the run.
-        directory: of the checkpoint.
-        save_id: of the save.
-        rank: whose share it is.
-    """
-    return {"kind": "share", "folder": folder, "directory": directory, "save_id": save_id, "rank": rank}
 
 
 def bring_share(local: Storage, remote: Storage, *, directory: str, save_id: str, rank: int) -> None:
@@ -276,9 +264,8 @@ class Staging:
 
     def left(self, go: Mapping[str, Any]) -> dict[str, Any]:
         """Describe where the share of a checkpoint will be, so that the node can finish it if this worker dies."""
-        return left_share(
-            folder=str(self.local.local_root), directory=go["directory"], save_id=go["save_id"], rank=self._rank
-        )
+        where = {"directory": go["directory"], "save_id": go["save_id"], "rank": self._rank}
+        return {"kind": "share", "folder": str(self.local.local_root), **where}
 
     def bring(self, directory: str, save_id: str, ended: Ended) -> None:
         """Upload a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""

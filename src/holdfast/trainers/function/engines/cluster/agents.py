@@ -14,8 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 
@@ -34,13 +33,8 @@ from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesCh
 __all__ = [
     "AgentLink",
     "AgentListener",
-    "AgentMessage",
-    "AgentNews",
     "Agents",
-    "Leaving",
-    "LostNode",
     "StorageProbe",
-    "Unfit",
 ]
 
 _LOG = get_logger("trainers.function")
@@ -176,40 +170,6 @@ class AgentListener:
             self._room.release()
 
 
-@dataclass(frozen=True, slots=True)
-class AgentMessage:
-    """A message of an agent about the processes on its node."""
-
-    link: AgentLink
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class LostNode:
-    """Nothing runs on a node any more, as far as is known."""
-
-    node: str
-    why: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """Nodes are announced to go: seconds until then."""
-
-    nodes: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Unfit:
-    """The run cannot go on, or not begin."""
-
-    error: BaseException
-
-
-AgentNews: TypeAlias = AgentMessage | LostNode | Leaving | Unfit
-
-
 class Agents:
     """Keeps an agent on every node that has places, and on spare nodes once workers have run.
 
@@ -221,7 +181,10 @@ class Agents:
         storage: root of the run, which every node has to see; None: not checked.
         selector: of the engine, which calls `read` with the link that is ready.
         post: runs a function on the engine's thread; callable from any thread.
-        tell: takes `AgentNews`.
+        on_message: takes what an agent says about the processes on its node.
+        on_lost: takes a node on which nothing runs any more, as far as is known; why, for people and as a `Reason`.
+        on_leaving: takes nodes that are announced to go, with the seconds until then.
+        on_unfit: takes the error with which the run cannot go on, or not begin.
         silence_s: an agent that sends nothing for so long is given up.
 
     Attributes:
@@ -235,10 +198,14 @@ class Agents:
         *,
         selector: selectors.BaseSelector,
         post: Callable[[Callable[[], None]], None],
-        tell: Callable[[AgentNews], None],
+        on_message: Callable[[AgentLink, Message], None],
+        on_lost: Callable[[str, str, Reason], None],
+        on_leaving: Callable[[Mapping[str, float]], None],
+        on_unfit: Callable[[BaseException], None],
         silence_s: float,
     ) -> None:
-        self._nodes, self._selector, self._post, self._tell = nodes, selector, post, tell
+        self._nodes, self._selector, self._post = nodes, selector, post
+        self._on_message, self._on_lost, self._on_leaving, self._on_unfit = on_message, on_lost, on_leaving, on_unfit
         self._silence_s = silence_s
         self.trained = False
         self._closed = False
@@ -290,11 +257,11 @@ class Agents:
         if node in self._links:
             self._links[node].tell(header)
 
-    def tell_all(self, header: dict[str, Any]) -> None:
-        """Send a message to every agent that can start workers."""
+    def give_up(self) -> None:
+        """Have every agent stop what it finishes for workers that have ended: a group begins."""
         for link in self._links.values():
             if link.ready:
-                link.tell(header)
+                link.tell({"do": "give_up"})
 
     def capacity(self) -> Capacity | None:
         """Return how many workers there is room for; None: not known yet."""
@@ -319,7 +286,7 @@ class Agents:
     def bar(self, node: str, error: ConfigError) -> None:
         """Start no worker on a node: it cannot run them. Ends the run if no worker has run anywhere yet."""
         if not self.trained:
-            self._tell(Unfit(error))
+            self._on_unfit(error)
             return
         if node in self._barred:
             return
@@ -402,7 +369,7 @@ class Agents:
         elif on == "probed":
             self._probed(link, message.header["why"])
         elif on != "beat":
-            self._tell(AgentMessage(link, message))
+            self._on_message(link, message)
 
     def _meet(self, link: AgentLink, facts: dict[str, Any]) -> None:
         """Check the versions on a node, then whether it sees the storage."""
@@ -448,7 +415,7 @@ class Agents:
         if self._closed:
             return
         if isinstance(event, Refused):
-            self._tell(Unfit(event.error))
+            self._on_unfit(event.error)
         elif isinstance(event, PlacesChanged):
             self._places, self._missing, self._spares = tuple(event.places), event.missing, tuple(event.spares)
             placed = {place.node for place in self._places}
@@ -460,7 +427,7 @@ class Agents:
             new = event.draining.keys() - self._draining
             self._draining = set(event.draining)
             if new:
-                self._tell(Leaving({node: event.draining[node] for node in new}))
+                self._on_leaving({node: event.draining[node] for node in new})
         else:
             self._on_agent_failed(event)
 
@@ -532,7 +499,7 @@ class Agents:
             self._nodes.end(number)
 
     def _give_up(self, node: str, why: str, reason: Reason) -> None:
-        self._tell(LostNode(node, why, "drained" if node in self._drained else reason))
+        self._on_lost(node, why, "drained" if node in self._drained else reason)
 
     # ---- the end
 

@@ -32,7 +32,7 @@ from holdfast.writer.frames import Message
 from ..local.engine import TASK, TASK_END_S, WORKER, ProcessEngine
 from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S
-from .agents import AgentLink, AgentMessage, AgentNews, Agents, Leaving, LostNode
+from .agents import AgentLink, Agents
 from .nodes import NodePlace, Nodes, arrange, rank_environment
 
 __all__ = ["ClusterEngine"]
@@ -109,7 +109,10 @@ class ClusterEngine(ProcessEngine):
             storage,
             selector=self._selector,
             post=self._post,
-            tell=self._on_agents,
+            on_message=self._take,
+            on_lost=self._lose,
+            on_leaving=self._leave,
+            on_unfit=lambda error: self._ready.append(Unable(error=error)),
             silence_s=_SILENCE_S if silence_s is None else silence_s,
         )
 
@@ -126,7 +129,7 @@ class ClusterEngine(ProcessEngine):
             raise HoldfastError(f"ranks {left} of the earlier group have not exited: kill them first")
         number = self._number()
         self._ended_ranks.clear()
-        self._agents.tell_all({"do": "give_up"})  # what is left of the group before is not needed
+        self._agents.give_up()
         group = self._group = _Group(spec=spec, number=number, until=time.monotonic() + _PLACE_S)
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
@@ -299,16 +302,6 @@ class ClusterEngine(ProcessEngine):
         self._task_ended(child.number, child.name, child.outcome, how, "\n".join(child.sinks[1].tail))
 
     # ---- nodes and their agents
-
-    def _on_agents(self, news: AgentNews) -> None:
-        if isinstance(news, AgentMessage):
-            self._take(news.link, news.message)
-        elif isinstance(news, LostNode):
-            self._lose(news.node, news.why, news.reason)
-        elif isinstance(news, Leaving):
-            self._leave(news.nodes)
-        else:
-            self._ready.append(Unable(error=news.error))
 
     def _leave(self, leaving: Mapping[str, float]) -> None:
         """Announce that nodes with workers are about to go."""
