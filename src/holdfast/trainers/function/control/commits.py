@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,22 +218,15 @@ class KnownCheckpoints:
                 "epoch or step into it, or leave it out to have them numbered"
             )
 
-    def committed(self, record: Record, deleted: Sequence[str] = ()) -> None:
-        """Enter a checkpoint and forget those that retention deleted for it."""
+    def committed(self, record: Record) -> None:
+        """Enter a checkpoint."""
         self._pending.pop(record.name, None)
         self._taken.add(record.name)
         self.kept[record.name] = record
-        for name in deleted:
-            self.kept.pop(name, None)
 
     def failed(self, name: str) -> None:
         """Note that a checkpoint was not saved: its name is free again."""
         self._pending.pop(name, None)
-
-    def add_metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
-        """Add late metrics."""
-        if name in self.kept:
-            self.kept[name] = replace(self.kept[name], metrics={**self.kept[name].metrics, **metrics})
 
     def newest(self) -> Record | None:
         """Return the newest committed checkpoint; None if there is none."""
@@ -516,8 +509,9 @@ class Commits:
         done, metrics, problem = self.validations.end(value or {}, error)
         if problem is not None:
             self._out.append(Say(line=f"the validation of {done.name} failed: {problem}"))
-        if done.name in self.known.kept:
-            self.known.add_metrics(done.name, metrics)
+        kept = self.known.kept
+        if done.name in kept:
+            kept[done.name] = replace(kept[done.name], metrics={**kept[done.name].metrics, **metrics})
             self._protect()  # before: the new ranking may delete this checkpoint
             self._ranking.add(done.name)
             self._out.append(LateMetrics(name=done.name, metrics=metrics))

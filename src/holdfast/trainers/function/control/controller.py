@@ -406,7 +406,7 @@ class Controller:
 
     def _decide(self, group: WorkerGroup, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
-        cause, failures = group.cause, group.descriptions()
+        cause, failures = group.cause, {str(rank): first_line(error) for rank, error in group.causes.items()}
         reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
         ended_how = "told to go" if group.preempted else "goes back" if group.rolled_back else "failed"
         ended_how = "moves" if group.moved is not None else ended_how

@@ -648,6 +648,7 @@ def start_block(
         headline = f"{plan.run_name} starts from {start.words} {attempt}"
     else:
         headline = f"{plan.run_name} starts fresh: there is no checkpoint {attempt}"
+    least = "" if plan.min_workers is None else f"{plan.min_workers} to "
     group = "" if plan.num_workers == 1 else f", process group {'nccl' if use_gpu else 'gloo'}"
     lines = [
         f"holdfast: {headline}",
@@ -656,7 +657,7 @@ def start_block(
         if plan.inline and plan.num_workers == 1
         else f"  workers   {plan.num_workers} processes that torchrun has started, which restarts them{group}"
         if plan.inline
-        else f"  workers   {_workers(plan)} {plan.where}{group}",
+        else f"  workers   {least}{plan.num_workers} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",
     ]
     return [*lines, *(f"  {note}" for note in _notes(plan, opened, contents, start))]
@@ -682,10 +683,6 @@ def _notes(plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start
     if contents.unvalidated and plan.validates:
         notes.append(f"takes up the validation of {listed(contents.unvalidated)}")
     return notes
-
-
-def _workers(plan: RunSpec) -> str:
-    return str(plan.num_workers) if plan.min_workers is None else f"{plan.min_workers} to {plan.num_workers}"
 
 
 def _rules(plan: RunSpec, keep: Keep) -> str:

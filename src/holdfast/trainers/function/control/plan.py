@@ -148,11 +148,6 @@ class ScalingPolicy:
     most: int
     settle_s: float = 0.0
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether groups may differ in size."""
-        return self.least < self.most
-
     def size(self, room: int, unchanged_s: float) -> int | None:
         """Choose the size of the group to start now; None: wait.
 

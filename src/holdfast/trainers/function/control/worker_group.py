@@ -226,10 +226,6 @@ class WorkerGroup:
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
         return "; ".join(f"{self.label(rank)}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
-    def descriptions(self) -> dict[str, str]:
-        """Return a line for each failure by rank, for the index of the run."""
-        return {str(rank): first_line(error) for rank, error in self.causes.items()}
-
     def label(self, rank: int) -> str:
         """Name a rank; with its node if it failed by itself, for a disk may be full only there, say."""
         placed = self.placed.get(rank) if rank not in self.died else None

@@ -333,12 +333,12 @@ class Delivery:
         if asynchronous:
             self._later(header, work)
             return None
-        return partial(self._link.answer, self._link.call(header | work()), index)
+        return partial(self._link.answer, self._link.call(header | work()), f"report {index}")
 
     def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
         """Enter report ``index`` of `save_checkpoint` on rank 0; return a function that waits for its end, or None."""
         header, stripped = self._values_header(values, index), without_prefix(values)
-        answer = self._link.answer(self._link.call(header), index).header["value"]
+        answer = self._link.answer(self._link.call(header), f"report {index}").header["value"]
         if answer.get("memory"):
             try:
                 packed = pack_checkpoint(Checkpoint.from_dict(stripped))
@@ -474,7 +474,7 @@ class Delivery:
 
     def _finish(self, future: Future[Message], index: int, taken: Taken, home: str | None = None) -> None:
         try:
-            self._link.answer(future, index)
+            self._link.answer(future, f"report {index}")
         except SessionError:
             raise  # the driver is gone: its writer may still be at work on these files
         except Exception:
@@ -511,7 +511,7 @@ class Delivery:
         assert request.state is not None
         self._root()  # before the report is entered: opening it may fail
         header = self._header(request, index, "state")
-        go = self._link.answer(self._link.call(header), index).header["value"]["go"]
+        go = self._link.answer(self._link.call(header), f"report {index}").header["value"]["go"]
         self._submit("state", request.state, go, index, request.model_files)
 
     def _submit(

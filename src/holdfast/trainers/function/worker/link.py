@@ -170,17 +170,14 @@ class ControllerLink:
         """Send a question; return a function that waits for its answer."""
         call, future = self._new_call()
         self._queue.send({"on": "ask", "call": call, **question})
-        return partial(self._answer, future, f"the answer to {question['what']!r}")
+        return partial(self.answer, future, f"the answer to {question['what']!r}")
 
-    def answer(self, future: Future[Message], index: int) -> Message:
-        """Wait for the answer to report ``index``; the controller bounds the wait.
+    def answer(self, future: Future[Message], what: str) -> Message:
+        """Wait for the answer to ``what``; the controller bounds the wait.
 
         Raises:
             BaseException: what the controller answered instead.
         """
-        return self._answer(future, f"report {index}")
-
-    def _answer(self, future: Future[Message], what: str) -> Message:
         begun = time.monotonic()
         while not wait([future], timeout=_PATIENCE_S).done:
             _LOG.warning("still waiting for %s, for %.0f s now", what, time.monotonic() - begun)
@@ -387,7 +384,7 @@ class ReportQueue:
             batch.upto = index
             if row is not None:
                 batch.rows.append(row)
-            if batch.count >= self._max:
+            if self._is_full():
                 self._wait_for_room()
 
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
@@ -437,7 +434,7 @@ class ReportQueue:
         self._armed = True
         self._changed.notify_all()
         try:
-            if self._changed.wait_for(self._has_room, self._timeout_s):
+            if self._changed.wait_for(lambda: self._closed or self._gone or not self._is_full(), self._timeout_s):
                 return
         finally:
             self._blocked -= 1
@@ -446,8 +443,8 @@ class ReportQueue:
             "stuck, or its storage?"
         )
 
-    def _has_room(self) -> bool:
-        return self._batch is None or self._batch.count < self._max or self._closed or self._gone
+    def _is_full(self) -> bool:
+        return self._batch is not None and self._batch.count >= self._max
 
     def _run(self) -> None:
         while True:

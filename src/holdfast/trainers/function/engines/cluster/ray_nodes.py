@@ -308,7 +308,8 @@ class RayNodes:
 
     def _work(self) -> None:
         try:
-            self._reserve()
+            for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
+                self._reserve_group(size)
             self._has_spares = self._wanted.spares > 0 and not self._api.shrinks()
             while not self._stop.is_set():
                 try:
@@ -348,10 +349,6 @@ class RayNodes:
             "was saved is safe; start the cluster, then the same script again: it goes on from the newest checkpoint"
         )
 
-    def _reserve(self) -> None:
-        for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
-            self._reserve_group(size)
-
     def _reserve_group(self, size: int, *, avoid: Collection[str] = (), near: str | None = None) -> None:
         wanted = self._wanted
         bundles = [wanted.resources] * size
@@ -376,9 +373,10 @@ class RayNodes:
             if node in nodes.keys() - self._gone and not nodes[node].answers():
                 self._gone.add(node)
         draining = {node: left for node, left in self._api.draining().items() if node in nodes}
+        placed = self._api.bundles([reserved.group for reserved in self._groups])
         held = [
             Reservation(first=reserved.first, size=reserved.size, nodes=bundles)
-            for reserved, bundles in zip(self._groups, self._bundles(), strict=True)
+            for reserved, bundles in zip(self._groups, placed, strict=True)
         ]
         changes = self._balance(held, nodes, self._gone | self._refused | draining.keys())
         self._tell_places(held, nodes, changes, draining)
@@ -433,9 +431,6 @@ class RayNodes:
         self._busy_since = {node: self._busy_since.get(node, now) for node in able - free}
         able -= {node for node, since in self._busy_since.items() if now > since + _BUSY_S}
         self._spares = choose_spares(self._wanted.spares, known=self._spares, able=able, free=free)
-
-    def _bundles(self) -> list[dict[int, str]]:
-        return self._api.bundles([reserved.group for reserved in self._groups])
 
     def _see_ended(self) -> None:
         for ref in self._api.ended([ref for _, _, ref in self._agents.values()]):
