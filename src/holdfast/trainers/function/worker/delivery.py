@@ -71,21 +71,23 @@ class Request:
 
 def check_request(
     metrics: Mapping[str, Any],
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint | None = None,
     *,
-    state: Mapping[Any, Any] | None,
-    model_files: ModelFiles | Mapping[str, Content] | str | None,
-    name: str | None,
-    mode: CheckpointUploadMode,
-    delete: bool | None,
-    upload: UploadFn | None,
-    validation: bool | Mapping[str, Any] | ValidationTaskConfig,
+    state: Mapping[Any, Any] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: UploadFn | None = None,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
 ) -> Request:
     """Check the arguments of `report`, without looking at any file.
 
     Raises:
         ConfigError: an argument, or their combination, is wrong.
     """
+    mode, delete = checkpoint_upload_mode, delete_local_checkpoint_after_upload
+    name, upload = checkpoint_dir_name, checkpoint_upload_fn
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
             f"report(checkpoint={_show(checkpoint)}): give a Checkpoint, as in Checkpoint.from_directory(path); "

@@ -23,7 +23,7 @@ from holdfast.writer.frames import Channel
 
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
-from .delivery import Delivery, UploadFn, check_request, check_score, plain_metrics
+from .delivery import Delivery, check_request, check_score, plain_metrics
 from .handoff import HandoffArea
 from .link import ControllerLink, end_process
 
@@ -46,7 +46,6 @@ __all__ = [
     "world_size",
 ]
 
-_SYNC = CheckpointUploadMode.SYNC
 _current: Session | None = None
 
 
@@ -265,34 +264,13 @@ class Session:
         self._delivery = Delivery(self._link, begin, self._area)
         _current = self
 
-    def report(
-        self,
-        metrics: Mapping[str, Any],
-        checkpoint: Checkpoint | None = None,
-        *,
-        state: Mapping[Any, Any] | None = None,
-        model_files: ModelFiles | Mapping[str, Content] | str | None = None,
-        checkpoint_dir_name: str | None = None,
-        checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
-        delete_local_checkpoint_after_upload: bool | None = None,
-        checkpoint_upload_fn: UploadFn | None = None,
-        validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
-    ) -> None:
-        """See `holdfast.report`."""
-        if checkpoint is None and state is None and model_files is None and not (validation and self.rank == 0):
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
+        """See `holdfast.report`, which has the options."""
+        given, validates = options.get, self.rank == 0 and options.get("validation")
+        if checkpoint is None and given("state") is None and given("model_files") is None and not validates:
             self._report_metrics(metrics)
             return
-        request = check_request(
-            metrics,
-            checkpoint,
-            state=state,
-            model_files=model_files,
-            name=checkpoint_dir_name,
-            mode=checkpoint_upload_mode,
-            delete=delete_local_checkpoint_after_upload,
-            upload=checkpoint_upload_fn,
-            validation=validation,
-        )
+        request = check_request(metrics, checkpoint, **options)
         score = self._begin["score"]
         if self.rank == 0 and score is not None:
             check_score(request.metrics, score["attribute"])

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
@@ -36,17 +36,19 @@ _APART = "STRICT_SPREAD"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A placement group as it is now.
+    """A placement group.
 
     Attributes:
         first: number of its first place.
         size: number of its places.
-        nodes: node of each place that has one, by its index in the group.
+        nodes: node of each place that has one now, by its index in the group.
+        group: of Ray.
     """
 
     first: int
     size: int
-    nodes: Mapping[int, str]
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    group: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,21 +201,6 @@ class Wanted:
     spares: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    """A placement group.
-
-    Attributes:
-        group: of Ray.
-        first: number of its first place.
-        size: number of its places.
-    """
-
-    group: Any
-    first: int
-    size: int
-
-
 @dataclass(slots=True)
 class _Slot:
     """The actor that holds a bundle's accelerator."""
@@ -243,7 +230,7 @@ class RayNodes:
         self._api, self._wanted = api, wanted
         self.host = api.host
         self._post: Callable[[NodeEvent], Any] = lambda _: None
-        self._groups: list[_Reserved] = []
+        self._groups: list[Reservation] = []
         self._num_places = 0  # ever asked for
         self._doubted: list[str] = []
         self._refused: set[str] = set()  # nodes that cannot run workers
@@ -356,7 +343,7 @@ class RayNodes:
             group = self._api.reserve(bundles, wanted.strategy, wanted.labels, avoid=avoid, near=near)
         except ValueError as error:
             raise ConfigError(f"ScalingConfig: Ray cannot reserve {bundles[0]} for each worker: {error}") from error
-        self._groups.append(_Reserved(group, self._num_places, size))
+        self._groups.append(Reservation(first=self._num_places, size=size, group=group))
         self._num_places += size
 
     def _round(self) -> None:
@@ -374,10 +361,7 @@ class RayNodes:
                 self._gone.add(node)
         draining = {node: left for node, left in self._api.draining().items() if node in nodes}
         placed = self._api.bundles([reserved.group for reserved in self._groups])
-        held = [
-            Reservation(first=reserved.first, size=reserved.size, nodes=bundles)
-            for reserved, bundles in zip(self._groups, placed, strict=True)
-        ]
+        held = [replace(reserved, nodes=nodes) for reserved, nodes in zip(self._groups, placed, strict=True)]
         changes = self._balance(held, nodes, self._gone | self._refused | draining.keys())
         self._tell_places(held, nodes, changes, draining)
 
@@ -450,17 +434,13 @@ class RayNodes:
         draining: Mapping[str, float],
     ) -> None:
         places = []
-        groups = {reserved.first: reserved.group for reserved in self._groups}
+        left = {reserved.first for reserved in self._groups}
         for reservation in held:
             for bundle, node in reservation.nodes.items():
                 number = reservation.first + bundle
                 # A group may still run on a place that is about to go: the seconds of its node are announced too.
                 if number in changes.usable or (node in draining and node not in self._gone | self._refused):
-                    gpus = (
-                        self._gpus(number, groups[reservation.first], bundle, node)
-                        if reservation.first in groups
-                        else None
-                    )
+                    gpus = self._gpus(number, reservation.group, bundle, node) if reservation.first in left else None
                     if gpus is not None:
                         where = {"node": node, "address": nodes[node].address}
                         extra = number in changes.extra
@@ -510,7 +490,7 @@ class RayNodes:
         except Exception as error:  # noqa: BLE001 - as above
             _LOG.debug("the owner of the placement groups was not ended: %s", error)
 
-    def _give_group_back(self, reserved: _Reserved) -> None:
+    def _give_group_back(self, reserved: Reservation) -> None:
         try:
             self._api.release(reserved.group)
         except Exception as error:  # noqa: BLE001 - the cluster may be gone; the group goes with this driver
