@@ -56,10 +56,8 @@ class Group:
         """
         if self._store is None or self._size == 1:
             return
-        if self._arrive("joined") == self._size:
-            self._store.set(_key("joined", "all"), b"1")
         try:
-            self._store.wait([_key("joined", "all")], timedelta(seconds=timeout_s))
+            self._store.wait([self._arrive("joined")], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TrainingError(f"not all {self._size} ranks joined the process group: {error}") from error
 
@@ -77,10 +75,9 @@ class Group:
             return
         pause, until = 0.001, time.monotonic() + alone_s
         try:
-            if self._arrive("done") == self._size:
-                self._store.set(_key("done", "all"), b"1")
+            done = self._arrive("done")
             # Polled rather than one long wait: signal handlers of the user have to run meanwhile.
-            while not self._store.check([_key("done", "all")]):
+            while not self._store.check([done]):
                 time.sleep(pause)
                 pause = min(_POLL_S, pause * 2)
                 if time.monotonic() > until:
@@ -130,8 +127,12 @@ class Group:
             pause = min(_POLL_S, pause * 2)
         return bytes(self._store.get(_key(place, "data")))
 
-    def _arrive(self, what: str) -> int:
-        return int(self._store.add(_key(what, "count"), 1))
+    def _arrive(self, what: str) -> str:
+        """Count this rank in; return the key that is there once all have come."""
+        everybody = _key(what, "all")
+        if int(self._store.add(_key(what, "count"), 1)) == self._size:
+            self._store.set(everybody, b"1")
+        return everybody
 
 
 def barrier() -> None:

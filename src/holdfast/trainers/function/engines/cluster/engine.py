@@ -7,30 +7,26 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
     Draining,
-    Dying,
-    Exited,
     GroupSpec,
     Placed,
     Reason,
-    Received,
-    Started,
     Unable,
     node_name,
 )
 from holdfast.writer.frames import Message
 
-from ..local.engine import TASK, TASK_END_S, WORKER, ProcessEngine
+from ..local.engine import TASK, WORKER, ProcessEngine
 from ..local.logs import LineLimit, LogText, shown_and_kept
+from ..local.supervisor import Process
 from .agent import BEAT_S
 from .agents import AgentLink, Agents
 from .nodes import NodePlace, Nodes, arrange, rank_environment
@@ -44,18 +40,22 @@ _CLOSE_S = 5.0
 _TRAVEL = ("HOLDFAST_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS")
 
 
-@dataclass(slots=True)
-class _Child:
-    """A process on a node: a worker, or a task if ``rank`` is None."""
+class _Child(Process):
+    """A process on a node.
 
-    number: int
-    node: str
-    name: str
-    rank: int | None
+    Attributes:
+        sinks: show and keep its output.
+        node: id; "" before it has a place.
+        forked: its agent was asked to start it.
+        waiting: messages to it, sent before.
+    """
+
     sinks: tuple[LogText, LogText]
-    where: str = ""
-    forked: bool = False
-    outcome: Message | None = None
+
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[LogText, LogText]) -> None:
+        super().__init__(number, name, rank, sinks)
+        self.node, self.forked = "", False
+        self.waiting: list[tuple[dict[str, Any], Sequence[bytes]]] = []
 
 
 @dataclass(slots=True)
@@ -66,7 +66,6 @@ class _Group:
     number: int
     until: float
     places: list[tuple[NodePlace, Placed]] | None = None
-    ranks: dict[int, _Child] = field(default_factory=dict)
     asked_port: bool = False
     forked: bool = False
 
@@ -92,11 +91,8 @@ class ClusterEngine(ProcessEngine):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
         self._silent: set[tuple[str, int, int]] = set()  # ended streams of processes whose other stream goes on
-        self._tasks: dict[int, tuple[_Child, bytes]] = {}
-        self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
         self._proven: set[str] = set()  # nodes on which a worker has reported
         self._absent: set[str] = set()  # modules that are missing on proven nodes too
         self._group: _Group | None = None
@@ -124,63 +120,24 @@ class ClusterEngine(ProcessEngine):
         Raises:
             HoldfastError: workers of an earlier group have not exited yet.
         """
-        if self._group is not None:
-            left = sorted(self._group.ranks)
-            raise HoldfastError(f"ranks {left} of the earlier group have not exited: kill them first")
-        number = self._number()
-        self._ended_ranks.clear()
+        self._begin_group()
         self._agents.give_up()
-        group = self._group = _Group(spec=spec, number=number, until=time.monotonic() + _PLACE_S)
+        self._group = _Group(spec=spec, number=self._number(), until=time.monotonic() + _PLACE_S)
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
             name = f"rank {rank}"
             # Of thousands of ranks not all can be shown; the file has every line.
             limit = None if path is None else LineLimit(f"{path.parent.name}/{path.name} of the run's logs")
-            group.ranks[rank] = _Child(self._number(), "", name, rank, shown_and_kept(name, path, limit))
+            self._ranks[rank] = _Child(self._number(), name, rank, shown_and_kept(name, path, limit))
         self._advance()
-
-    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; a message to a worker that has ended is dropped."""
-        child = self._group.ranks.get(rank) if self._group is not None else None
-        if child is None:
-            return
-        if child.forked:
-            self._pass_on(child, header, attachments)
-        else:
-            self._waiting.setdefault(child.number, []).append((header, tuple(attachments)))
-
-    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
-        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
-        group = self._group
-        if group is None:
-            return
-        for rank in list(group.ranks) if ranks is None else list(ranks):
-            child = group.ranks.get(rank)
-            if child is None:
-                continue
-            if child.forked:
-                self._agents.tell_to(child.node, {"do": "kill", "child": child.number, "grace_s": grace_s})
-            else:
-                self._exit(child, number=signal.SIGKILL)
-
-    # ---- tasks
 
     def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
         """Run a pickled function without arguments in a process of its own, on the first node that has an agent."""
-        child = _Child(self._number(), "", name, None, shown_and_kept(name, log_file))
-        self._tasks[child.number] = (child, blob)
+        child = _Child(self._number(), name, None, shown_and_kept(name, log_file))
+        child.waiting.append(({"do": "task"}, [blob]))
+        self._tasks[child.number] = child
         self._advance()
         return child.number
-
-    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
-        if task not in self._tasks:
-            return
-        child = self._tasks[task][0]
-        if child.forked:
-            self._agents.tell_to(child.node, {"do": "kill", "child": task, "grace_s": grace_s})
-        else:
-            self._end_task(child, "was stopped before it was started")
 
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
@@ -197,7 +154,7 @@ class ClusterEngine(ProcessEngine):
         for sinks in self._outputs.values():
             _end_output(sinks)
         self._selector.close()
-        self._group = None
+        self._ranks.clear()
 
     # ---- what happens
 
@@ -234,79 +191,55 @@ class ClusterEngine(ProcessEngine):
         elif on == "closed":
             self._close_output(link, header["child"], header["stream"])
         elif child is None:
-            rank = self._ended_ranks.get(header.get("child", 0))
-            if on == "message" and rank is not None:  # its agent has finished an upload for it
-                passed = Message(header=header["header"], attachments=message.attachments)
-                self._ready.append(Received(rank=rank, message=passed))
+            if on == "message":  # its agent has finished an upload for it
+                self._said_for(header["child"], Message(header=header["header"], attachments=message.attachments))
         elif on == "started":
-            if child.rank is not None:
-                self._ready.append(Started(rank=child.rank, pid=header["pid"]))
+            self._started(child, header["pid"])
         elif on == "message":
             passed = Message(header=header["header"], attachments=message.attachments)
             if child.rank is not None and self._is_unfit(child.node, passed.header):
                 self._agents.lacks(child.node, passed.header["module"])
-            elif child.rank is not None:
-                if passed.header.get("on") == "report":
-                    self._proven.add(child.node)
-                self._ready.append(Received(rank=child.rank, message=passed))
-            else:
-                child.outcome = passed
-                link.tell({"do": "limit", "child": child.number, "seconds": TASK_END_S})
+                return
+            if child.rank is not None and passed.header.get("on") == "report":
+                self._proven.add(child.node)
+            self._said(child, passed)
         elif on == "dying":
-            if child.rank is not None:
-                self._ready.append(Dying(rank=child.rank))
+            self._dying(child)
         elif on == "ended":
+            for sink in child.sinks:
+                sink.flush()
             self._ended(child, header["status"], header["why"])
 
-    def _ended(self, child: _Child, status: int | None, why: str) -> None:
-        code = None if status is None else os.waitstatus_to_exitcode(status)
-        for sink in child.sinks:
-            sink.flush()
-        if child.rank is None:
-            self._end_task(
-                child, why or (f"ended with status {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}")
-            )
-            return
-        number = -code if code is not None and code < 0 else None
-        self._exit(child, code=code if number is None else None, number=number, why=why)
-
-    def _exit(
-        self,
-        child: _Child,
-        *,
-        code: int | None = None,
-        number: int | None = None,
-        why: str = "",
-        reason: Reason = "process",
-    ) -> None:
-        group, rank = self._group, child.rank
-        if group is None or rank is None or rank not in group.ranks:
-            return
-        del group.ranks[rank]
-        self._children.pop(child.number, None)
-        self._waiting.pop(child.number, None)
-        if reason == "process":
-            self._ended_ranks[child.number] = rank
-        words = "\n".join(line for line in child.sinks[1].tail if line.strip())
-        detail = "\n".join(part for part in (why, words) if part)
-        self._ready.append(
-            Exited(rank=rank, exit_code=code, signal=number, detail=detail, node=child.where, reason=reason)
-        )
-        if not group.ranks:
+    def _ended(self, process: Process, status: int | None, why: str, reason: Reason = "process") -> None:
+        super()._ended(process, status, why, reason)
+        self._children.pop(process.number, None)
+        if self._group is not None and not self._ranks:
             self._group = None
             self._agents.use(())
 
-    def _end_task(self, child: _Child, how: str) -> None:
-        self._tasks.pop(child.number, None)
-        self._children.pop(child.number, None)
-        self._task_ended(child.number, child.name, child.outcome, how, "\n".join(child.sinks[1].tail))
+    def _pass_on(self, process: _Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        link = self._agents.ready(process.node)
+        if not process.forked:
+            process.waiting.append((header, attachments))
+        elif link is not None:
+            link.pass_on(process.number, header, attachments)
+
+    def _kill(self, process: _Child, grace_s: float) -> None:
+        if process.forked:
+            self._agents.tell_to(process.node, {"do": "kill", "child": process.number, "grace_s": grace_s})
+        elif process.rank is None:
+            self._ended(process, None, "was stopped before it was started")
+        else:
+            self._ended(process, signal.SIGKILL, "")
+
+    def _limit(self, process: _Child, seconds: float) -> None:
+        self._agents.tell_to(process.node, {"do": "limit", "child": process.number, "seconds": seconds})
 
     # ---- nodes and their agents
 
     def _leave(self, leaving: Mapping[str, float]) -> None:
         """Announce that nodes with workers are about to go."""
-        group = self._group
-        ranks = () if group is None else tuple(rank for rank, child in group.ranks.items() if child.node in leaving)
+        ranks = tuple(rank for rank, child in self._ranks.items() if child.node in leaving)
         if ranks:
             soon = ", ".join(f"{node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
             self._ready.append(Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
@@ -319,12 +252,8 @@ class ClusterEngine(ProcessEngine):
         if self._closed:
             return
         self._proven.discard(node)
-        for child in list(self._group.ranks.values()) if self._group is not None else ():
-            if child.node == node:
-                self._exit(child, why=why, reason=reason)
-        for child, _ in list(self._tasks.values()):
-            if child.node == node:
-                self._end_task(child, f"is lost: {why}")
+        for child in [child for child in self._processes() if child.node == node]:
+            self._ended(child, None, why if child.rank is not None else f"is lost: {why}", reason)
 
     def _is_unfit(self, node: str, said: Mapping[str, Any]) -> bool:
         """Whether a worker failed because of its node: a module is missing there that nodes which trained have."""
@@ -337,8 +266,10 @@ class ClusterEngine(ProcessEngine):
 
     def _is_busy(self, node: str) -> bool:
         """Whether a worker or a task is on a node, or is about to be."""
-        ranks = () if self._group is None else self._group.ranks.values()
-        return any(child.node == node for child in (*ranks, *(task[0] for task in self._tasks.values())))
+        return any(child.node == node for child in self._processes())
+
+    def _processes(self) -> list[_Child]:
+        return [*self._ranks.values(), *self._tasks.values()]
 
     # ---- starting
 
@@ -354,21 +285,21 @@ class ClusterEngine(ProcessEngine):
             group.places = arrange(self._agents.usable(), group.spec.num_workers)
             if group.places is None:
                 if time.monotonic() >= group.until:
-                    for child in list(group.ranks.values()):
-                        self._exit(child, why="the places for it went away before it was started", reason="unplaced")
+                    for child in list(self._ranks.values()):
+                        self._ended(child, None, "the places for it went away before it was started", "unplaced")
                 return
             self._agents.use([place for place, _ in group.places])
             for place, placed in group.places:
-                child = group.ranks[placed.rank]
+                child = self._ranks[placed.rank]
                 child.node, child.where = place.node, placed.where
                 for sink in child.sinks:
                     sink.prefix = f"({child.name}, {node_name(place.node)}) "
                 self._ready.append(placed)
         nodes = {place.node for place, _ in group.places}
-        whole = len(group.ranks) == group.spec.num_workers
+        whole = len(self._ranks) == group.spec.num_workers
         if whole and not group.asked_port and all(self._agents.ready(node) is not None for node in nodes):
             group.asked_port = True
-            self._agents.tell_to(group.ranks[0].node, {"do": "listen", "group": group.number})
+            self._agents.tell_to(self._ranks[0].node, {"do": "listen", "group": group.number})
 
     def _tell_capacity(self) -> None:
         capacity = self._agents.capacity()
@@ -380,31 +311,28 @@ class ClusterEngine(ProcessEngine):
         group = self._group
         if group is None or group.places is None or group.number != listening["group"] or group.forked:
             return
-        if len(group.ranks) < group.spec.num_workers:
+        if len(self._ranks) < group.spec.num_workers:
             return  # some are lost already: the controller kills the others
         group.forked = self._agents.trained = True
-        travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
         for place, placed in group.places:
             gpus = [gpu for other, _ in group.places if other.node == place.node for gpu in other.gpus]
             variables = rank_environment(group.spec, placed, master=(listening["host"], listening["port"]), gpus=gpus)
-            child = group.ranks[placed.rank]
+            child = self._ranks[placed.rank]
             self._fork(
                 child,
                 self._entry,
-                {**travel, **variables},
+                variables,
                 listen=placed.rank == 0,
                 size=placed.local_size,
                 gpu=group.spec.use_gpu,
             )
 
     def _advance_tasks(self) -> None:
-        waiting = [task for task in self._tasks.values() if not task[0].forked]
+        waiting = [task for task in self._tasks.values() if not task.forked]
         link = self._agents.first_ready() if waiting else None
-        for child, blob in waiting if link is not None else ():
+        for child in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
-            travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
-            self._fork(child, TASK, travel, listen=False, size=1, gpu=True)
-            self._pass_on(child, {"do": "task"}, [blob])
+            self._fork(child, TASK, {}, listen=False, size=1, gpu=True)
 
     def _fork(
         self, child: _Child, entry: str, environment: Mapping[str, str], *, listen: bool, size: int, gpu: bool
@@ -412,16 +340,13 @@ class ClusterEngine(ProcessEngine):
         child.forked = True
         self._children[child.number] = child
         self._outputs[child.node, child.number] = child.sinks
-        request = {"child": child.number, "name": child.name, "entry": entry, "environment": dict(environment)}
+        travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
+        request = {"child": child.number, "name": child.name, "entry": entry, "environment": {**travel, **environment}}
         request |= {"listen": listen, "local_size": size, "use_gpu": gpu, "arguments": list(sys.argv)}
         self._agents.tell_to(child.node, {"do": "fork", **request})
-        for header, attachments in self._waiting.pop(child.number, ()):
+        waiting, child.waiting = child.waiting, []
+        for header, attachments in waiting:
             self._pass_on(child, header, attachments)
-
-    def _pass_on(self, child: _Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
-        link = self._agents.ready(child.node)
-        if link is not None:
-            link.pass_on(child.number, header, attachments)
 
     def _output(self, link: AgentLink, number: int) -> tuple[LogText, LogText]:
         key = (link.node, number)

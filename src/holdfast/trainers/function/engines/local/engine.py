@@ -17,37 +17,71 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
-from holdfast.trainers.function.engine import Dying, Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
+from holdfast.trainers.function.engine import (
+    Dying,
+    Event,
+    Exited,
+    GroupSpec,
+    Reason,
+    Received,
+    Started,
+    TaskEnded,
+    Woken,
+)
 from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 
 from .logs import shown_and_kept
-from .supervisor import Child, Supervisor, threads_for
+from .supervisor import Child, Process, Supervisor, threads_for
 
-__all__ = ["TASK", "TASK_END_S", "WORKER", "LocalEngine", "ProcessEngine"]
+__all__ = ["TASK", "WORKER", "LocalEngine", "ProcessEngine"]
 
 _LOG = get_logger("trainers.function")
 WORKER = "holdfast.trainers.function.worker.main:run"
 TASK = "holdfast.trainers.function.worker.main:run_task"
-TASK_END_S = 10.0
-"""For a task that has given its result but does not end."""
+_TASK_END_S = 10.0  # for a task that has given its result but does not end
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 class ProcessEngine:
-    """What the engines with processes share: events that wait to be taken, work of other threads, the ends of tasks."""
+    """What the engines with processes share: workers, tasks, what happens to them; work of other threads.
+
+    A subclass starts the processes, waits for what happens to them (`_wait`) and reaches them: `_pass_on`, `_kill`,
+    `_limit`.
+    """
 
     def __init__(self) -> None:
         self._ready: list[Event] = []
         self._posted: deque[Callable[[], None]] = deque()
         self._over = False
+        self._ranks: dict[int, Any] = {}  # `Process` of each worker
+        self._tasks: dict[int, Any] = {}
+        self._ended_ranks: dict[int, int] = {}  # processes of this group that died by themselves -> rank
         self._woken, self._waker = os.pipe()
         for fd in (self._woken, self._waker):
             os.set_blocking(fd, False)
             # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
             weakref.finalize(self, os.close, fd)
+
+    # ---- what the controller asks
+
+    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send a message without blocking; a message to a worker that has ended is dropped."""
+        if rank in self._ranks:
+            self._pass_on(self._ranks[rank], header, attachments)
+
+    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
+        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
+        for rank in list(self._ranks) if ranks is None else list(ranks):
+            if rank in self._ranks:
+                self._kill(self._ranks[rank], grace_s)
+
+    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
+        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
+        if task in self._tasks:
+            self._kill(self._tasks[task], grace_s)
 
     def events(self, timeout_s: float | None) -> list[Event]:
         """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
@@ -67,10 +101,6 @@ class ProcessEngine:
     def wake(self) -> None:
         """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
         self._poke(b"w")
-
-    def _wait(self, timeout_s: float | None) -> None:
-        """Handle what happens next, for so long at most."""
-        raise NotImplementedError
 
     def _post(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the thread of the engine; callable from any thread."""
@@ -94,26 +124,95 @@ class ProcessEngine:
         while self._posted:
             self._posted.popleft()()
 
-    def _task_ended(self, number: int, name: str, outcome: Message | None, how: str, words: str) -> None:
-        """Add the event of a task.
+    def _begin_group(self) -> None:
+        """Begin with the processes of a new group; refuse that while workers of an earlier one are left."""
+        if self._ranks:
+            raise HoldfastError(f"ranks {sorted(self._ranks)} of the earlier group have not exited: kill them first")
+        self._ended_ranks.clear()
+
+    # ---- what happens
+
+    def _started(self, process: Process, pid: int) -> None:
+        if process.rank is not None:
+            self._ready.append(Started(rank=process.rank, pid=pid))
+
+    def _said(self, process: Process, message: Message) -> None:
+        if process.rank is not None:
+            self._ready.append(Received(rank=process.rank, message=message))
+        else:
+            process.outcome = message
+            self._limit(process, _TASK_END_S)
+
+    def _said_for(self, number: int, message: Message) -> None:
+        """Take a message in place of a worker that has died."""
+        if (rank := self._ended_ranks.get(number)) is not None:
+            self._ready.append(Received(rank=rank, message=message))
+
+    def _dying(self, process: Process) -> None:
+        if process.rank is not None:
+            self._ready.append(Dying(rank=process.rank))
+
+    def _ended(self, process: Process, status: int | None, why: str, reason: Reason = "process") -> None:
+        """Take the end of a process.
 
         Args:
-            number: of the task.
-            name: of the task.
-            outcome: what it sent; None: nothing.
-            how: how its process ended, to follow its name.
-            words: the end of its error output.
+            process: it.
+            status: as of `os.waitpid`; None: not known.
+            why: what is known besides, for people; of a task, to follow its name.
+            reason: of a worker's end.
         """
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        number = -code if code is not None and code < 0 else None
+        words = "\n".join(line for line in process.sinks[1].tail if line.strip())
+        if process.rank is None:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            how = why or (f"ended with status {code}" if number is None else f"was ended by {name}")
+            self._task_ended(process, f"{how} before it had a result" + (f":\n{words}" if words else ""))
+        elif self._ranks.get(process.rank) is process:
+            del self._ranks[process.rank]
+            self._ready.append(
+                Exited(
+                    rank=process.rank,
+                    exit_code=code if number is None else None,
+                    signal=number,
+                    detail="\n".join(part for part in (why, words) if part),
+                    node=process.where,
+                    reason=reason,
+                )
+            )
+            if reason in ("process", "garbled"):
+                self._ended_ranks[process.number] = process.rank
+
+    def _task_ended(self, process: Process, how: str) -> None:
+        outcome = process.outcome
         result: bytes | None = None
         error: BaseException | None = None
         if outcome is None:
-            what = f"the process of {name} {how} before it had a result"
-            error = TrainingError(what + (f":\n{words}" if words else ""))
+            error = TrainingError(f"the process of {process.name} {how}")
         elif outcome.header["on"] == "failed":
             error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])
         else:
             (result,) = outcome.attachments
-        self._ready.append(TaskEnded(task=number, result=result, error=error))
+        if self._tasks.pop(process.number, None) is not None:
+            self._ready.append(TaskEnded(task=process.number, result=result, error=error))
+
+    # ---- what a subclass has
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Handle what happens next, for so long at most."""
+        raise NotImplementedError
+
+    def _pass_on(self, process: Any, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        """Send a message to a process, at once or when it is up."""
+        raise NotImplementedError
+
+    def _kill(self, process: Any, grace_s: float) -> None:
+        """End a process: SIGTERM, and SIGKILL after the grace."""
+        raise NotImplementedError
+
+    def _limit(self, process: Any, seconds: float) -> None:
+        """Give a process so much time to end by itself."""
+        raise NotImplementedError
 
 
 class LocalEngine(ProcessEngine):
@@ -137,12 +236,12 @@ class LocalEngine(ProcessEngine):
         super().__init__()
         self._entry = entry
         self._numbers = itertools.count(1)
-        self._ranks: dict[int, Child] = {}
-        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
-        self._tasks: dict[int, Child] = {}
-        self._unfinished = Unfinished(self._tell_for, _LOG.warning, storage=storage)
+        self._unfinished = Unfinished(self._brought, _LOG.warning, storage=storage)
         self._supervisor = Supervisor(
-            on_start=self._on_start, on_message=self._on_message, on_dying=self._on_dying, on_end=self._on_end
+            on_start=lambda child: self._started(child, child.pid or 0),
+            on_message=self._on_message,
+            on_dying=self._dying,
+            on_end=self._on_end,
         )
         self._supervisor.watch(self._woken, self._on_wake)
         if prepare:
@@ -156,9 +255,7 @@ class LocalEngine(ProcessEngine):
         Raises:
             HoldfastError: workers of an earlier group have not exited yet, or nothing can be started at all.
         """
-        if self._ranks:
-            raise HoldfastError(f"ranks {sorted(self._ranks)} of the earlier group have not exited: kill them first")
-        self._ended_ranks.clear()
+        self._begin_group()
         self._unfinished.give_up()
         self._supervisor.prepare(spec.num_workers)
         try:
@@ -187,18 +284,6 @@ class LocalEngine(ProcessEngine):
                     use_gpu=spec.use_gpu,
                 )
 
-    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; a message to a worker that has ended is dropped."""
-        child = self._ranks.get(rank)
-        if child is not None:
-            child.send(header, attachments)
-
-    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
-        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
-        for rank in list(self._ranks) if ranks is None else list(ranks):
-            if rank in self._ranks:
-                self._supervisor.kill(self._ranks[rank], grace_s)
-
     def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
         """Run a pickled function without arguments in a process of its own."""
         self._supervisor.prepare(1)
@@ -214,11 +299,6 @@ class LocalEngine(ProcessEngine):
         child.send({"do": "task"}, [blob])
         return child.number
 
-    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
-        if task in self._tasks:
-            self._supervisor.kill(self._tasks[task], grace_s)
-
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
         self._supervisor.close()
@@ -232,56 +312,26 @@ class LocalEngine(ProcessEngine):
         self._supervisor.wait(timeout_s)
         self._work_off()
 
-    def _tell_for(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
-        """Deliver a message in place of a worker that has died; called from another thread."""
+    def _pass_on(self, process: Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        process.send(header, attachments)
 
-        def deliver() -> None:
-            if (rank := self._ended_ranks.get(child)) is not None:
-                self._ready.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
+    def _kill(self, process: Child, grace_s: float) -> None:
+        self._supervisor.kill(process, grace_s)
 
-        self._post(deliver)
-
-    def _on_start(self, child: Child) -> None:
-        if child.rank is not None and child.pid is not None:
-            self._ready.append(Started(rank=child.rank, pid=child.pid))
+    def _limit(self, process: Child, seconds: float) -> None:
+        self._supervisor.limit(process, seconds)
 
     def _on_message(self, child: Child, message: Message) -> None:
-        if child.rank is not None:
-            self._unfinished.note(child.number, message.header)
-            self._ready.append(Received(rank=child.rank, message=message))
-        else:
-            child.outcome = message
-            self._supervisor.limit(child, TASK_END_S)
-
-    def _on_dying(self, child: Child) -> None:
-        if child.rank is not None:
-            self._ready.append(Dying(rank=child.rank))
+        self._unfinished.note(child.number, message.header)
+        self._said(child, message)
 
     def _on_end(self, child: Child, why: str) -> None:
-        code = None if child.status is None else os.waitstatus_to_exitcode(child.status)
-        number = -code if code is not None and code < 0 else None
-        words = "\n".join(line for line in child.logs[1].sink.tail if line.strip())
-        if child.rank is None:
-            del self._tasks[child.number]
-            if number is None:
-                how = f"ended with status {code}"
-            else:
-                name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-                how = f"was ended by {name}"
-            self._task_ended(child.number, child.name, child.outcome, why or how, words)
-            return
-        del self._ranks[child.rank]
-        self._ready.append(
-            Exited(
-                rank=child.rank,
-                exit_code=code if number is None else None,
-                signal=number,
-                detail="\n".join(part for part in (why, words) if part),
-                reason="garbled" if child.channel.broken else "process",
-            )
-        )
-        self._ended_ranks[child.number] = child.rank
+        self._ended(child, child.status, why, "garbled" if child.channel.broken else "process")
         self._unfinished.end(child.number, finish=not child.killed)
+
+    def _brought(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
+        """Take the message about an upload that was finished for a dead worker; called from another thread."""
+        self._post(lambda: self._said_for(child, Message(header=header, attachments=attachments)))
 
 
 def _worker_environment(spec: GroupSpec, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:

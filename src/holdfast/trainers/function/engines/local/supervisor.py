@@ -25,7 +25,7 @@ from holdfast.writer.frames import Channel, Message
 from .logs import LogStream, Sink, shown_and_kept
 from .zygote import end_session
 
-__all__ = ["Child", "Supervisor", "threads_for"]
+__all__ = ["Child", "Process", "Supervisor", "threads_for"]
 
 _LOG = get_logger("trainers.function")
 # The folder of the current directory that `-c` puts first must not shadow the modules we start with.
@@ -51,13 +51,28 @@ def threads_for(num_workers: int) -> int:
     return max(1, cores // max(1, num_workers))
 
 
-class Child:
-    """A worker or a task. Its two output streams may outlive it: a writer process that it started holds them too.
+class Process:
+    """A worker or a task, as its engine sees it.
 
     Attributes:
-        number: its name for driver and zygote.
+        number: its name among all that the engine ever started.
         name: for people.
-        rank: of a worker; None for a task, or where its engine does not need it.
+        rank: of a worker; None for a task, and on a node, where nobody asks.
+        sinks: take its stdout and stderr.
+        where: its node, for people; "" on a single machine.
+        outcome: what a task has sent.
+    """
+
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[Sink, Sink]) -> None:
+        self.number, self.name, self.rank, self.sinks = number, name, rank, sinks
+        self.where = ""
+        self.outcome: Message | None = None
+
+
+class Child(Process):
+    """A process of this machine. Its output streams may outlive it: a writer process that it started holds them too.
+
+    Attributes:
         channel: to it; read it, and write with `send`.
         logs: its stdout and stderr.
         pid: None until it exists.
@@ -66,12 +81,10 @@ class Child:
         gone_at: when it was found gone and its status was not known yet.
         killed: its engine wants it to end.
         ended: nothing more comes from it.
-        outcome: what a task has sent.
     """
 
-    def __init__(self, number: int, name: str, sinks: tuple[Sink, Sink], rank: int | None = None) -> None:
-        self.number, self.name, self.rank = number, name, rank
-        self.outcome: Message | None = None
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[Sink, Sink]) -> None:
+        super().__init__(number, name, rank, sinks)
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours, "a worker")
         out, self._out = os.pipe()
@@ -211,7 +224,7 @@ class Supervisor:
         """
         if self._zygote is None:
             raise HoldfastError("the zygote is gone")
-        child = Child(number, name, sinks, rank)
+        child = Child(number, name, rank, sinks)
         fds = child.hand_over()
         if listener is not None:
             fds["listen"] = listener.fileno()
