@@ -224,7 +224,7 @@ def test_what_is_sealed_is_committed(sealed: bool) -> None:
     assert commit.wait_s > 5
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.known.newest() is not None
+    assert play.controller.reports.known.newest() is not None
 
 
 def test_what_is_stored_by_now_need_not_be_sealed() -> None:
@@ -265,7 +265,7 @@ def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
     play.out = [ingest]
     play.committed()  # late: it was behind in the writer's queue, and counts all the same
     assert play.out == []
-    assert play.controller.commits.known.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
+    assert play.controller.reports.known.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
 
 
 def test_what_comes_after_a_failure_is_not_taken() -> None:
@@ -367,7 +367,7 @@ def test_a_node_finishes_what_its_dead_worker_has_left(kind: str) -> None:
     assert play.only(Commit)
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.known.newest() is not None
+    assert play.controller.reports.known.newest() is not None
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])
@@ -386,7 +386,7 @@ def test_a_node_that_cannot_finish_it(kind: str) -> None:
     play.tick(after=10)
     assert play.only(KillGroup)
     assert play.all(Commit) == []
-    assert play.controller.commits.known.newest() is None
+    assert play.controller.reports.known.newest() is None
 
 
 def test_silence_is_a_hang() -> None:

@@ -45,7 +45,7 @@ def test_a_validation_follows_the_commit() -> None:
         LateMetrics(name="checkpoint_000000", metrics={"val": 0.5, "_validated": True}),
     ]
     play.outcome(play.only(LateMetrics), ["checkpoint_000000"])
-    assert play.controller.commits.known.kept == {}
+    assert play.controller.reports.known.kept == {}
 
 
 def test_one_at_a_time() -> None:

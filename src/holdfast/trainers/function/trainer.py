@@ -198,7 +198,7 @@ class TorchTrainer:
             raise
 
     def _result(self, driver: Driver, keep: Keep, value: Any) -> Result:
-        memory, newest = driver.controller.commits.known.memory, driver.controller.commits.known.newest()
+        memory, newest = driver.controller.reports.known.memory, driver.controller.reports.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()

@@ -66,7 +66,7 @@ class NextAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindStart:
-    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.starts`.
+    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.checkpoints`.
 
     Attributes:
         deep: names of checkpoints of which every byte is read, not just sizes.

@@ -71,9 +71,9 @@ from .actions import (
     Tick,
     Validate,
 )
+from .checkpoints import RunContents, Start, find_start
 from .controller import Controller
 from .plan import RunSpec
-from .starts import RunContents, Start, find_start
 
 __all__ = [
     "Driver",
@@ -217,7 +217,7 @@ class Driver:
             end.reason if end is not None else "",
             reports=self.num_reports,
             restarts=controller.restarts,
-            names=[record.name for record in controller.commits.known.in_order()],
+            names=[record.name for record in controller.reports.known.in_order()],
             seconds=time.monotonic() - self._begun,
         )
 

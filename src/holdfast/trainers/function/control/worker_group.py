@@ -16,7 +16,6 @@ from holdfast.errors import TrainingError, TrainingFailedError, WorkerHangError
 
 from ..engine import Exited, Placed
 from .actions import Action, KillGroup, Send
-from .commits import Commits
 from .plan import Cause, WaitLimits, ended_by_preemption
 from .reports import Reports
 
@@ -408,11 +407,11 @@ class Ending:
         return min((time for time in (self.commit_until, self.exit_until) if time is not None), default=None)
 
     def step(
-        self, now: float, group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, out: list[Action]
+        self, now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, out: list[Action]
     ) -> bool | BaseException:
         """Go on; return True when everything is done, an error if that is impossible."""
-        if commits.undelivered:
-            failures = dict(commits.undelivered)
+        if reports.undelivered:
+            failures = dict(reports.undelivered)
             text = "; ".join(f"rank {rank}: {first_line(error)}" for rank, error in failures.items())
             message = f"train_func has ended, but its last checkpoint could not be saved: {text}"
             return TrainingFailedError(message, failures=failures)
@@ -435,19 +434,18 @@ class Ending:
                 return False
         # All is safe, so a process that even SIGKILL does not end (it hangs in the kernel) is left behind.
         self.exit_until = None
-        return not commits.pending_validation
+        return not reports.pending_validation
 
 
 def find_trouble(
-    now: float, group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
+    now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, last_sign: float
 ) -> tuple[list[int], TrainingError] | None:
     """Return the ranks that hang or do not report, with the error; None if all are well.
 
     Args:
         now: the time.
         group: the workers.
-        reports: their reports.
-        commits: what is being committed.
+        reports: their reports, and what is being committed.
         limits: bounds of all waits.
         last_sign: when any of them last sent a message or was answered.
     """
@@ -459,7 +457,7 @@ def find_trouble(
         slow = [rank for rank in range(group.size) if rank not in group.running]
         text = f"train_func did not begin on {rank_list(slow)} within {limits.start_s:g} s; see the logs of the attempt"
         return slow, TrainingError(text)
-    if limits.hang_s is None or not _may_hang(group, reports, commits) or now < last_sign + limits.hang_s:
+    if limits.hang_s is None or not _may_hang(group, reports) or now < last_sign + limits.hang_s:
         return None
     last = ", ".join(
         f"rank {rank} {now - group.heard[rank]:.1f} s ago (report {reports.ledger.entered[rank]})"
@@ -471,18 +469,16 @@ def find_trouble(
     )
 
 
-def next_check(
-    group: WorkerGroup, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
-) -> float | None:
+def next_check(group: WorkerGroup, reports: Reports, limits: WaitLimits, last_sign: float) -> float | None:
     """Return when `find_trouble` may find something if nothing happens."""
     times = [reports.next_deadline()]
     if not group.all_running:
         times.append(group.since + limits.start_s)
-    elif limits.hang_s is not None and _may_hang(group, reports, commits):
+    elif limits.hang_s is not None and _may_hang(group, reports):
         times.append(last_sign + limits.hang_s)
     return min((time for time in times if time is not None), default=None)
 
 
-def _may_hang(group: WorkerGroup, reports: Reports, commits: Commits) -> bool:
+def _may_hang(group: WorkerGroup, reports: Reports) -> bool:
     """Whether silence would mean that workers are stuck; not while they may be waiting for storage."""
-    return not (group.all_finished or commits.busy or reports.ledger.is_storing)
+    return not (group.all_finished or reports.busy or reports.ledger.is_storing)
