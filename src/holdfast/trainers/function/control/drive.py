@@ -316,7 +316,7 @@ class Driver:
     def _commit(self, action: Commit) -> None:
         client, storage, sources = self._session.client, self.storage, action.sources
         created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        job = {
+        job: dict[str, Any] = {
             "directory": action.directory,
             "save_id": action.save_id,
             "manifest": {**action.manifest, "created": created},

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.util import _args_from_interpreter_flags
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
