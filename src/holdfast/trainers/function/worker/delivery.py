@@ -649,10 +649,9 @@ class Shares:
             raise SessionError(
                 "report(state=...) was called in the middle of another: not from a signal handler, please"
             )
-        self._busy, waited = True, False
+        self._busy = True
         try:
             self._wait()
-            waited = True
             if self._client is None or self._client.closed:
                 self._client = WriterClient.start(self._target)
             self._snapshotter.model_files = model_files
@@ -669,8 +668,6 @@ class Shares:
                 ),
             )
         except BaseException:
-            if self._staging is not None and waited:
-                self._staging.give_back()
             # Interrupted after the hand-over, the job may still read the arena: the arena is never used again.
             self._snapshotter.close()
             raise
@@ -681,17 +678,13 @@ class Shares:
             sealed()
             saved.add_done_callback(lambda done: ended(done.exception()))
         else:
-            staging = self._staging
-            staged(staging.left(go))
-            saved.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
+            staged(self._staging.left(go))
+            self._staging.bring(saved, go, ended)
 
     def wait_for_staged(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` until the shares stored on this node are uploaded."""
-        deadline = time.monotonic() + timeout_s
         if self._staging is not None:
-            if self._pending is not None:
-                wait([self._pending], timeout=timeout_s)
-            self._staging.wait_until_idle(max(0.0, deadline - time.monotonic()))
+            self._staging.wait(timeout_s, at_most=0)
 
     def close(self) -> None:
         """Leave the writer to finish what it has; idempotent."""
@@ -710,14 +703,3 @@ class Shares:
                 "or very slow"
             )
         self._pending = None
-
-
-def _staged(
-    staging: Staging, go: Mapping[str, Any], ended: Callable[[BaseException | None], None], error: BaseException | None
-) -> None:
-    """Go on with a share that is stored on this node, or has failed there."""
-    if error is None:
-        staging.bring(go["directory"], go["save_id"], ended)
-    else:
-        staging.give_back()
-        ended(error)
