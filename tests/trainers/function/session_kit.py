@@ -41,8 +41,6 @@ def begin(root: Path | None, rank: int = 0, world_size: int = 1, **fields: Any) 
         "local_world_size": world_size,
         "node_rank": 0,
         "first_index": 1,
-        "experiment_name": "exp",
-        "storage": where["storage"],
         "run_name": "exp",
         "attempt": 1,
         "start_id": START_ID,

@@ -55,7 +55,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
 def apart(root: Storage, **fields: Any) -> dict[str, Any]:
     """The first message of a driver on another machine."""
     where = {"storage": root.describe(), "uri": root.uri, "name": ""}
-    return begin(None, run_root=where, storage=where["storage"], apart=True, **fields)
+    return begin(None, run_root=where, apart=True, **fields)
 
 
 def fit(root: Storage, function: Any, **failure: Any) -> hf.Result:

@@ -45,6 +45,7 @@ __all__ = [
     "pack_result",
     "pack_secrets",
     "pack_value",
+    "run_validation",
     "takes_config",
     "unpack_call",
     "unpack_checkpoint",
@@ -343,6 +344,19 @@ class TravellingSecrets:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return learn_secrets, (self._data,)
+
+
+def run_validation(_: None, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> Any:
+    """Validate, in a process of its own; credentials come first: with them the checkpoint's storage is rebuilt."""
+    from holdfast.checkpointer.identity import plain_metrics
+
+    found = function(checkpoint, **arguments)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"validation={getattr(function, '__name__', function)!r} returned {type(found).__name__}: return a dict of "
+            "metrics"
+        )
+    return plain_metrics(found)  # here, where the devices of its tensors are
 
 
 def _storage(location: Mapping[str, Any]) -> Storage:

@@ -23,9 +23,8 @@ from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import Record, metric_value, unpack
 from holdfast.storage.base import Storage, check_path
 
-from ..engine import Placed
 from ..types import VALIDATED, ReportedCheckpointStatus
-from .actions import Begin, Resumed
+from .actions import Resumed
 from .plan import RunSpec
 
 __all__ = [
@@ -173,54 +172,6 @@ class Start:
     kept: Record | None = None
     resumed: Resumed | None = None
     words: str = "the beginning"
-
-    def begin(
-        self,
-        plan: RunSpec,
-        rank: int,
-        *,
-        size: int,
-        placed: Placed | None,
-        attempt: int,
-        start_id: str,
-        past: Sequence[str] = (),
-    ) -> Begin:
-        """Make the first message to a worker.
-
-        Args:
-            plan: of the run.
-            rank: of the worker.
-            size: number of workers.
-            placed: where it was started; None: all are on the driver's machine.
-            attempt: number of the attempt.
-            start_id: id of the attempt.
-            past: ids of earlier attempts of the run, which have ended.
-        """
-        storage = dict(plan.storage)
-        header = {
-            "do": "begin",
-            "rank": rank,
-            "world_size": size,
-            "local_rank": rank if placed is None else placed.local_rank,
-            "local_world_size": size if placed is None else placed.local_size,
-            "node_rank": 0 if placed is None else placed.node_rank,
-            "apart": placed is not None,  # the driver cannot read what only this node has
-            "first_index": self.step + 1,
-            "experiment_name": plan.run_name,
-            "run_name": plan.run_name,
-            "storage": storage,
-            "local_dir": plan.local_dir,
-            "run_root": {"storage": storage, "uri": plan.uri, "name": ""},
-            "attempt": attempt,
-            "start_id": start_id,
-            "past": list(past),
-            "strategy": None if plan.strategy is None else dict(plan.strategy),
-            "score": None if plan.score is None else dict(plan.score),
-            "report_timeout_s": plan.limits.report_s,
-            "all_metrics": plan.has_callbacks,
-            "checkpoint": None if self.location is None else dict(self.location),
-        }
-        return Begin(rank=rank, header=header, memory=self.memory)
 
 
 def choose_start(plan: RunSpec, kept: Record | None, memory: UnwrittenValues | None) -> Start:

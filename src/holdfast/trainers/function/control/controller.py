@@ -23,6 +23,7 @@ from ..transit import error_from_wire
 from .actions import (
     Action,
     ActionResult,
+    Begin,
     Call,
     Commit,
     Details,
@@ -263,16 +264,7 @@ class Controller:
             return
         if isinstance(event, Started):
             group.started.add(rank)
-            begin = self._start.begin(
-                self._plan,
-                rank,
-                size=group.size,
-                placed=group.placed.get(rank),
-                attempt=self.attempt,
-                start_id=self._start_id,
-                past=self._past,
-            )
-            self._out.append(begin)
+            self._out.append(Begin(rank=rank, header=self._begin_message(group, rank), memory=self._start.memory))
             return
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
@@ -305,6 +297,31 @@ class Controller:
                 self._handover.at(rank, header["calls"], self._out)
         else:
             self._take(rank, header, attachments)
+
+    def _begin_message(self, group: WorkerGroup, rank: int) -> dict[str, Any]:
+        """Return the first message to a worker."""
+        plan, start, placed = self._plan, self._start, group.placed.get(rank)  # None: it is on the driver's machine
+        return {
+            "do": "begin",
+            "rank": rank,
+            "world_size": group.size,
+            "local_rank": rank if placed is None else placed.local_rank,
+            "local_world_size": group.size if placed is None else placed.local_size,
+            "node_rank": 0 if placed is None else placed.node_rank,
+            "apart": placed is not None,  # the driver cannot read what only this node has
+            "first_index": start.step + 1,
+            "run_name": plan.run_name,
+            "local_dir": plan.local_dir,
+            "run_root": plan.location(""),
+            "attempt": self.attempt,
+            "start_id": self._start_id,
+            "past": list(self._past),
+            "strategy": None if plan.strategy is None else dict(plan.strategy),
+            "score": None if plan.score is None else dict(plan.score),
+            "report_timeout_s": plan.limits.report_s,
+            "all_metrics": plan.has_callbacks,
+            "checkpoint": None if start.location is None else dict(start.location),
+        }
 
     def _take(self, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         if self._teardown is not None and header["on"] == "report" and header["index"] > self._teardown.upto:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,7 +29,6 @@ from holdfast._outgoing import masked, visible
 from holdfast._units import format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.console import listed
-from holdfast.checkpointer.identity import plain_metrics
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, ValidationConfig, rules_of
 from holdfast.copying.transfer import copy_file
@@ -42,7 +42,7 @@ from holdfast.writer.ingest.merge import suffixed
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
 
 from ..engine import Engine, GroupSpec, TaskEnded, Woken
-from ..transit import TravellingSecrets, checkpoint_at, error_to_wire, pack_value
+from ..transit import TravellingSecrets, checkpoint_at, error_to_wire, pack_value, run_validation
 from .actions import (
     Action,
     ActionResult,
@@ -81,7 +81,6 @@ __all__ = [
     "LogCopies",
     "Stops",
     "bring_beside",
-    "end_line",
     "say",
     "start_block",
 ]
@@ -209,17 +208,18 @@ class Driver:
         return max(self.controller.reports.ledger.entered)
 
     def last_words(self) -> str:
-        """Say how the run ended."""
-        controller, end = self.controller, self._end
-        return end_line(
-            self._plan,
-            controller.state,
-            end.reason if end is not None else "",
-            reports=self.num_reports,
-            restarts=controller.restarts,
-            names=[record.name for record in controller.reports.known.in_order()],
-            seconds=time.monotonic() - self._begun,
+        """Return the line that says how the run ended."""
+        state, restarts = self.controller.state, self.controller.restarts
+        names = [record.name for record in self.controller.reports.known.in_order()]
+        why = self._end.reason if self._end is not None else ""
+        ended = {RunState.FINISHED: "finished", RunState.ABORTED: f"was stopped ({why})"}.get(state, "failed")
+        after = format_duration(time.monotonic() - self._begun)
+        again = f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+        kept = (
+            f"{len(names)} checkpoint{'s' if len(names) > 1 else ''}, newest {names[-1]}" if names else "no checkpoint"
         )
+        line = f"holdfast: {self._plan.run_name} {ended} at report {self.num_reports} after {after}{again}; {kept}"
+        return line if state is RunState.FINISHED else f"{line}; run the same script again to go on"
 
     # -- events and actions --------------------------------------------------------------------------------------
 
@@ -390,7 +390,8 @@ class Driver:
             raise HoldfastError("there is no function that validates")
         defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
         checkpoint, arguments = Checkpoint.at(self.storage, action.name), {**defaults, **action.arguments}
-        blob = pack_value(_Validation(validation.fn, checkpoint, arguments, self._options.secrets), "validation")
+        secrets = TravellingSecrets(self._options.secrets)
+        blob = pack_value(partial(run_validation, secrets, validation.fn, checkpoint, arguments), "validation")
         task = self._engine.run_task(
             blob,
             name=f"validation of {action.name}",
@@ -471,32 +472,6 @@ class Stops:
         else:
             self._restore()
             self.raise_again()
-
-
-class _Validation:
-    """A validation, ready to be called where it runs."""
-
-    def __init__(
-        self, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any], secrets: bytes
-    ) -> None:
-        self.function, self.checkpoint, self.arguments, self._secrets = function, checkpoint, arguments, secrets
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # In this order: the storage of the checkpoint is rebuilt when its credentials are there.
-        return _rebuilt, (TravellingSecrets(self._secrets), self.function, self.checkpoint, self.arguments)
-
-    def __call__(self) -> Any:
-        found = self.function(self.checkpoint, **self.arguments)
-        if not isinstance(found, Mapping):
-            raise ConfigError(
-                f"validation={getattr(self.function, '__name__', self.function)!r} returned {type(found).__name__}: "
-                "return a dict of metrics"
-            )
-        return plain_metrics(found)  # here, where the devices of its tensors are
-
-
-def _rebuilt(_: None, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> _Validation:
-    return _Validation(function, checkpoint, arguments, b"")
 
 
 def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSource]) -> None:
@@ -693,24 +668,3 @@ def _rules(plan: RunSpec, keep: Keep) -> str:
         return "all checkpoints"
     newest = "" if any(rule.keeps_newest for rule in rules) else ", and the newest"
     return ", ".join(rule.long for rule in rules) + newest
-
-
-def end_line(
-    plan: RunSpec, state: RunState, reason: str, *, reports: int, restarts: int, names: Sequence[str], seconds: float
-) -> str:
-    """Return the line that says how a run ended.
-
-    Args:
-        plan: of the run.
-        state: its last state.
-        reason: in a few words.
-        reports: number of the last report.
-        restarts: how often workers were started again.
-        names: checkpoints that exist, oldest first.
-        seconds: since `fit` was called.
-    """
-    ended = {RunState.FINISHED: "finished", RunState.ABORTED: f"was stopped ({reason})"}.get(state, "failed")
-    again = f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
-    kept = f"{len(names)} checkpoint{'s' if len(names) > 1 else ''}, newest {names[-1]}" if names else "no checkpoint"
-    line = f"holdfast: {plan.run_name} {ended} at report {reports} after {format_duration(seconds)}{again}; {kept}"
-    return line if state is RunState.FINISHED else f"{line}; run the same script again to go on"

@@ -527,7 +527,7 @@ class Context:
 
     def get_experiment_name(self) -> str:
         """Name of the run (`RunConfig.name`)."""
-        return str(self._begin["experiment_name"])
+        return str(self._begin["run_name"])
 
     def get_storage(self) -> StorageContext:
         """Where the run is stored."""
