@@ -346,7 +346,7 @@ class TravellingSecrets:
         return learn_secrets, (self._data,)
 
 
-def run_validation(_: None, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> Any:
+def run_validation(_: object, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> Any:
     """Validate, in a process of its own; credentials come first: with them the checkpoint's storage is rebuilt."""
     from holdfast.checkpointer.identity import plain_metrics
 

@@ -224,11 +224,6 @@ class Validations:
         self.expired = False
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing runs or waits."""
-        return self.running is None and not self._queue
-
-    @property
     def pending(self) -> tuple[str, ...]:
         """Names of checkpoints whose validation runs or waits."""
         running = (self.running.name,) if self.running is not None else ()

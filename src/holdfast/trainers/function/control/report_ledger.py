@@ -107,11 +107,6 @@ class LedgerEntry:
         return self.durable >= self.entries.keys()
 
     @property
-    def is_sealed(self) -> bool:
-        """Whether every part is stored or will be, even if its worker dies."""
-        return self.sealed | self.durable >= self.entries.keys()
-
-    @property
     def is_handed_over(self) -> bool:
         """Whether storages alone have to finish every part."""
         return self.sealed | self.staged | self.durable >= self.entries.keys()
@@ -294,7 +289,7 @@ class ReportLedger:
             gone = {rank for rank in ended if rank not in report.left or rank in lost}
             if report.coming:
                 possible += [report] if gone.isdisjoint(report.coming) else []
-            elif report.is_sealed:
+            elif report.sealed | report.durable >= report.entries.keys():
                 sure.append(report)
             elif gone.isdisjoint(report.entries.keys() - report.sealed - report.durable):
                 possible.append(report)

@@ -192,11 +192,6 @@ class ControllerLink:
         if self._closed:
             raise SessionError("this session is over: train_func has ended on this worker")
 
-    @property
-    def has_trouble(self) -> bool:
-        """Whether background work has failed with an error that was not raised yet."""
-        return bool(self._troubles)
-
     def raise_trouble(self) -> None:
         """Raise the oldest failure of background work that was not raised yet, if there is one."""
         if self._troubles:

@@ -293,9 +293,11 @@ class Session:
     def _check_data(self, metrics: dict[str, Any] | None = None) -> None:
         """Refuse a report with data if something earlier has failed; it then counts as a report without."""
         self._link.check()
-        if self._link.has_trouble:
-            self._link.add(self._row(metrics or {}))
+        try:
             self._link.raise_trouble()
+        except BaseException:
+            self._link.add(self._row(metrics or {}))
+            raise
 
     def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row of a report without data; None on ranks whose metrics are not kept."""
@@ -417,10 +419,6 @@ class Session:
         self._delivery.close()
         self._link.close()
 
-    def forget_in_child(self) -> None:
-        """Let go of what belongs to the parent, in a forked child such as a worker of a DataLoader."""
-        self._link.forget_in_child()
-
 
 def in_session() -> bool:
     """Whether this process runs a train function."""
@@ -449,7 +447,7 @@ def current_session(function: str) -> Session:
 def _after_fork_in_child() -> None:
     global _current
     if _current is not None:
-        _current.forget_in_child()
+        _current._link.forget_in_child()
         _current = None
 
 

@@ -305,7 +305,7 @@ class Agents:
         )
         self.bar(node, error)
 
-    def advance(self, is_busy: Callable[[str], bool]) -> None:
+    def advance(self, busy: Collection[str]) -> None:
         """Start agents where they are wanted; end those on nodes that are neither listed nor busy."""
         if self._closed:
             return
@@ -315,7 +315,7 @@ class Agents:
             if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
                 self._launch(node)
         for node in [*self._links, *self._starting]:
-            if node not in listed and not is_busy(node):
+            if node not in listed and node not in busy:
                 self._drop_agent(node)
                 self._give_up(node, "its agent is not needed any more", "node")
 
@@ -327,15 +327,15 @@ class Agents:
         due += [until for node, until in self._again.items() if node not in self._barred | self._draining]
         return due + [link.heard + self._silence_s for link in self._links.values()]
 
-    def listened(self, now: float) -> None:
-        """Restart the count of silence: this thread was busy and has not read."""
-        for link in self._links.values():
-            link.heard = max(link.heard, now)
+    def see_time(self, read_at: float) -> None:
+        """Give up agents that are silent, or have not come.
 
-    def see_time(self) -> None:
-        """Give up agents that are silent, or have not come."""
+        Args:
+            read_at: silence counts from then on only: this thread was busy before, and has not read.
+        """
         now = time.monotonic()
         for link in list(self._links.values()):
+            link.heard = max(link.heard, read_at)
             if now >= link.heard + self._silence_s:
                 why = f"its agent has said nothing for {self._silence_s:.0f} s; it may be alive and cut off"
                 self._lose(link, why, "unreachable")
@@ -527,17 +527,15 @@ class StorageProbe:
     Args:
         storage: root of the run.
         ident: of this driver among all that probe the same run.
+
+    Attributes:
+        uri: of the storage, for people.
     """
 
     def __init__(self, storage: Storage, ident: str) -> None:
-        self._storage, self._ident = storage, ident
+        self._storage, self._ident, self.uri = storage, ident, storage.uri
         self._markers: set[str] = set()
         self._cleaning: list[threading.Thread] = []
-
-    @property
-    def uri(self) -> str:
-        """URI of the storage, for people."""
-        return self._storage.uri
 
     def ask(self, link: AgentLink, untried: Callable[[], None]) -> None:
         """Have an agent look for the file; it answers by itself. ``untried`` is called if it was not written."""

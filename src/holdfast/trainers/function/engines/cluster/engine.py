@@ -166,7 +166,6 @@ class ClusterEngine(ProcessEngine):
             left = max(0.0, min(due) - time.monotonic())
             timeout_s = left if timeout_s is None else min(left, timeout_s)
         now = time.monotonic()
-        # If this thread was busy and did not read, silence of the agents does not count.
         unread_s = now - self._read_at
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._woken:
@@ -175,10 +174,8 @@ class ClusterEngine(ProcessEngine):
                 self._agents.read(key.data)
         self._work_off()
         self._read_at = time.monotonic()
-        if unread_s > BEAT_S:
-            self._agents.listened(now)
         if not self._closed:
-            self._agents.see_time()
+            self._agents.see_time(now if unread_s > BEAT_S else 0.0)
             self._advance()
 
     def _take(self, link: AgentLink, message: Message) -> None:
@@ -264,10 +261,6 @@ class ClusterEngine(ProcessEngine):
             self._absent.add(module)
         return module not in self._absent
 
-    def _is_busy(self, node: str) -> bool:
-        """Whether a worker or a task is on a node, or is about to be."""
-        return any(child.node == node for child in self._processes())
-
     def _processes(self) -> list[_Child]:
         return [*self._ranks.values(), *self._tasks.values()]
 
@@ -275,7 +268,7 @@ class ClusterEngine(ProcessEngine):
 
     def _advance(self) -> None:
         """Start what waits for places, agents or answers, if these are there."""
-        self._agents.advance(self._is_busy)
+        self._agents.advance({child.node for child in self._processes()})
         self._tell_capacity()
         self._advance_tasks()
         group = self._group

@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,18 +267,29 @@ class LocalEngine(ProcessEngine):
             ) from error
 
     def _fork_all(self, spec: GroupSpec) -> None:
-        base = dict(os.environ)
         # Bound here and handed to rank 0: a free port that is only chosen may be taken before it is used.
         with socket.create_server((_HOST, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
+            common = {
+                # One machine: a host name that does not resolve, or resolves to a VPN, must not matter.
+                "GLOO_SOCKET_IFNAME": _LOOPBACK,
+                "OMP_NUM_THREADS": str(threads_for(spec.num_workers)),
+                **os.environ,
+                "WORLD_SIZE": str(spec.num_workers),
+                "LOCAL_WORLD_SIZE": str(spec.num_workers),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": _HOST,
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                **({} if spec.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+            }
             for rank in range(spec.num_workers):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **spec.environment.get(rank, {})}
                 log_file = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
                 self._ranks[rank] = self._supervisor.fork(
                     next(self._numbers),
                     f"rank {rank}",
                     self._entry,
                     rank=rank,
-                    environment=_worker_environment(spec, rank, port, base),
+                    environment={**common, **own},
                     sinks=shown_and_kept(f"rank {rank}", log_file),
                     listener=None if rank else listener,
                     use_gpu=spec.use_gpu,
@@ -332,30 +343,3 @@ class LocalEngine(ProcessEngine):
     def _brought(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         """Take the message about an upload that was finished for a dead worker; called from another thread."""
         self._post(lambda: self._said_for(child, Message(header=header, attachments=attachments)))
-
-
-def _worker_environment(spec: GroupSpec, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables of a worker.
-
-    Args:
-        spec: the group.
-        rank: of the worker.
-        port: where rank 0 listens.
-        base: the driver's own variables.
-    """
-    environment = {
-        # One machine: a host name that does not resolve, or resolves to a VPN, must not matter.
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
-        "OMP_NUM_THREADS": str(threads_for(spec.num_workers)),
-        **base,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(spec.num_workers),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(spec.num_workers),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
-    }
-    if not spec.use_gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return {**environment, **spec.environment.get(rank, {})}
