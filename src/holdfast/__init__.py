@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
     from .trainers.function.types import ReportedCheckpoint as ReportedCheckpoint
     from .trainers.function.types import ReportedCheckpointStatus as ReportedCheckpointStatus
-    from .trainers.function.worker._session import TrainContext as TrainContext
+    from .trainers.function.worker.session import TrainContext as TrainContext
     from .trainers.function.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .trainers.function.worker.session import get_checkpoint as get_checkpoint
     from .trainers.function.worker.session import get_context as get_context
@@ -107,7 +107,7 @@ _HOME = {
     "ReportedCheckpointStatus": "trainers.function.types",
     "Trainer": "trainers.loop.trainer",
     "CheckpointConsistencyMode": "trainers.function.types",
-    "TrainContext": "trainers.function.worker._session",
+    "TrainContext": "trainers.function.worker.session",
     "UserCallback": "trainers.function.types",
     "ValidationFn": "trainers.function.config",
     "local_rank": "trainers.function.worker.session",
