@@ -23,7 +23,7 @@ from ..tree.sharded import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
 from .match_plan import MatchPlan, kind_of
-from .rank_values import derive_generators, match_per_rank, match_rng
+from .rank_values import derive_generators, match_per_rank, match_rng, note_apart
 
 __all__ = ["Matcher", "holds_live"]
 
@@ -35,6 +35,7 @@ class Matcher(MatchPlan):
         """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
         self.parameter_names = parameter_names(into)
         derive_generators(self)
+        note_apart(self)
         if spread_types():
             self._asked = ask_in_order(into, self.takes)
         matched = self._mapping(into, self.stored.tree, "")

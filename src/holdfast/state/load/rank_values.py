@@ -9,6 +9,7 @@ that ranks take together) stay in step: all ranks take the state of rank 0.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 import xxhash
 
 from ..data.seeding import mix
-from ..tree import rng
-from ..tree.values import PerRank, PerRankNode
+from ..tree import arrays, rng
+from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_plan import MatchPlan
 
-__all__ = ["derive_generators", "match_per_rank", "match_rng", "restore_derived"]
+__all__ = ["derive_generators", "match_per_rank", "match_rng", "note_apart", "restore_derived"]
 
+_NAMED = 8  # values spelled out in a note
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # NumPy's own
 
 
@@ -84,6 +86,42 @@ def derive_generators(plan: MatchPlan) -> None:
         if plan.takes(key):
             before = stored.manifest.world_size
             plan.notes.append(f"{key}: a generator for each of {before} rank(s): derived for {stored.resized}")
+
+
+def note_apart(plan: MatchPlan) -> None:
+    """Say which values every rank has from rank 0 now, although the ranks that saved had others."""
+    stored = plan.stored
+    if stored.resized is None:
+        return
+    found = [row for row in stored.others_values() if plan.takes(row[0])]
+    for _, first, other in found:
+        plan.fresh((first, other), "")
+
+    def say() -> None:
+        apart = sorted({path for path, first, other in found if not _is_same(first, other)})
+        if apart:
+            more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
+            plan.notes.append(
+                f"{', '.join(apart[:_NAMED])}{more}: other values on other ranks when {stored.manifest.world_size} "
+                f"saved; {stored.resized} go on, each with that of rank 0"
+            )
+
+    plan.actions.append(say)
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    if isinstance(first, ObjectNode) and isinstance(other, ObjectNode):
+        return _is_same(first.state, other.state)
+    if isinstance(first, TensorRef) and isinstance(other, TensorRef):
+        mine, its = first.value, other.value
+        return mine.dtype == its.dtype and mine.shape == its.shape and arrays.same_bits(mine, its)
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, Mapping):
+        return first.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple, deque)):
+        return len(first) == len(other) and all(map(_is_same, first, other))
+    return repr(first) == repr(other)  # NaN is like NaN
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:
