@@ -12,6 +12,7 @@ from holdfast.checkpoint._location import DictStore
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.record import check_length
 from holdfast.storage.memory import MemoryStorage
 
 __all__ = ["TIMESTAMP", "check_score", "pack_checkpoint", "plain_metrics", "score_of", "unpack_checkpoint"]
@@ -19,7 +20,8 @@ __all__ = ["TIMESTAMP", "check_score", "pack_checkpoint", "plain_metrics", "scor
 TIMESTAMP = "_timestamp"
 """Score attribute that means the time of the save."""
 
-_PLAIN = frozenset({float, int, str, bool, type(None)})
+_SHORT = frozenset({float, str, bool, type(None)})
+_PLAIN = _SHORT | {int}
 _MAX_DEPTH = 32
 
 
@@ -33,7 +35,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     if type(metrics) is dict:
         for key, value in metrics.items():
-            if type(value) not in _PLAIN or type(key) is not str:
+            if type(value) not in _SHORT or type(key) is not str:
                 break
         else:
             return metrics.copy()
@@ -119,6 +121,7 @@ def _plain_mapping(metrics: Mapping[Any, Any], path: str, depth: int) -> dict[st
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
+    check_length(value, path)
     if type(value) in _PLAIN:
         return value
     for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
