@@ -106,7 +106,7 @@ def test_what_differs_between_ranks_comes_from_rank_zero_or_is_kept_for_each(sto
 
 
 def test_values_per_rank_whose_paths_spell_alike_are_kept_apart(storage):
-    """ "a/b" and "b" in "a", 1 and "1", and names that Holdfast uses itself; the ranks hold them in another order."""
+    """As "a/b" and "b" in "a", 1 and "1", or names that Holdfast uses itself; the ranks hold them in another order."""
 
     def state(rank, number=0):
         pairs = [("a/b", 1), ("a", {"b": 2}), (1, 3), ("1", 4), ("own", 5), ("['a/b']", 6), ("n", 7), ("a~2", 8)]

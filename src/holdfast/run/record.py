@@ -123,8 +123,8 @@ def check_length(value: Any, name: str) -> None:
     """
     if type(value) is int and value.bit_length() > BIG_INT_BITS:
         raise ConfigError(
-            f"metric {name!r} is an integer of {value.bit_length()} bits, and a metric has at most {BIG_INT_BITS}: give a "
-            "float (its logarithm), or put it into the state"
+            f"metric {name!r} is an integer of {value.bit_length()} bits, and a metric has {BIG_INT_BITS} at most: "
+            "give a float (its logarithm), or put it into the state"
         )
 
 
