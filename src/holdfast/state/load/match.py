@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -39,13 +38,7 @@ class Matcher(MatchPlan):
         note_apart(self)
         if spread_types():
             self._asked = ask_in_order(into, lambda path: self.takes(path) or self.selection.partly(path))
-        matched = self._mapping(into, self.stored.tree, "")
-        for name, live in self.targets.doubtful.items():
-            if live.shape != self.stored.entry(name).shape:
-                continue  # a part of a tensor that is spread over ranks
-            stored = self.targets.fresh(name, dtype=live.dtype, device=live.device)
-            self.actions.append(partial(self._compare, live, stored, name))
-        return matched
+        return self._mapping(into, self.stored.tree, "")
 
     # -- walking
 
@@ -196,6 +189,9 @@ class Matcher(MatchPlan):
         if want != (live.dtype.str, list(live.shape)):
             self.problems.wrong.append(f"{path}: array {live.dtype.str} {live.shape} in the state, {want} stored")
             return live
+        if live.flags.writeable and (problem := self.targets.add_array(saved.name, live)) is not None:
+            self.problems.wrong.append(f"{path}: {problem}")
+            return live
         self.restored.append(path)
         if not live.flags.writeable:
             return value
@@ -285,12 +281,6 @@ class Matcher(MatchPlan):
                 return deque(items, saved.maxlen)
             return saved._make(items) if hasattr(saved, "_make") else type(saved)(items)
         return saved if self.takes(path) else live
-
-    def _compare(self, live: torch.Tensor, stored: torch.Tensor, path: str) -> None:
-        """Say if a tensor has not got its stored value, because something else was read into its memory."""
-        if not arrays.same_bits(live, stored):
-            why = "its memory in the state is shared with something that is stored apart, whose value is there now"
-            self.not_restored.append((path, why))
 
     def _note(self, path: str, problems: list[str]) -> None:
         self.not_restored.extend((path, why) for why in problems)
