@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -93,35 +94,50 @@ def note_apart(plan: MatchPlan) -> None:
     stored = plan.stored
     if stored.resized is None:
         return
-    found = [row for row in stored.others_values() if plan.takes(row[0])]
-    for _, first, other in found:
-        plan.fresh((first, other), "")
+    apart: set[str] = set()
+    unread: list[tuple[str, TensorRef, TensorRef]] = []
+    for path, first, other in stored.others_values():
+        if plan.takes(path) and path not in apart:
+            pairs: list[tuple[TensorRef, TensorRef]] = []
+            if not _is_same(first, other, pairs):
+                apart.add(path)
+                continue
+            unread.extend((path, *pair) for pair in pairs)
+            plan.fresh(pairs, path)
 
     def say() -> None:
-        apart = sorted({path for path, first, other in found if not _is_same(first, other)})
+        apart.update(path for path, first, other in unread if not _has_same_bits(first.value, other.value))
         if apart:
-            more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
+            named = sorted(apart)
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             plan.notes.append(
-                f"{', '.join(apart[:_NAMED])}{more}: other values on other ranks when {stored.manifest.world_size} "
+                f"{', '.join(named[:_NAMED])}{more}: other values on other ranks when {stored.manifest.world_size} "
                 f"saved; {stored.resized} go on, each with that of rank 0"
             )
 
     plan.actions.append(say)
 
 
-def _is_same(first: Any, other: Any) -> bool:
+def _is_same(first: Any, other: Any, pairs: list[tuple[TensorRef, TensorRef]]) -> bool:
+    """Compare two stored values; ``pairs`` gets the tensors, which have to be read first."""
     if isinstance(first, ObjectNode) and isinstance(other, ObjectNode):
-        return _is_same(first.state, other.state)
+        return _is_same(first.state, other.state, pairs)
     if isinstance(first, TensorRef) and isinstance(other, TensorRef):
-        mine, its = first.value, other.value
-        return mine.dtype == its.dtype and mine.shape == its.shape and arrays.same_bits(mine, its)
+        pairs.append((first, other))
+        return True
     if type(first) is not type(other):
         return False
     if isinstance(first, Mapping):
-        return first.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in first.items())
+        return first.keys() == other.keys() and all(_is_same(value, other[key], pairs) for key, value in first.items())
     if isinstance(first, (list, tuple, deque)):
-        return len(first) == len(other) and all(map(_is_same, first, other))
-    return repr(first) == repr(other)  # NaN is like NaN
+        return len(first) == len(other) and all(_is_same(*both, pairs) for both in zip(first, other, strict=True))
+    return bool(first == other) or (
+        isinstance(first, (float, np.floating)) and bool(np.isnan(first) and np.isnan(other))
+    )
+
+
+def _has_same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.dtype == other.dtype and first.shape == other.shape and arrays.same_bits(first, other)
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:
@@ -203,8 +219,6 @@ def _derived(name: str, state: Any, seed: int) -> Any:
         return torch.Generator().manual_seed(seed).get_state()
     if name == "python":
         return rng.python_entry(random.Random(seed).getstate())
-    import numpy as np
-
     name = str(state["bit_generator"])
     if name not in _BIT_GENERATORS:
         raise ValueError(f"unknown bit generator {name!r}")
