@@ -16,6 +16,7 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.state.load.put_back import set_attributes
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter
@@ -215,9 +216,10 @@ def load(
 ) -> Any:
     """Load a checkpoint.
 
-    With ``into`` tensors are restored in place, objects through their ``load_state_dict``, and the mapping is
-    returned with the stored plain data in it. Without it, nested dicts with new tensors come back. What a run adds to
-    its checkpoints (`holdfast`: step, data position, generators) is left out of ``into`` unless ``only`` names it.
+    With ``into`` tensors are restored in place, objects through their ``load_state_dict``, the attributes that
+    `holdfast.attrs` names are set, and the mapping is returned with the stored plain data in it. Without it, nested
+    dicts with new tensors come back. What a run adds to its checkpoints (`holdfast`: step, data position, generators)
+    is left out of ``into`` unless ``only`` names it.
 
     Args:
         source: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
@@ -304,6 +306,7 @@ def load(
     (loaded,) = outcome
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
+    loaded.not_restored += set_attributes(into, loaded.state)
     if (left := loaded.not_restored) and (info.rank == 0 or not together or is_apart):
         what = listed(f"{path} ({why})" for path, why in left)
         _LOG.warning("%s: NOT restored: %s", checkpoint.uri, what)

@@ -16,7 +16,7 @@ from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
-from holdfast.run.record import metric_value
+from holdfast.run.record import check_length, metric_value
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.client import WriterClient
@@ -48,7 +48,8 @@ _LOG = get_logger("trainers.function")
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
 _ASYNC = CheckpointUploadMode.ASYNC
 _MAX_SENDING = 4
-_PLAIN = frozenset({float, int, str, bool, type(None)})
+_SHORT = frozenset({float, str, bool, type(None)})
+_PLAIN = _SHORT | {int}
 _MAX_DEPTH = 32
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
 Finish = Callable[[], object]
@@ -175,7 +176,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     if type(metrics) is dict:
         for key, value in metrics.items():
-            if type(value) not in _PLAIN or type(key) is not str:
+            if type(value) not in _SHORT or type(key) is not str:
                 break
         else:
             return metrics.copy()
@@ -241,6 +242,7 @@ def _plain_mapping(metrics: Mapping[Any, Any], path: str, depth: int) -> dict[st
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
+    check_length(value, path)
     if type(value) in _PLAIN:
         return value
     for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
