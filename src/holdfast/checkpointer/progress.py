@@ -450,6 +450,11 @@ class Progress:
         return any(batches.done for batches in self._live.values())
 
     @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True where an earlier life has trained all batches of the current epoch, and has not left it."""
+        return any(position["epoch"] == self.epoch and position["done"] for position in self._positions.values())
+
+    @property
     def batch(self) -> int:
         """Index, in the epoch, of the batch drawn last; before the first batch, the index of the first."""
         return self._index
