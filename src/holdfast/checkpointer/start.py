@@ -588,8 +588,7 @@ def _start_block(
         done = f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step})"
         notes.append(
             f"{done}, at the end of epoch {finished}, which was left by `break`: ck.epochs() enters it again without "
-            "batches, and what the body does behind them comes once more. Keep in ck.state that all is done, and ask "
-            "before the loop"
+            "batches, and what the body does behind them comes once more, unless it asks at its head whether to stop"
             if finished == progress.epoch and progress.is_at_end_of_epoch
             else f"{done}: nothing to do unless more is asked for"
         )
