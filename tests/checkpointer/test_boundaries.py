@@ -201,12 +201,12 @@ def test_a_failed_save_does_not_keep_a_life_from_its_end(tmp_path: Path) -> None
 
 
 def test_without_batches_step_is_the_boundary(tmp_path: Path) -> None:
-    """A loop of its own: the state is that of the moment of ck.step()."""
+    """A loop of its own: the state is that of the moment of ck.step(); the end of the run is saved beside."""
     with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
         for _ in range(2):
             ck.step()
             ck.state["n"] += 1
-    assert [hf.load(one)["n"] for one in ck.checkpoints()] == [1, 0]
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(2, 2), (2, 1), (1, 0)]
 
 
 def test_waiting_between_two_steps_of_a_batch_saves_no_half_of_it(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_save_that_saves_nothing_is_said_once(tmp_path: Path, caplog: pytest.L
             ck.save()
             ck.save()
             assert num_said() == 1
-    assert kit.steps(tmp_path) == [2, 4]
+    assert kit.steps(tmp_path) == [2, 4, 4, 4]  # the changes are saved where the run is left
 
 
 def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:

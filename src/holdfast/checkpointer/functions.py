@@ -30,7 +30,7 @@ from .save_target import open_place
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SaveHandle", "load", "save", "save_async"]
+__all__ = ["SaveHandle", "begin_save", "load", "save", "save_async"]
 
 _LOG = get_logger("state")
 _LOAD_S = 600.0  # that ranks which load together wait for each other
@@ -165,6 +165,26 @@ def save_async(
         SessionError: a signal handler interrupted `save_async` and calls it again: there is one copy, and it is half
             made. Let the handler set a flag, or call `save`.
     """
+    return begin_save(
+        path, state, step=step, metrics=metrics, overwrite=overwrite, ranks=ranks, unsupported=unsupported, alike=alike,
+        model_files=model_files,
+    )  # fmt: skip
+
+
+def begin_save(
+    path: str | os.PathLike[str] | Checkpoint,
+    state: Mapping[Any, Any],
+    *,
+    step: int | None,
+    metrics: Mapping[str, Any] | None,
+    overwrite: bool,
+    ranks: str,
+    unsupported: str,
+    alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> SaveHandle:
+    """Do as `save_async` does; ``fields`` are more of the manifest, such as "attempt" and "extra"."""
     global _copying
     beside = _beside(model_files, state, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
@@ -186,8 +206,9 @@ def save_async(
             begun = time.perf_counter()
             try:
                 _pending[arena] = future = place.submit(
-                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True
-                )
+                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True,
+                    fields=fields,
+                )  # fmt: skip
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
                 snapshotter.close()
