@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.config import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
+from holdfast import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
 
 
 class Callback:

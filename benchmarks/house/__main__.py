@@ -1,4 +1,4 @@
-"""Print the figures of the house, or the functions of one path: `python -m benchmarks.house [--tree CHECKOUT]`."""
+"""Print the figures of the house, or what one of them counts: `python -m benchmarks.house [--tree CHECKOUT]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from .passed import PATHS, measure, passed
+from .passed import PATHS, loaded, measure, passed
 from .rooms import Rooms
 from .tests import share_of_insiders
 
@@ -33,10 +33,15 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="another checkout to measure")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--passed", choices=PATHS, help="list the functions of one path, each with its callers")
+    parser.add_argument("--loaded", action="store_true", help="list the modules that the README's own loop loads")
     options = parser.parse_args()
     tree = options.tree.resolve()
     if options.passed:
         _list(passed(tree, options.passed))
+        return
+    if options.loaded:
+        for file, lines in sorted(loaded(tree).items(), key=lambda row: -row[1]):
+            print(f"{lines:>6,} {file.rpartition('/holdfast/')[2]}")
         return
     rooms = Rooms(tree / "src" / "holdfast")
     insiders = {"tests beside private imports of others, %": share_of_insiders(tree)}

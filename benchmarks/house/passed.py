@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["PATHS", "measure", "passed", "record"]
+__all__ = ["PATHS", "loaded", "measure", "passed", "record"]
 
 PATHS = ("step to commit", "save", "load")
 
@@ -32,12 +32,17 @@ def measure(tree: Path) -> dict[str, int]:
         figures[f"{name}: functions"] = len(found)
         figures[f"{name}: modules"] = len(files)
         figures[f"{name}: lines of these modules"] = sum(_lines(file) for file in files)
+    figures["lines loaded by the README's own loop"] = sum(loaded(tree).values())
+    return figures
+
+
+def loaded(tree: Path) -> dict[str, int]:
+    """Run the README's own loop; return the lines of each module that it has loaded at its end, by file."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "readme"
         _run(tree, home, "-c", _example(tree))
-        loaded = json.loads((home / "loaded.json").read_text(encoding="utf-8"))
-        figures["lines loaded by the README's own loop"] = sum(map(_lines, loaded))
-    return figures
+        files = json.loads((home / "loaded.json").read_text(encoding="utf-8"))
+    return {file: _lines(file) for file in files}
 
 
 def passed(tree: Path, name: str) -> dict[_Function, set[_Function]]:

@@ -29,17 +29,9 @@ if TYPE_CHECKING:
     from .checkpointer.functions import load as load
     from .checkpointer.functions import save as save
     from .checkpointer.functions import save_async as save_async
-    from .config import CheckpointConfig as CheckpointConfig
-    from .config import CheckpointStrategy as CheckpointStrategy
-    from .config import FailureConfig as FailureConfig
     from .config import Guard as Guard
     from .config import Keep as Keep
     from .config import Mirror as Mirror
-    from .config import RunConfig as RunConfig
-    from .config import ScalingConfig as ScalingConfig
-    from .config import ValidationConfig as ValidationConfig
-    from .config import ValidationFn as ValidationFn
-    from .config import ValidationTaskConfig as ValidationTaskConfig
     from .errors import *  # noqa: F403
     from .errors import ControllerError as ControllerError
     from .errors import SessionMisuseError as SessionMisuseError
@@ -49,12 +41,20 @@ if TYPE_CHECKING:
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
     from .model_files import ModelFiles as ModelFiles
+    from .trainers.function.config import CheckpointConfig as CheckpointConfig
+    from .trainers.function.config import CheckpointStrategy as CheckpointStrategy
+    from .trainers.function.config import FailureConfig as FailureConfig
+    from .trainers.function.config import RunConfig as RunConfig
+    from .trainers.function.config import ScalingConfig as ScalingConfig
+    from .trainers.function.config import ValidationConfig as ValidationConfig
+    from .trainers.function.config import ValidationFn as ValidationFn
+    from .trainers.function.config import ValidationTaskConfig as ValidationTaskConfig
     from .trainers.function.control.result import Result as Result
     from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
     from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
     from .trainers.function.types import ReportedCheckpoint as ReportedCheckpoint
     from .trainers.function.types import ReportedCheckpointStatus as ReportedCheckpointStatus
-    from .trainers.function.worker._session import TrainContext as TrainContext
+    from .trainers.function.worker.session import TrainContext as TrainContext
     from .trainers.function.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .trainers.function.worker.session import get_checkpoint as get_checkpoint
     from .trainers.function.worker.session import get_context as get_context
@@ -72,24 +72,24 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "checkpoint.follow": ("follow",),
     "checkpointer": ("Checkpointer", "PerRank", "RNG", "attrs"),
     "checkpointer.functions": ("SaveHandle", "load", "save", "save_async"),
-    "config": (
-        "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Guard", "Keep", "Mirror", "RunConfig",
-        "ScalingConfig", "ValidationConfig", "ValidationFn", "ValidationTaskConfig",
+    "trainers.function.config": (
+        "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "RunConfig", "ScalingConfig", "ValidationConfig",
+        "ValidationFn", "ValidationTaskConfig",
     ),
+    "config": ("Guard", "Keep", "Mirror"),
     "model_files": ("ModelFiles",),
     "interop.export": ("Exported", "export"),
     "interop.import_": ("Imported", "import_checkpoint"),
     "trainers.function.control.result": ("Result",),
     "trainers.function.worker.session": (
-        "get_all_reported_checkpoints", "get_checkpoint", "get_context", "load_checkpoint", "local_rank", "report",
-        "save_checkpoint", "should_save", "world_rank", "world_size",
+        "TrainContext", "get_all_reported_checkpoints", "get_checkpoint", "get_context", "load_checkpoint",
+        "local_rank", "report", "save_checkpoint", "should_save", "world_rank", "world_size",
     ),
     "trainers.function.types": (
         "CheckpointConsistencyMode", "CheckpointUploadMode", "ReportedCheckpoint", "ReportedCheckpointStatus",
         "UserCallback",
     ),
     "trainers.loop.trainer": ("Trainer",),
-    "trainers.function.worker._session": ("TrainContext",),
     "errors": ("ControllerError", "SessionMisuseError", "WorkerGroupError", *_errors.__all__),
 }  # fmt: skip
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

@@ -12,12 +12,13 @@ from typing import Any
 from holdfast.frameworks.finished import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
 
 from ._optional import require
-from .config import Keep, ValidationTaskConfig
+from .config import Keep
 from .errors import ConfigError
 from .frameworks import DirectoryCheckpoints
 from .frameworks.finished import all_written, report_finished
 from .frameworks.model_directory import model_files
-from .trainers.function.worker._session import current_session
+from .trainers.function.config import ValidationTaskConfig
+from .trainers.function.worker.session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "model_files", "prepare_trainer"]
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import save_policy
-from holdfast.checkpointer.save_policy import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, Schedule, best_interval_s
+from holdfast.checkpointer import auto_interval
+from holdfast.checkpointer.auto_interval import FIRST_S, MOST_S, PRIOR_S, AutoInterval, Lives, best_interval_s
+from holdfast.checkpointer.save_policy import Schedule
 from holdfast.run import costs
 from holdfast.run.index import RunIndex
 from holdfast.run.journal import JournalEvent
@@ -223,9 +224,9 @@ def test_as_good_as_the_best_fixed_interval(storage, between_s):
 
 def test_a_run_that_finds_its_interval(tmp_path, monkeypatch, capsys):
     """It saves after 10 s (here: at once), says the interval that follows, and writes it into the manifests."""
-    monkeypatch.setattr(save_policy, "_SOONEST_S", 0.01)
-    monkeypatch.setattr(save_policy, "FIRST_S", 0.01)
-    monkeypatch.setattr(save_policy, "PRIOR_S", 0.5)
+    monkeypatch.setattr(auto_interval, "_SOONEST_S", 0.01)
+    monkeypatch.setattr(auto_interval, "FIRST_S", 0.01)
+    monkeypatch.setattr(auto_interval, "PRIOR_S", 0.5)
     model = torch.nn.Linear(8, 8)
     with hf.Checkpointer(tmp_path, {"model": model}, every="auto") as ck:
         while ck.stats.saves < 4:
@@ -278,8 +279,8 @@ def test_auto_beside_other_intervals(tmp_path):
 
 SCRIPT = """
 import os, signal, sys, holdfast
-from holdfast.checkpointer import save_policy
-save_policy.FIRST_S = save_policy._SOONEST_S = 0.01
+from holdfast.checkpointer import auto_interval
+auto_interval.FIRST_S = auto_interval._SOONEST_S = 0.01
 with holdfast.Checkpointer(sys.argv[1], {"x": 1}, every="auto") as ck:
     while True:
         ck.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -98,6 +99,34 @@ def test_steps_that_are_lost_without_an_error_are_said(tmp_path: Path, how: str)
     assert err.count("steps 1 to 2 are in no checkpoint") == (how != "closed"), err
 
 
+def test_steps_are_said_to_be_lost_although_their_snapshot_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`sys.exit()` in the body, and the writer cannot save the snapshot: nothing else would tell of the steps."""
+
+    def full(self: RunSession, *given: object) -> None:
+        raise hf.StorageFullError("no space for the snapshot")
+
+    with pytest.raises(SystemExit), hf.Checkpointer(tmp_path, {"n": 0}, every=None, rescue=1) as ck:
+        ck.step()
+        ck.step()
+        monkeypatch.setattr(RunSession, "answer", full)  # nothing else is asked at such an end
+        raise SystemExit
+    assert any("steps 1 to 2 are in no checkpoint" in line for line in said(caplog))
+
+
+def test_runs_of_one_program_gather_nothing_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that enters one run after another with ``start`` does not have more to do at its exit with each."""
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", lambda call, *given: at_exit.append(call))
+    monkeypatch.setattr(atexit, "unregister", lambda call: at_exit.remove(call) if call in at_exit else None)
+    gathered = []
+    for number in range(2):
+        hf.Checkpointer(tmp_path / str(number), {"n": 0}, every=None).start().close()
+        gathered.append(len(at_exit))
+    assert gathered[0] == gathered[1]
+
+
 def test_an_error_after_that_of_the_body_is_told_and_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,12 +201,12 @@ def test_a_failed_save_does_not_keep_a_life_from_its_end(tmp_path: Path) -> None
 
 
 def test_without_batches_step_is_the_boundary(tmp_path: Path) -> None:
-    """A loop of its own: the state is that of the moment of ck.step()."""
+    """A loop of its own: the state is that of the moment of ck.step(); the end of the run is saved beside."""
     with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
         for _ in range(2):
             ck.step()
             ck.state["n"] += 1
-    assert [hf.load(one)["n"] for one in ck.checkpoints()] == [1, 0]
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(2, 2), (2, 1), (1, 0)]
 
 
 def test_waiting_between_two_steps_of_a_batch_saves_no_half_of_it(tmp_path: Path) -> None:
@@ -245,7 +274,7 @@ def test_a_save_that_saves_nothing_is_said_once(tmp_path: Path, caplog: pytest.L
             ck.save()
             ck.save()
             assert num_said() == 1
-    assert kit.steps(tmp_path) == [2, 4]
+    assert kit.steps(tmp_path) == [2, 4, 4, 4]  # the changes are saved where the run is left
 
 
 def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:

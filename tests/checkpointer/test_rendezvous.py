@@ -20,7 +20,8 @@ import holdfast as hf
 from holdfast._ranks import RankInfo
 from holdfast._version import code_id
 from holdfast.checkpointer import rank_group, rendezvous
-from holdfast.checkpointer.rendezvous import Alone, Rendezvous, meet, same_for_all
+from holdfast.checkpointer.meeting import Alone, meet, same_for_all
+from holdfast.checkpointer.rendezvous import Rendezvous
 from holdfast.errors import ConfigError
 
 

@@ -101,7 +101,7 @@ def test_errors_reach_the_future(where, tmp_path):
     with training(tmp_path, 5) as one:
         failed = Future()
         failed.set_exception(HoldfastError("disk full"))
-        failed.job_no = 1 << 40
+        failed.number = 1 << 40
         with mock.patch.object(WriterClient, "submit", autospec=True) as submit:
             submit.side_effect = HoldfastError("writer gone") if where == "submit" else lambda *_, **__: failed
             _, future, _ = one.save()

@@ -11,7 +11,7 @@ from loop_kit import Crash, everything, rich
 from on_device import on_device
 
 import holdfast as hf
-from holdfast.config import RunConfig
+from holdfast import RunConfig
 from holdfast.testing.state import assert_state_equal, generators
 from holdfast.torch import TorchTrainer, get_device, prepare_model
 from holdfast.trainers.loop.options import choose_device

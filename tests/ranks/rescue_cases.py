@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
-from holdfast.checkpointer import save_policy
+from holdfast.checkpointer import auto_interval
 
 
 def train(
@@ -22,7 +22,7 @@ def train(
 ) -> int:  # fmt: skip
     """Train to the end, or until this rank is killed: at a step, or so many seconds after its training has begun."""
     rank = int(os.environ["RANK"])
-    save_policy._SOONEST_S = soonest_s
+    auto_interval._SOONEST_S = soonest_s
     random.seed(0)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(width, width))

@@ -10,10 +10,12 @@ from catalog_kit import begin, names, save
 
 from holdfast.config import Keep
 from holdfast.run import catalog as catalog_module
+from holdfast.run import record as record_module
 from holdfast.run import retention as retention_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import Record, Sidecar, write_sidecar
 from holdfast.run.retention import RetentionIndex, decide
+from holdfast.run.rollbacks import ROLLBACKS, WATCHED, Rollback
 from holdfast.storage import LocalStorage, MemoryStorage
 
 KEEPS = [
@@ -110,6 +112,60 @@ def test_a_save_among_many_looks_at_few(monkeypatch) -> None:
         counts.append(len(looks))
         monkeypatch.undo()
     assert counts[0] == counts[1] <= 12
+
+
+def test_a_save_of_a_guarded_run_judges_few(monkeypatch) -> None:
+    """Whether a checkpoint holds a bad step is asked of the new one alone, however many there are."""
+    looks, real = [], record_module.metric_value
+    counts = []
+    for size in (5, 50):
+        catalog = begin(MemoryStorage(f"standing-guarded-{size}"))
+        catalog.index.note(WATCHED, "m")
+        keep = Keep(last=size, best=size, metric="m")
+        for step in range(size):
+            save(catalog, step, keep=keep, metrics={"m": float(step)})
+        monkeypatch.setattr(record_module, "metric_value", lambda *given: looks.append(1) or real(*given))
+        looks.clear()
+        save(catalog, size, keep=keep, metrics={"m": float("nan")})
+        counts.append(len(looks))
+        monkeypatch.undo()
+    assert counts[0] == counts[1] > 0
+
+
+def test_the_link_to_the_newest_is_set_without_a_look_at_all(tmp_path, monkeypatch) -> None:
+    """A save in a run on a disk asks for the newest checkpoint alone, however many there are."""
+    looks, real = [], record_module.RecordTable.newest_first
+
+    def counted(self):
+        for name in real(self):
+            looks.append(name)
+            yield name
+
+    monkeypatch.setattr(record_module.RecordTable, "newest_first", counted)
+    counts = []
+    for size in (5, 30):
+        catalog = begin(LocalStorage(tmp_path / str(size)))
+        catalog.links = True
+        for step in range(size):
+            save(catalog, step)
+        looks.clear()
+        save(catalog, size)
+        assert (tmp_path / str(size) / "latest").readlink().name == f"step_{size:04d}"
+        counts.append(len(looks))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_bad_step_that_is_found_later_takes_the_place_away() -> None:
+    """What was the best until the guard of the next life noted a bad step is not the best any more."""
+    catalog = begin(MemoryStorage("standing-bad"))
+    keep = Keep(best=1, metric="m")
+    save(catalog, 1, keep=keep, metrics={"m": 0.1})
+    save(catalog, 2, keep=keep, metrics={"m": 0.5})
+    assert names(catalog) == ["step_0002", "step_0001"]
+    catalog.index.register_attempt("22222222", host="here", pid=1)
+    catalog.index.note(ROLLBACKS, [Rollback(attempt=1, step=1, why="loss is nan", after=0).to_json()])
+    save(catalog, 3, keep=keep, metrics={"m": 0.7})
+    assert names(catalog) == ["step_0003"]
 
 
 def test_what_other_processes_do_is_seen(tmp_path) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,7 @@ from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder, _of
 from holdfast.trainers.loop.training.ranks import Ranks
-from holdfast.writer.client import SaveFuture
-from holdfast.writer.messages import SaveJob
+from holdfast.writer.messages import SaveJob, SaveResult
 from holdfast.writer.save import Task
 from holdfast.writer.serial_executor import SerialExecutor
 from holdfast.writer.single_file import NameLeases, write_file
@@ -113,7 +113,7 @@ class UnderWay(NamedTuple):
     disk: SlowDisk
     claims: FileLeases
     image: FileImage
-    future: SaveFuture
+    future: Future[SaveResult]
     writer: threading.Thread
 
 

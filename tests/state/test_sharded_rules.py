@@ -17,7 +17,7 @@ from holdfast.state.load.restore import load_state
 from holdfast.state.load.stored import open_stored
 from holdfast.state.save.plan import plan, signature
 from holdfast.state.tree.flatten import flatten
-from holdfast.state.tree.sharded import local_tensor
+from holdfast.state.tree.spread import local_tensor
 from holdfast.storage import MemoryStorage
 
 ROWS = Layout((4,), (0,))

@@ -6,6 +6,7 @@ import errno
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from holdfast.format.division import Division
 from holdfast.format.parts import part_name, put_part
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
-from holdfast.writer.client import SaveFuture, WriterClient
-from holdfast.writer.messages import PartsJob, SaveJob
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import PartsJob, SaveJob, SaveResult
 from holdfast.writer.parts import _collect, commit_parts
 
 SAVE = "aaaaaaaa-7"
@@ -51,7 +52,7 @@ def contents(writer: int) -> list[bytes]:
     return [kit.noise(writer, 100_000 + writer), kit.noise(50 + writer, 10)]
 
 
-def store(client: WriterClient, storage: Storage, writer: int, **fields: Any) -> SaveFuture:
+def store(client: WriterClient, storage: Storage, writer: int, **fields: Any) -> Future[SaveResult]:
     with kit.fill(contents(writer)) as arena:
         future = client.submit(storage, part(writer, contents(writer), **fields), [b"{}"], arena)
         future.exception(60)
@@ -189,8 +190,8 @@ def test_a_windowed_part(tmp_path: Path) -> None:
     data = kit.noise(3, kit.MIB + 5)
     with WriterClient.start(storage) as client, kit.fill([data]) as arena:
         future = client.submit(storage, part(0, [data], windowed=True), [b"{}"], arena)
-        client.window(future.job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=len(data)).result(30)
-        client.seal(future.job_no)
+        client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=len(data)).result(30)
+        client.seal(future.number)
         assert future.result(30).manifest == b""
         client.commit_parts(storage, parts(0)).result(30)
     assert data in kit.stored(storage, DIRECTORY).values()

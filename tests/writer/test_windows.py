@@ -56,8 +56,8 @@ def test_windows_give_the_files_of_one_big_arena(tmp_path: Path, kind: str, *, p
         with Arena.create(2 * kit.MIB) as arena:
             job = kit.make_job(CONTENTS, step=2, windowed=True)
             future = client.submit(storage, job, [], arena)
-            stream(client, future.job_no, arena, CONTENTS, padded=padded)
-            client.seal(future.job_no, [b"{}"], manifest={"metrics": {"late": 1.0}})
+            stream(client, future.number, arena, CONTENTS, padded=padded)
+            client.seal(future.number, [b"{}"], manifest={"metrics": {"late": 1.0}})
             result = future.result(60)
     manifest = Checkpoint.at(storage, job.directory).manifest
     assert [(e.size, e.digest, e.chunks and e.chunks[1]) for e in manifest.files if e.role == "tensors"] == [
@@ -73,12 +73,12 @@ def expect_failure(tmp_path: Path, act: Any, match: str) -> None:
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage) as client, Arena.create(4 * kit.MIB) as arena:
         future = client.submit(storage, kit.make_job([kit.noise(1, 3 * kit.MIB)], windowed=True), [b"{}"], arena)
-        act(client, future.job_no)
+        act(client, future.number)
         with pytest.raises(HoldfastError, match=match):
             future.result(30)
         assert list(storage.list()) == []
         with pytest.raises(HoldfastError, match="ended already"):
-            client.window(future.job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
+            client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
 
 
 def test_abandon_removes_the_files(tmp_path: Path) -> None:
@@ -118,6 +118,6 @@ def test_a_full_disk_answers_every_window(tmp_path: Path) -> None:
     with WriterClient.start(storage) as client, Arena.create(2 * kit.MIB) as arena:
         future = client.submit(storage, kit.make_job(contents, windowed=True), [b"{}"], arena)
         with pytest.raises(HoldfastError):
-            stream(client, future.job_no, arena, contents)
+            stream(client, future.number, arena, contents)
         assert future.exception(30) is not None
     assert not (tmp_path / "step_00000001").exists()

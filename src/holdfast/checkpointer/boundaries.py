@@ -22,7 +22,7 @@ from .console import show_rollback
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
-from .progress import Progress
+from .progress import RESERVED, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
 from .verification import Watcher
@@ -75,7 +75,6 @@ class StepBoundary:
     ) -> None:
         self._session, self._snapshotter, self._state = session, snapshotter, state
         self.log, self.pace, self._progress, self._options = log, pace, progress, options
-        self._warm = False
         self.held_s = 0.0
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
@@ -97,18 +96,14 @@ class StepBoundary:
 
     # -- boundaries
 
-    def fence(self) -> None:
-        """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
-        copies = self._snapshotter.copies
-        if copies is not None:
-            copies.stepped()
-
     def stepped(self, step_s: float) -> None:
         """Take in a step that was just made: act on it, or leave that to the end of its body.
 
         Args:
             step_s: how long the step took.
         """
+        if self._snapshotter.copies is not None:  # a device waits for those still under way; costs the CPU nothing
+            self._snapshotter.copies.stepped()
         self._step_s = step_s
         if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
             _LOG.warning(
@@ -150,7 +145,7 @@ class StepBoundary:
             self._go_back()
         if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
             self.attend(now, self._step_s)
-        elif session.unsettled:
+        else:
             session.glance()
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
@@ -233,7 +228,7 @@ class StepBoundary:
             self.stop()
         if call == "settle":
             session.settle()
-        elif session.unsettled:
+        else:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()
@@ -243,15 +238,16 @@ class StepBoundary:
     def _warm_up(self) -> None:
         # Optimizer state exists from the first step on: now the arena's size is known, and its pages are faulted in
         # the background, long before the first save is due.
-        if not self._warm and self._progress.num_steps:
-            self._warm = True
-            self._snapshotter.prepare(self._state(), self._session.client)
-            self._session.began(self._progress.step)
+        session = self._session
+        if not session.has_begun and self._progress.num_steps:
+            session.began(self._progress.step)
+            self._snapshotter.prepare(self._state(), session.client)
 
     @property
     def wants_attention(self) -> bool:
         """True before the first step was attended to, while a save waits for space, and after one that was dropped."""
-        return not self._warm or self._session.saves.wants_retry or self._wants_another
+        session = self._session
+        return not session.has_begun or session.saves.wants_retry or self._wants_another
 
     @property
     def _wants_another(self) -> bool:
@@ -268,11 +264,12 @@ class StepBoundary:
         layout = self._snapshotter.layout
         return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
 
-    def save(self, *, force: bool = False) -> None:
+    def save(self, *, force: bool = False, again: bool = False) -> None:
         """Save the current step, unless it is saved already.
 
         Args:
             force: wait for a busy writer, also with ``when_busy="skip"``.
+            again: save it also if it is saved.
         """
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
@@ -280,7 +277,7 @@ class StepBoundary:
         step = self._progress.step
         with self._session.life.waits():
             self._warm_up()
-            is_saved = self._session.saves.last_step == step or self._start_save(force=force)
+            is_saved = (self._session.saves.last_step == step and not again) or self._start_save(force=force)
             # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
             self.pace.saved()
             if is_saved:
@@ -329,9 +326,10 @@ class StepBoundary:
         elif session.leads and not (self._said_saved or self._comes_again):
             self._said_saved = True
             _LOG.warning(
-                "step %d is saved already (%s), so ck.save() saves nothing: if the state was changed since then, the "
-                "change is in no checkpoint. Make it before the step is saved (before ck.step(), or in the body over "
-                "ck.batches()), or keep it beside the run: holdfast.save(path, state)",
+                "step %d is saved already (%s), so ck.save() saves nothing: what was changed since then is saved with "
+                "the next step, or, by a process alone, where the run is left. To have it sooner, make the change "
+                "before the step is saved (before ck.step(), or in the body over ck.batches()), or keep it beside the "
+                "run: holdfast.save(path, state)",
                 step, session.saves.last_name,
             )  # fmt: skip
 
@@ -461,9 +459,10 @@ class StepBoundary:
         session, step = self._session, self._progress.step
         with session.life.waits():
             session.settle()
-        is_new = step > 0 and session.saves.last_step != step
+        has_changed = self._has_changed()
+        is_new = step > 0 and (session.saves.last_step != step or has_changed)
         if is_new:
-            self.save(force=True)
+            self.save(force=True, again=has_changed)
         session.life.leaves()  # no device is waited for any more
         if is_new:
             session.settle()
@@ -483,6 +482,26 @@ class StepBoundary:
         finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
 
+    def _has_changed(self) -> bool:
+        """Tell whether the last step is saved, and the rest of the body has changed the state.
+
+        Not where the run is to stop: it goes on from that step, and what comes after it is done by the next life.
+        """
+        session, step = self._session, self._progress.step
+        if step <= 0 or session.saves.last_step != step or self.pace.stop_asked:
+            return False
+        with session.life.waits():
+            changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
+        if changed and session.team is None:
+            _LOG.info("%s changed after step %d was saved: it is saved again", changed, step)
+        elif changed and session.leads:
+            _LOG.warning(
+                "%s changed after step %d was saved (%s), and several ranks save a step once: the change is in no "
+                "checkpoint. Make it before the step is saved (in the body over ck.batches() or ck.epochs()), or keep "
+                "it beside the run: holdfast.save(path, state)", changed, step, session.saves.last_name,
+            )  # fmt: skip
+        return bool(changed) and session.team is None
+
     def end_after(self, reason: str, *, is_silent: bool = False) -> None:
         """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised.
 
@@ -492,18 +511,21 @@ class StepBoundary:
         """
         session = self._session
         session.life.leaves()
+        rescued: str | None = None
 
         def flush() -> None:
             self.log.flush(self._progress.step)
 
         def rescue() -> None:
+            nonlocal rescued
             if self.pace.snapshots is not None and not self._stopped and not self.left_for:
-                name = session.answer(session.client.rescue(reason))
+                rescued = session.answer(session.client.rescue(reason))
                 self.rescues_later = session.team is not None
-                if name is not None:
-                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", name)
-                    return
-            if is_silent and not self.rescues_later and not self._stopped:
+                if rescued is not None:
+                    _LOG.warning("the body raised; the state of the last snapshot is saved as %s", rescued)
+
+        def say_left() -> None:
+            if is_silent and rescued is None and not self.rescues_later and not self._stopped:
                 self.say_left(reason)
 
         def end() -> None:
@@ -513,7 +535,7 @@ class StepBoundary:
             session.end("stopped" if stopped else why, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, session.finish, rescue, self._say_lost, self._wait_for_remote, end):
+        for act in (flush, session.finish, rescue, say_left, self._say_lost, self._wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body

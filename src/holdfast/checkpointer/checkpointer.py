@@ -17,12 +17,9 @@ from holdfast._not_here import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
-from holdfast.errors import ConfigError, HoldfastError, SessionError
-from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.errors import ConfigError, SessionError
 from holdfast.run.data_ring import DataRing
-from holdfast.run.index import RunIndex
 from holdfast.run.life import RolledBack
-from holdfast.run.view import RunView
 from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
@@ -32,13 +29,13 @@ from holdfast.storage.resolve import resolve
 
 from .announce import Listener
 from .boundaries import StepBoundary
-from .console import show_interval, show_stop
+from .console import show_stop
+from .meeting import meet
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
 from .progress import RESERVED, Batches, NumberedBatches, Progress
-from .rendezvous import meet
 from .run_session import RunSession
-from .save_policy import AutoInterval, DistributedSavePolicy, Lives, SavePolicy, Schedule
+from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
@@ -46,6 +43,8 @@ from .verification import watcher
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.model_files import Content, ModelFiles
+    from holdfast.run.view import RunView
     from holdfast.state.tree.groups import Alike
 
     from .guard import GuardWatch
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _LOG = get_logger("checkpointer")
+_STARTED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # by `Checkpointer.start`, and not left
 
 
 class Checkpointer:
@@ -158,12 +158,17 @@ class Checkpointer:
             path, every, local_dir, on_commit = self._watcher.arguments(
                 path, every=every, local_dir=local_dir, on_commit=on_commit
             )
+        beside = None
+        if model_files is not None:
+            from holdfast.model_files import model_files_of  # not above: few runs have any
+
+            beside = model_files_of(model_files, state or {})
         self.options = CheckpointerOptions.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
             timeout_s=timeout_s, silence_s=silence_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
             allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
-            alike=alike, model_files=model_files_of(model_files, state or {}), on_data_mismatch=on_data_mismatch,
+            alike=alike, model_files=beside, on_data_mismatch=on_data_mismatch,
             rescue=rescue, guard=guard,
         )  # fmt: skip
         self.state = check_state(state)
@@ -234,8 +239,9 @@ class Checkpointer:
             >>> ck.step()
             >>> ck.close()
         """
-        atexit.register(_say_not_closed, weakref.ref(self))
-        return self.__enter__()
+        self.__enter__()
+        _STARTED.add(self)
+        return self
 
     def close(self) -> None:
         """Leave a run that `start` entered, as the end of a ``with`` block does: the final step is saved; idempotent.
@@ -252,6 +258,7 @@ class Checkpointer:
         if not self._open:
             return
         self._open, self._ended, self.attempt = False, True, 0
+        _STARTED.discard(self)
         self._worker_seeds.end()
         session, course = self._session, self._course
         assert session is not None
@@ -358,7 +365,6 @@ class Checkpointer:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
             self._watcher.stepped(progress.step, metrics)
-        course.fence()
         course.stepped(step_s)
         course.held_s = 0.0
         self._left = time.perf_counter()
@@ -479,10 +485,10 @@ class Checkpointer:
         from holdfast.checkpoint.handle import Checkpoint
 
         if self.remote is None:
-            return [Checkpoint.at(self.storage, name) for name in RunView(self.storage).names()]
+            return [Checkpoint.at(self.storage, name) for name in _view_of(self.storage).names()]
         from holdfast.run.candidates import MirrorView
 
-        sides = MirrorView.join(RunView(self.storage).records(), RunView(self.remote).records())
+        sides = MirrorView.join(_view_of(self.storage).records(), _view_of(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
@@ -492,7 +498,7 @@ class Checkpointer:
         """Return the newest committed checkpoint that no guard refuses, None if there is none yet."""
         found = []
         for side in self._sides:
-            record = RunView(side).latest()
+            record = _view_of(side).latest()
             if record is not None:
                 found.append((side, record))
                 if record.attempt == self.attempt:
@@ -521,7 +527,7 @@ class Checkpointer:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        found = [(side, record) for side in self._sides if (record := RunView(side).best(name, order)) is not None]
+        found = [(side, record) for side in self._sides if (record := _view_of(side).best(name, order)) is not None]
         if not found:
             return None
         from holdfast.checkpoint.handle import Checkpoint
@@ -567,6 +573,8 @@ class Checkpointer:
         schedule.start(step=progress.step, samples=progress.samples)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
+            from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
+
             session.team.board.calls(progress.step)
             pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
         pace.busy = lambda: snapshotter.would_wait
@@ -575,14 +583,18 @@ class Checkpointer:
             pace.snapshots.start(step=progress.step, samples=progress.samples)
         session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
-        if session.leads:
-            _follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
+        if session.leads and (options.auto or options.auto_rescue):
+            from .auto_interval import follow_costs  # not above: of every="auto" only
+
+            follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
         self._course.watcher, self._course.guard = self._watcher, guard
         if options.guard is not None and options.guard.skip == "bad":
             again = (rollback.step - 1 for rollback in started.rollbacks if not rollback.left_out)
             self._course.saves_at = frozenset(step for step in again if step > progress.step)
         if started.has_generators:
             self._generators = rng.capture()
+        if session.saves.last_step == progress.step:
+            snapshotter.remember(self._full_state())  # else nobody asks whether it has changed since
         self._owner = os.getpid()
         self._signals.install()
         self._worker_seeds.begin()
@@ -622,63 +634,18 @@ class Checkpointer:
         )
 
 
-def _say_not_closed(of: weakref.ref[Checkpointer]) -> None:
-    """Say at the end of the interpreter that a run was entered by `start` and not left."""
-    checkpointer = of()
-    if checkpointer is None or not checkpointer._open or os.getpid() != checkpointer._owner:
-        return
-    course = checkpointer._course
-    if course is not None and course.pace.snapshots is None:  # else the writer saves the last snapshot
-        course.say_left("the script has ended without ck.close()")
+def _view_of(storage: Storage) -> RunView:
+    from holdfast.run.view import RunView  # not above: only those who ask what there is look at a run themselves
+
+    return RunView(storage)
 
 
-def _follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
-    """Save, and keep snapshots, as often as loses least, by what they cost and how often the run fails; on rank 0.
-
-    Args:
-        session: the run.
-        course: tells what snapshots cost.
-        schedule: of saves, for ``every="auto"``.
-        rescue: whether the interval of snapshots is found as well.
-    """
-    snapshots = course.pace.snapshots if rescue else None
-    if schedule is None and snapshots is None:
-        return
-    begun, attempt = time.monotonic(), session.opened.attempt
-    try:
-        history = RunIndex.load(session.root).read_history()
-    except HoldfastError as error:
-        _LOG.warning("what earlier saves of the run have cost cannot be read, 'auto' begins anew: %s", error)
-        lives, known = Lives(), []
-    else:
-        from holdfast.run.costs import saves  # not above: of every="auto" only
-
-        lives, known = Lives.of(history, before=attempt), saves(history.events)
-
-    def adjust(auto: AutoInterval, schedule: Schedule) -> float:
-        now = time.monotonic()
-        seconds = auto.seconds(now)
-        schedule.adjust(seconds)
-        if (news := auto.news(now)) is not None:
-            show_interval(news)
-        return seconds
-
-    if schedule is not None:
-        auto = AutoInterval(lives, known, now=begun)
-
-        def paid(cost_s: float, durable_s: float) -> None:
-            far = session.remote_watch
-            auto.paid(cost_s, durable_s + (0.0 if far is None else far.upload_s))
-            session.extra["every_s"] = round(adjust(auto, schedule), 3)
-
-        session.extra["every_s"] = round(adjust(auto, schedule), 3)
-        session.paid = paid
-    if snapshots is not None:
-        of_snapshots = AutoInterval(lives, now=begun, what="snapshot")
-
-        def snapshot_paid(cost_s: float) -> None:
-            of_snapshots.paid(cost_s, 0.0)
-            adjust(of_snapshots, snapshots)
-
-        adjust(of_snapshots, snapshots)
-        course.snapshot_paid = snapshot_paid
+@atexit.register
+def _say_not_closed() -> None:
+    """Say at the end of the interpreter which runs were entered by `start` and not left."""
+    for checkpointer in list(_STARTED):
+        course = checkpointer._course
+        if course is None or not checkpointer._open or os.getpid() != checkpointer._owner:
+            continue
+        if course.pace.snapshots is None:  # else the writer saves the last snapshot
+            course.say_left("the script has ended without ck.close()")

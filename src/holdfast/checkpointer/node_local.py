@@ -13,7 +13,7 @@ from holdfast.run.view import RunView
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-from .rendezvous import Meeting
+from .meeting import Meeting
 from .run_session import RunSession
 
 __all__ = ["share_a_disk", "take_up"]

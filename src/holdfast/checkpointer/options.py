@@ -14,19 +14,19 @@ from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.config import Guard, Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
-from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.life import VARIABLE
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
+from .meeting import SILENCE_S
 from .progress import RESERVED
-from .rendezvous import SILENCE_S
 from .save_policy import Deadline, Schedule
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.model_files import ModelFiles
     from holdfast.state.tree.groups import Alike
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
@@ -69,7 +69,7 @@ class CheckpointerOptions:
 
     Attributes:
         intervals: the parsed ``every``.
-        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.save_policy`.
+        auto: whether it has an interval that the run finds itself, see `holdfast.checkpointer.auto_interval`.
         keep: rules of retention.
         resume: "auto", "must", "never" or the checkpoint.
         when_busy: "wait" or "skip".
@@ -143,7 +143,7 @@ class CheckpointerOptions:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
-        model_files: ModelFiles | Mapping[str, Content] | None = None,
+        model_files: ModelFiles | None = None,
         on_data_mismatch: str = "raise",
         rescue: IntervalLike | Sequence[IntervalLike] | None = None,
         guard: Guard | None = None,
@@ -227,7 +227,7 @@ class CheckpointerOptions:
             unsupported=unsupported,
             alike=alike,
             auto=auto,
-            model_files=model_files_of(model_files, {}),
+            model_files=model_files,
             on_data_mismatch=on_data_mismatch,
             rescue=snapshots,
             auto_rescue=auto_rescue,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
@@ -44,28 +44,42 @@ ANSWER_MARGIN_S = 15.0
 _LOG = get_logger("checkpointer")
 
 
+def _step_not_saved(save: RunSave, error: BaseException) -> str:
+    if isinstance(error, DroppedSaveError):
+        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
+    why = state_of(error)
+    return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
+
+
 @dataclass(slots=True, kw_only=True)
 class RunSave:
-    """A save on its way.
+    """A save from its name to its end.
 
     Attributes:
-        name: of the checkpoint.
+        name: path of the checkpoint below the root of the run. The index of the run knows what lies directly there.
         step: of the training.
-        checkpoint_id: of the checkpoint; None for a file, which has none.
-        future: resolves when it is committed, and what its owner does at once after the commit is done.
-        begun: when the save began, by `time.perf_counter`.
-        durable: when it had ended, well or not; 0.0 before. Set by another thread.
+        overwrite: a checkpoint of this name is replaced when the save commits.
+        extra: for the manifest.
+        follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
+            nothing is done, the session gave the name, and steps are measured by its clock.
         committed: called, in `PendingSaves.settle`, with the outcome of a good end.
         lost: called there with the error of a bad end; returns what is logged, if training goes on.
+        checkpoint_id: of the checkpoint; None for a file, which has none.
+        future: resolves when it is committed, and what ``follow`` does is done.
+        begun: when the save began, by `time.perf_counter`.
+        durable: when it had ended, well or not; 0.0 before. Set by another thread.
     """
 
     name: str
     step: int
-    checkpoint_id: str | None
-    future: Future[Any]
-    begun: float
-    committed: Callable[[RunSave, Any], object]
-    lost: Callable[[RunSave, BaseException], str]
+    overwrite: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+    follow: Callable[[Future[Any]], Future[Any]] | None = None
+    committed: Callable[[RunSave, Any], object] = lambda save, result: None
+    lost: Callable[[RunSave, BaseException], str] = _step_not_saved
+    checkpoint_id: str | None = None
+    future: Future[Any] = field(default_factory=Future)
+    begun: float = 0.0
     durable: float = 0.0
 
 

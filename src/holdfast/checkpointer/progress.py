@@ -51,6 +51,7 @@ class Progress:
         begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
         added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
+        has_own_place: whoever makes the steps keeps the place in the data, in the state: `ck.batches` is not missed.
         ledger: what was trained on, compared with what resumed loaders give.
         judge: judges the metric that a guard watches; its window is part of the state.
         place: with a judge, the batches of the last step.
@@ -88,7 +89,7 @@ class Progress:
         self._late_steps = 0  # of this pass, after its last batch
         self.added: Callable[[], list[str]] = list
         self._added_before: list[str] = []
-        self.counted_by_user = False
+        self.counted_by_user = self.has_own_place = False
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
@@ -100,22 +101,19 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
+        place: list[BatchSpan] = []
         for name, marks in self._marks.items():
-            self._move_up(name, marks)
-        if self.judge is not None:
-            self.place = tuple(
-                BatchSpan(name, self.epoch, self._trained[name][1], marks[0][1])
-                for name, marks in self._marks.items()
-                if marks[0][1] > self._trained[name][1]
-            )
-        for name, marks in self._marks.items():
-            at = marks[0]
-            draws = self._draws[name]
+            if len(marks) > 1 and self._live[name].done:
+                self._move_up(name, marks)
+            at, draws = marks[0], self._draws[name]
+            if self.judge is not None and at[1] > self._trained[name][1]:
+                place.append(BatchSpan(name, self.epoch, self._trained[name][1], at[1]))
             if len(draws) < 3:
                 draws.append(self._drawn[name] - sum(draws))
                 if len(draws) == 3 and draws[1] > max(1, draws[2]) and marks.maxlen == 1:
                     self._say_ahead(name, *draws[1:])
             self._trained[name] = at
+        self.place = tuple(place)
         if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
             self._late_steps += 1
             if self._late_steps == 1 + max(marks.maxlen or 1 for marks in self._marks.values()):
@@ -128,7 +126,7 @@ class Progress:
             # A full-batch loop: what follows the last step of an epoch belongs to it, as in a body over batches.
             is_last = self.epoch_steps == (self._steps_an_epoch or 1)
             self._body, self._body_thread = "", threading.get_ident() if is_last else _NOBODY
-        if self.epoch_steps == 2 and self._by_epochs and not self._live:
+        if self.epoch_steps == 2 and self._by_epochs and not self._live and not self.has_own_place:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
@@ -136,11 +134,10 @@ class Progress:
 
     def _move_up(self, name: str, marks: deque[tuple[int, int]]) -> None:
         """Where no batch is left to be drawn, let a step go on to those that were drawn ahead."""
-        if len(marks) > 1 and self._live[name].done:
-            begin, *drawn = self._draws[name]
-            first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
-            for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
-                marks.popleft()
+        begin, *drawn = self._draws[name]
+        first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
+        for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
+            marks.popleft()
 
     @property
     def samples(self) -> int:
@@ -448,6 +445,11 @@ class Progress:
     def after_pass(self) -> bool:
         """True between the last batch of an epoch and the beginning of the next one."""
         return any(batches.done for batches in self._live.values())
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True where an earlier life has trained all batches of the current epoch, and has not left it."""
+        return any(position["epoch"] == self.epoch and position["done"] for position in self._positions.values())
 
     @property
     def batch(self) -> int:

@@ -1,4 +1,4 @@
-"""The ranks that save together, seen from this rank."""
+"""The ranks that save together, seen from this rank; and when they save and stop, at steps that all agree on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
 from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 
+from .meeting import SILENCE_S, Meeting, same_for_all
 from .pending_saves import ANSWER_MARGIN_S
-from .rendezvous import SILENCE_S, Meeting, same_for_all
+from .progress import Progress
+from .save_policy import Call, Deadline, SavePolicy, Schedule
+from .signals import StopSignals
 
-__all__ = ["ANSWER_MARGIN_S", "RankGroup"]
+__all__ = ["ANSWER_MARGIN_S", "DistributedSavePolicy", "RankGroup", "agreed"]
 
 _WORD_S = 10.0
+_LOOK_S = 0.0005
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 BEAT_S = 5.0
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
@@ -192,3 +196,132 @@ def _own_addresses() -> list[str]:
     with contextlib.suppress(OSError):
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     return [address for address in dict.fromkeys(found) if not address.startswith(_UNREACHABLE)] or found
+
+
+class DistributedSavePolicy(SavePolicy):
+    """Decides as `SavePolicy` does from steps and epochs, alike on all ranks, and asks the others for the rest.
+
+    Rank 0 decides by intervals of time or samples (batches need not be equally long) and by the deadline; any rank may
+    receive a signal.
+
+    Args:
+        schedule: when saves are due.
+        signals: those that ask the run to stop.
+        deadline: when the processes will be ended.
+        progress: the counters.
+        team: the ranks.
+    """
+
+    def __init__(
+        self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress, team: RankGroup
+    ) -> None:
+        super().__init__(schedule, signals, deadline, progress)
+        self._team = team
+        self._wants_save = self._wants_stop = self._wants_keep = False  # the others know, and it is not done yet
+        self._keep_agreed = False
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether all ranks stop: a signal to a single rank does not count before they have agreed."""
+        return self.stopping
+
+    def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
+        """Publish the step; return whether it may call for anything."""
+        team = self._team
+        called = team.board.calls(self._progress.step)
+        if self._must_stop(now, step_s, save_s):
+            self._want_stop()
+        elif team.rank == 0:
+            self._wish(now)
+        return called or self._due(float("-inf")) or team.board.broken
+
+    def call(self, now: float, *, step_s: float, save_s: float) -> Call:
+        """Return what the step calls for, the same on all ranks; waits while they are about to agree on it."""
+        agreed = self._agreed()
+        if agreed == "keep":
+            self._keep_agreed = True
+        elif agreed is not None and agreed != "settle":
+            return agreed
+        if self._team.board.broken:
+            return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
+        return "save" if self._due(float("-inf")) else agreed
+
+    def poll(self, *, step_s: float, save_s: float) -> bool:
+        """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
+        return self.stopping
+
+    def must_end(self, tries: int) -> bool:
+        """Tell whether to stop where all ranks are held at the same step; the same on all of them."""
+        if self._must_stop(time.monotonic(), 0.0, 0.0):
+            self._want_stop()
+        return not self._team.may_go_on(self._progress.step, tries)
+
+    def saved(self) -> None:
+        """Count a save."""
+        super().saved()
+        self._wants_save = False
+
+    def _want_stop(self) -> None:
+        if not self._wants_stop:
+            self._wants_stop = True
+            self._team.client.tell_ranks("want", kind="stop")
+
+    def _wish(self, now: float) -> None:
+        """Ask for a save, or a snapshot, if it is due by what the others count differently; on rank 0."""
+        if not self._wants_save and self._wished(self._schedule, now):
+            self._wants_save = True
+            self._team.client.tell_ranks("want", kind="save")
+        snapshots = self.snapshots
+        if snapshots is not None and not self._wants_keep and self._wished(snapshots, now) and not self.busy():
+            self._wants_keep = True
+            self._team.client.tell_ranks("want", kind="keep")
+
+    def _keep_due(self, snapshots: Schedule, now: float) -> bool:
+        agreed, self._keep_agreed = self._keep_agreed, False
+        return snapshots.due(step=self._progress.step, samples=0, now=float("-inf")) or agreed
+
+    def _wished(self, schedule: Schedule, now: float) -> bool:
+        return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)
+
+    def _due(self, now: float) -> bool:
+        return self._schedule.due(step=self._progress.step, samples=0, now=now)
+
+    def _must_stop(self, now: float, step_s: float, save_s: float) -> bool:
+        if self._signals.received is not None:
+            return True
+        # Ranks stop two or three steps after a rank asks.
+        return self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s)
+
+    def _agreed(self) -> Call:
+        """Return what all ranks do at this step, if they agreed on it."""
+        kind = agreed(self._team, self._progress.step)
+        if kind is not None:
+            # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
+            self._wants_save = self._wants_stop = self._wants_keep = False
+        return kind
+
+
+def agreed(team: RankGroup, step: int) -> Call:
+    """Return what all ranks do at ``step``, if they agreed on it; waits while they are about to agree.
+
+    Raises:
+        HoldfastError: rank 0's writer does not answer in time.
+    """
+    board, timeout_s = team.board, team.timeout_s
+    until = time.monotonic() + timeout_s
+    while board.calls(step):
+        target = board.target
+        if board.armed and board.target == target:
+            kind: Any = board.kind
+            board.act(target)
+            team.client.tell_ranks("acted", step=target)
+            return kind  # type: ignore[no-any-return]
+        if board.broken:
+            return None
+        if time.monotonic() > until:
+            raise HoldfastError(
+                f"rank {team.rank} waits at step {step} for the word of rank 0's writer, which has not come within "
+                f"{timeout_s:g} s (timeout_s)"
+            )
+        time.sleep(_LOOK_S)
+    return None

@@ -25,46 +25,12 @@ from holdfast._version import code_id
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-__all__ = [
-    "SILENCE_S",
-    "Alone",
-    "Meeting",
-    "Rendezvous",
-    "StoreLife",
-    "find_store",
-    "meet",
-    "same_for_all",
-    "store_of_this_life",
-]
-
-SILENCE_S = 30.0
-"""A rank that says nothing for so many seconds is given up."""
+__all__ = ["Rendezvous", "StoreLife", "find_store", "meet_in", "store_of_this_life"]
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come
 _CONNECT = timedelta(seconds=60)
 _met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
-
-
-class Alone:
-    """A meeting of one rank."""
-
-    rank, world_size = 0, 1
-
-    def agree(
-        self,
-        topic: str,
-        give: Callable[[], Any],
-        decide: Callable[[list[Any]], Any] = lambda values: values[0],
-        *,
-        work_s: float = 0.0,
-    ) -> Any:
-        """Decide on our own value; see `Rendezvous.agree`."""
-        return decide([give()])
-
-    def swap(self, group: str, value: Any) -> list[Any]:
-        """Give our own value back; see `Rendezvous.swap`."""
-        return [value]
 
 
 class Rendezvous:
@@ -223,38 +189,29 @@ class Rendezvous:
         return json.loads(self._store.get(self._key(key)))
 
 
-Meeting = Alone | Rendezvous
-
-
-def meet(info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Meeting:
-    """Meet the other ranks through the process group's store, else through that of torchrun; alone if there are none.
-
-    Args:
-        info: who we are.
-        name: of the meeting.
-        timeout_s: bound of every wait.
-        otherwise: what else the user may do, for the error.
-
-    Raises:
-        ConfigError: there are other ranks, and no store to meet them through.
-    """
-    if info.world_size == 1:
-        return Alone()
-    return _meet_in(find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
-
-
 def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
     """Return a part of a store in which all ranks are, and no earlier life of theirs ever was.
 
     Raises:
         HoldfastError: a rank did not come.
     """
-    meeting = _meet_in(store, info, name="life", timeout_s=timeout_s)
+    meeting = meet_in(store, info, name="life", timeout_s=timeout_s)
     number = meeting.agree("number", lambda: secrets.token_hex(8))
     return dist.PrefixStore(f"holdfast/of_{number}", store)  # type: ignore[attr-defined]
 
 
-def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rendezvous:
+def meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rendezvous:
+    """Meet the other ranks in that part of a store which no earlier life of theirs uses.
+
+    Args:
+        store: shared by all ranks.
+        info: who we are.
+        name: of the meeting.
+        timeout_s: bound of every wait.
+
+    Raises:
+        HoldfastError: rank 0 did not come.
+    """
     life = StoreLife(store, info)
     return Rendezvous(life.join(timeout_s), info, name=name, timeout_s=timeout_s, look=life.look)
 
@@ -301,21 +258,6 @@ def find_store(info: RankInfo, otherwise: str) -> Any:
         f"this is rank {info.rank} of {info.world_size}, and there is no process group through which the ranks could "
         f"meet: call torch.distributed.init_process_group first, start with torchrun, or {otherwise}"
     )
-
-
-def same_for_all(values: Sequence[Any], what: str) -> Any:
-    """Return the value that all ranks gave.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    differing = [rank for rank, value in enumerate(values) if value != values[0]]
-    if differing:
-        raise ConfigError(
-            f"{what} must be the same on all ranks: rank 0 has {values[0]!r}, rank {differing[0]} has "
-            f"{values[differing[0]]!r}"
-        )
-    return values[0]
 
 
 _numbers: dict[tuple[int, int], str] = {}  # of this process, by (rank, world size)

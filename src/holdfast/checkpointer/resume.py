@@ -21,9 +21,9 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import load_bar
+from .meeting import Alone, Meeting
 from .options import Fit
 from .progress import RESERVED, Progress
-from .rendezvous import Alone, Meeting
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint

@@ -29,42 +29,20 @@ from holdfast.writer.step_memory import StepMemory
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id, taken_names
+from .meeting import SILENCE_S, Alone, Meeting
 from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .rendezvous import SILENCE_S, Alone, Meeting
 from .stats import SaveCosts, Stats, StepClock
 
 if TYPE_CHECKING:
     from .rank_group import RankGroup
     from .remote import RemoteWatch
 
-__all__ = ["NamedSave", "RunSession", "answer"]
+__all__ = ["RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 3600.0  # that the writer of a dead trainer may still take to finish
 _SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedSave:
-    """A save with a name, and what follows it.
-
-    Attributes:
-        name: path of the checkpoint below the root of the run. The index of the run knows what lies directly there.
-        saves: those that this one comes after.
-        overwrite: a checkpoint of this name is replaced when the save commits.
-        extra: for the manifest.
-        follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
-            nothing is done, the session gave the name, and steps are measured by its clock.
-        lost: see `RunSave`; None: the step is named in the log.
-    """
-
-    name: str
-    saves: PendingSaves
-    overwrite: bool = False
-    extra: Mapping[str, str] | None = None
-    follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None
-    lost: Callable[[RunSave, BaseException], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +84,7 @@ class RunSession:
         staged: the ranks share no disk: the run is at the remote, and each rank stages its part of a save.
         start_id: of this life.
         opened: what opening the run has found.
+        has_begun: the first step of this life is done.
         quarantined: reasons of the checkpoints that were set aside, by name.
         names: names that are taken under the run.
         saves: those on their way, but for the ones that are followed by their owner.
@@ -150,7 +129,7 @@ class RunSession:
         self._opened: RunOpened | None = None
         self._notes: list[_Note] = []
         self._number = 0
-        self._has_begun = False
+        self.has_begun = False
         self.memory = StepMemory()
         self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
@@ -351,7 +330,8 @@ class RunSession:
         epoch: int,
         metrics: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         announce: Callable[[str], object] | None = None,
-        named: NamedSave | None = None,
+        save: RunSave | None = None,
+        saves: PendingSaves | None = None,
     ) -> None:
         """Copy a state and hand it to the writer; waits for the saves before. The state may change afterwards.
 
@@ -363,20 +343,21 @@ class RunSession:
             metrics: of this step; a function that returns them is called when the save is handed over, by a thread that
                 may wait for a device.
             announce: called with the name of the checkpoint before the save is handed over.
-            named: the name and the owner of the save; None: the session names and follows it.
+            save: its name, and what its owner does after it; None: the session names it.
+            saves: those that it comes after; None: those of the session.
 
         Raises:
             HoldfastError: an earlier save failed, or this save cannot begin. A storage that is full or does not answer
                 is a lost save, which `settle` takes in.
         """
-        if named is None:
+        if saves is None:
             self.settle()
-            named = NamedSave(name=self._free_name(step), saves=self.saves)
+            saves = self.saves
         else:
-            named.saves.settle()
-        begun, name, follow = time.perf_counter(), named.name, named.follow
-        save_id, checkpoint_id = self.next_save_id(), uuid.uuid4().hex
-        future: Future[Any]
+            saves.settle()
+        save = save or RunSave(name=self._free_name(step), step=step)
+        save.begun, save.checkpoint_id = time.perf_counter(), uuid.uuid4().hex
+        name, is_ours, save_id = save.name, save.follow is None, self.next_save_id()
         try:
             with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
                 if self.remote_watch is not None:
@@ -384,22 +365,24 @@ class RunSession:
                 # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
                 if announce is not None:
                     announce(name)
-                job = self._job(named, save_id, checkpoint_id, step, epoch, {} if callable(metrics) else metrics)
+                job = self._job(save, saves, save_id, epoch, {} if callable(metrics) else metrics)
                 fields = job.manifest
                 if self.staged:
                     self._staged_saves[name] = step, fields["metrics"]
                 late = self._sender.behind(metrics) if callable(metrics) else None
-                future = snapshotter.submit(state(), self.client, self.storage, job, metrics=late, lazy=follow is None)
+                save.future = snapshotter.submit(
+                    state(), self.client, self.storage, job, metrics=late, lazy=is_ours
+                )  # fmt: skip
                 # So that `holdfast run` keeps the memory of the newest saves for the next life.
                 self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
                 self._sender.newest_save = name, snapshotter.handed_over
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
-            future = failed(error)
+            save.future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
             held, lost = self._costs.of_save()
             cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
-            if follow is None:
+            if is_ours:
                 cost["lost_s"] = lost
                 self.paid(lost, cost["durable_s"])
             self.journal("cost", step=save.step, name=save.name, **cost)
@@ -413,14 +396,9 @@ class RunSession:
                 )
                 self.announcer.tell(told)
 
-        self._begin(
-            RunSave(
-                name=name, step=step, checkpoint_id=checkpoint_id, future=future, begun=begun, committed=committed,
-                lost=named.lost or _lost_state,
-            ),
-            named.saves, follow=follow,
-        )  # fmt: skip
-        self._costs.held(time.perf_counter() - begun)
+        save.committed = committed
+        self._begin(save, saves)
+        self._costs.held(time.perf_counter() - save.begun)
 
     def keep_state(
         self,
@@ -430,7 +408,8 @@ class RunSession:
         step: int,
         epoch: int,
         metrics: Mapping[str, Any],
-        named: NamedSave | None = None,
+        save: RunSave | None = None,
+        saves: PendingSaves | None = None,
     ) -> bool:
         """Copy a state and have the writer hold the copy, which it commits only if this process dies.
 
@@ -440,32 +419,30 @@ class RunSession:
             step: steps done.
             epoch: current epoch.
             metrics: of this step.
-            named: as for `save_state`.
+            save: as for `save_state`.
+            saves: as for `save_state`.
 
         Returns:
             False if memory is too short for it.
         """
         begun = time.perf_counter()
-        named = named or NamedSave(name=self._free_name(step), saves=self.saves)
-        job = self._job(named, f"{self.start_id}-{_SNAPSHOTS + step:x}", uuid.uuid4().hex, step, epoch, metrics)
+        save = save or RunSave(name=self._free_name(step), step=step)
+        save.checkpoint_id = uuid.uuid4().hex
+        job = self._job(save, saves or self.saves, f"{self.start_id}-{_SNAPSHOTS + step:x}", epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
         self._costs.kept(time.perf_counter() - begun, step=step)
         self._tell_snapshots()
         return kept
 
-    def _job(
-        self, named: NamedSave, save_id: str, checkpoint_id: str, step: int, epoch: int, metrics: Mapping[str, Any]
-    ) -> SaveJob:
+    def _job(self, save: RunSave, saves: PendingSaves, save_id: str, epoch: int, metrics: Mapping[str, Any]) -> SaveJob:
         """Return what the writer is told of a state; the snapshotter adds its files."""
-        fields = self._manifest(
-            checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
-        )
-        if extra := {**self.extra, **(named.extra or {})}:
+        fields = self._manifest(save, epoch, metrics, parent=saves.parent, world_size=self.meeting.world_size)
+        if extra := {**self.extra, **save.extra}:
             fields["extra"] = extra
-        joint, in_run = self.team is not None, "/" not in named.name  # a run's index has what lies directly in it
+        joint, in_run = self.team is not None, "/" not in save.name  # a run's index has what lies directly in it
         return SaveJob(
-            directory=named.name, save_id=save_id, manifest=fields, overwrite=named.overwrite, reuse=in_run,
+            directory=save.name, save_id=save_id, manifest=fields, overwrite=save.overwrite, reuse=in_run,
             run=in_run and self.leads, part=joint, joint=joint,
         )  # fmt: skip
 
@@ -496,12 +473,11 @@ class RunSession:
         Raises:
             HoldfastError: they cannot be handed over.
         """
-        checkpoint_id = uuid.uuid4().hex
         save = RunSave(
-            name=self._free_name(step), step=step, checkpoint_id=checkpoint_id, future=Future(),
-            begun=time.perf_counter(), committed=committed, lost=lost,
+            name=self._free_name(step), step=step, checkpoint_id=uuid.uuid4().hex, begun=time.perf_counter(),
+            committed=committed, lost=lost,
         )  # fmt: skip
-        fields = self._manifest(checkpoint_id, step, epoch, metrics, parent=self.saves.parent, world_size=world_size)
+        fields = self._manifest(save, epoch, metrics, parent=self.saves.parent, world_size=world_size)
         try:
             job = IngestJob(directory=save.name, save_id=save_id, sources=tuple(sources), manifest=fields)
             save.future = self.client.ingest(self.storage, job)
@@ -520,51 +496,37 @@ class RunSession:
         return f"{self.start_id}-{self._number:x}"
 
     def _manifest(
-        self,
-        checkpoint_id: str,
-        step: int,
-        epoch: float | None,
-        metrics: Mapping[str, Any],
-        *,
-        parent: str | None,
-        world_size: int,
+        self, save: RunSave, epoch: float | None, metrics: Mapping[str, Any], *, parent: str | None, world_size: int
     ) -> dict[str, Any]:
         opened = self.opened
         return manifest_fields(
-            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=parent, attempt=opened.attempt, step=step,
-            epoch=epoch, metrics=metrics, world_size=world_size,
+            run_id=opened.run_id, checkpoint_id=save.checkpoint_id or "", parent=parent, attempt=opened.attempt,
+            step=save.step, epoch=epoch, metrics=metrics, world_size=world_size,
         )  # fmt: skip
 
-    def _begin(
-        self,
-        save: RunSave,
-        saves: PendingSaves,
-        *,
-        follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
-    ) -> None:
+    def _begin(self, save: RunSave, saves: PendingSaves) -> None:
+        """Follow a save that was handed over."""
+
         def ended(done: Future[Any]) -> None:
             save.durable = time.perf_counter()
             if not done.cancelled() and done.exception() is None:
                 self.life.durable(save.step)  # now: a loop that hangs takes nothing in any more
 
         save.committed = partial(self._committed, save.committed)
-        save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
+        save.lost = partial(self._lost, save.lost)
         save.future.add_done_callback(ended)
-        if follow is None:
+        if save.follow is None:
             self.names.add(save.name)
         else:
-            save.future = follow(save.future)
+            save.future = save.follow(save.future)
         saves.add(save)
 
     # -- what became of them
 
-    @property
-    def unsettled(self) -> bool:
-        """True when a save or a note has ended and `settle` has work to do; costs next to nothing."""
-        return self.saves.ended.is_set()
-
     def glance(self) -> None:
-        """Process, between saves, what has ended; see `PendingSaves.glance`."""
+        """Process, between saves, what has ended, at next to no cost if nothing has; see `PendingSaves.glance`."""
+        if not self.saves.ended.is_set():
+            return
         if self.team is None:
             self.settle(leave=len(self.saves))
         else:
@@ -576,6 +538,9 @@ class RunSession:
         Raises:
             HoldfastError: a save, or something noted on the side, failed.
         """
+        if not self._notes:
+            self.saves.settle(leave=leave)
+            return
         # Collected before the saves: a note that failed because its checkpoint is missing is processed after that save.
         done = [note for note in self._notes if note.future.done()]
         self.saves.settle(leave=leave)
@@ -588,7 +553,7 @@ class RunSession:
         self.settle()
         if self._notes:
             self._sender.send("hurry", {}, about=None, late=None)
-        self.wait_for_notes()
+            self.wait_for_notes()
 
     def _committed(self, committed: Callable[[RunSave, SaveResult], object], save: RunSave, result: SaveResult) -> None:
         stats = self.stats
@@ -602,14 +567,9 @@ class RunSession:
         committed(save, result)
 
     def _lost(
-        self,
-        lost: Callable[[RunSave, BaseException], str],
-        save: RunSave,
-        error: BaseException,
-        *,
-        name_is_ours: bool,
-    ) -> str:
-        if name_is_ours:
+        self, lost: Callable[[RunSave, BaseException], str], save: RunSave, error: BaseException
+    ) -> str:  # fmt: skip
+        if save.follow is None:  # the session gave the name
             self._free(save.name)
         if isinstance(error, (*TRANSIENT_ERRORS, DroppedSaveError)):
             self.stats.skipped += 1
@@ -633,8 +593,8 @@ class RunSession:
 
     def began(self, step: int) -> None:
         """Record, once, that the first step of this life is done: until then it was starting."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self.journal("began", step=step)
 
     def journal(self, what: str, **about: Any) -> None:
@@ -755,13 +715,6 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
     if not future.done():
         raise HoldfastError(f"no answer after {timeout_s:.0f} s{bound}: {storage.uri} is stuck or very slow")
     return future.result()
-
-
-def _lost_state(save: RunSave, error: BaseException) -> str:
-    if isinstance(error, DroppedSaveError):
-        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
-    why = state_of(error)
-    return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 
 
 def _sees(storage: Storage, mark: str) -> bool:

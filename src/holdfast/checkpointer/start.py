@@ -19,9 +19,7 @@ from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.process import memory_name
-from holdfast.run.record import unpack
 from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
-from holdfast.run.view import RunView
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
 from holdfast.state.tree.optimizers import is_plain
@@ -29,12 +27,11 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
+from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
-from .rendezvous import Meeting, same_for_all
 from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
-from .save_policy import FIRST_S
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
@@ -191,8 +188,12 @@ def _candidates(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the checkpoints to try, in their order, and why others of the run are not sound."""
     rows, metric = session.opened.records, _watched(options)
-    judged = ((*row[:3], unpack(row).metrics if metric else {}) for row in rows)
-    return order_to_try(list(judged), rollbacks, metric=metric, are_all_known=not session.opened.quarantined)
+    judged: list[Sequence[Any]] = [(*row[:3], {}) for row in rows]
+    if metric is not None:
+        from holdfast.run.record import unpack  # not above: of runs with a guard
+
+        judged = [(*row[:3], unpack(row).metrics) for row in rows]
+    return order_to_try(judged, rollbacks, metric=metric, are_all_known=not session.opened.quarantined)
 
 
 def _watched(options: CheckpointerOptions) -> str | None:
@@ -585,9 +586,12 @@ def _start_block(
     if opened.waited_s > 1:
         notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
     if finished is not None:
+        done = f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step})"
         notes.append(
-            f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step}): nothing to do "
-            "unless more is asked for"
+            f"{done}, at the end of epoch {finished}, which was left by `break`: ck.epochs() enters it again without "
+            "batches, and what the body does behind them comes once more, unless it asks at its head whether to stop"
+            if finished == progress.epoch and progress.is_at_end_of_epoch
+            else f"{done}: nothing to do unless more is asked for"
         )
     if threading.current_thread() is not threading.main_thread():
         notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")
@@ -607,6 +611,8 @@ def _start_block(
         )
     notes.append(room)
     if options.auto:
+        from .auto_interval import FIRST_S  # not above: of every="auto" only
+
         notes.append(
             f"every='auto': the first save comes after {format_duration(FIRST_S)} at most, unless the run knows what "
             "saves cost"
@@ -621,11 +627,10 @@ def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Check
             return f"fresh start: all {len(opened.records)} checkpoint(s) under {storage.uri} may hold a bad step"
         return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
     # Whoever expected a resume has to see why there is none.
-    found = RunView(storage)
-    if found.incomplete:
-        notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
-    if strangers := sorted(found.others.keys() - found.guests.keys()):
-        notes.append(f"not of this run, so not picked (name one with resume=): {listed(strangers)}")
+    if opened.incomplete:
+        notes.append(f"never committed, so not usable: {listed(opened.incomplete)}")
+    if opened.strangers:
+        notes.append(f"not of this run, so not picked (name one with resume=): {listed(opened.strangers)}")
     return f"fresh start: no checkpoint under {storage.uri}"
 
 

@@ -17,9 +17,9 @@ from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import verify
+from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.checkpointer.options import check_root
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, passing_error, state_of
-from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
 from holdfast.checkpointer.resume import Quarantine, first_good
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep
@@ -32,7 +32,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
 )
 from holdfast.run.catalog import Catalog
-from holdfast.run.remains import INCOMING
+from holdfast.run.names import INCOMING
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult

@@ -14,10 +14,10 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.rendezvous import meet
-from holdfast.config import ValidationTaskConfig
+from holdfast.checkpointer.meeting import meet
 from holdfast.copying.local import clone_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.trainers.function.config import ValidationTaskConfig
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import current_session
 

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from holdfast.checkpointer.rendezvous import Meeting, Rendezvous
+from holdfast.checkpointer.meeting import Meeting
+from holdfast.checkpointer.rendezvous import Rendezvous
 from holdfast.errors import ConfigError
 from holdfast.trainers.function.worker.handoff import HandoffArea
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import CorruptCheckpointError
 
-from .record import Record
-from .remains import is_numbered
+from .names import NUMBERED
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
+
+    from .record import Record
 
 __all__ = ["GONE", "GUESTS", "Candidate", "MirrorView", "copies_shown", "find_copies", "newest_good"]
 
@@ -73,7 +74,7 @@ def find_copies(ids: Mapping[str, str], known: Mapping[str, str]) -> dict[str, s
         known: directory by checkpoint id.
     """
     first = dict(known)
-    names = sorted(filter(ids.__getitem__, ids), key=lambda name: (not is_numbered(name), len(name), name))
+    names = sorted(filter(ids.__getitem__, ids), key=lambda name: (NUMBERED.fullmatch(name) is None, len(name), name))
     return {name: original for name in names if (original := first.setdefault(ids[name], name)) != name}
 
 

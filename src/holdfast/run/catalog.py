@@ -28,8 +28,9 @@ from .names import LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
+from .rollbacks import choose
 from .trash import Trash
-from .view import RunView
+from .view import RunView, to_judge
 
 __all__ = ["Catalog"]
 
@@ -67,11 +68,11 @@ class Catalog(RunView):
         self.side, self.links = "", False
         self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
         self._says_unranked = True
-        # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
-        self._standing: tuple[Keep, RetentionIndex] | None = None
+        # The view of retention under its rules, and what it has not seen yet: touched rows, unusable names, the held
+        # name.
+        self._standing: tuple[tuple[Any, ...], RetentionIndex] | None = None
         self._touched = self.index.rows.watch()
         self._unusable: Set[str] = frozenset()
-        self._bad: Set[str] = frozenset()
         self._held: str | None = None
         self._unlisted = 0
 
@@ -81,17 +82,18 @@ class Catalog(RunView):
         Pins and late metrics of the doomed are read again before, since another process may have set them. Return the
         verdicts on the deleted checkpoints.
         """
-        self.index.keep = keep.to_json()
-        pinned = self._stand(keep).pinned
-        looked = list(pinned)[: self._bite]
-        self._all_still_there(looked)  # another process may have taken the pin back
-        for name in looked:
-            pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
+        standing = self._stand(keep)
+        pinned = standing.pinned
+        if looked := list(pinned)[: self._bite]:
+            self._all_still_there(looked)  # another process may have taken the pin back
+            for name in looked:
+                pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
+            standing = self._stand(keep)
         doomed: list[Verdict] = []
         trusted: set[str] = set()
         known: dict[str, Collection[str]] = {}
         while True:
-            doomed = self._stand(keep).doomed(protect)
+            doomed = standing.doomed(protect)
             # Only the oldest, which go now, are looked at: the others wait for the next call.
             fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
             if not fresh:
@@ -103,6 +105,7 @@ class Catalog(RunView):
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
             sound = self._all_still_there(unsure)
             trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
+            standing = self._stand(keep)
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
             self._says_unranked = False
             warn_unranked(keep.metric, self.records(), self.storage.uri)
@@ -135,16 +138,22 @@ class Catalog(RunView):
     def _stand(self, keep: Keep) -> RetentionIndex:
         """Return the rules' view of the checkpoints, brought up to date."""
         unusable = self.index.quarantined.keys() | self.corrupt.keys()
-        bad = self.bad_steps().keys() if keep.best is not None else frozenset[str]()  # no checkpoint is best by these
         resumed = self._resumed
         held = {name for name in (resumed, self._held) if name is not None}
-        names = self._touched | (unusable ^ self._unusable) | (bad ^ self._bad) | held
+        names = self._touched | (unusable ^ self._unusable) | held
+        # Row by row: a save must not look at all of them, and a row is judged by what it says itself.
+        rollbacks, watched = self._guarded() if keep.best is not None else ((), None)
 
         def judged(record: Record) -> Record:
-            return replace(record, metrics={}) if record.name in bad else record
+            if not rollbacks and watched is None:
+                return record
+            bad, _ = choose([to_judge(record)], rollbacks, metric=watched)
+            return replace(record, metrics={}) if bad else record  # no checkpoint is best by a bad step
 
-        if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
-            self._standing = keep, RetentionIndex(keep, map(judged, self.records()))
+        rules = (keep, rollbacks, watched)
+        if self._standing is None or self._standing[0] != rules or len(names) > _MANY:
+            self.index.keep = keep.to_json()
+            self._standing = rules, RetentionIndex(keep, map(judged, self.records()))
             names = self._touched  # a row that cannot be unpacked has been replaced by now
         standing = self._standing[1]
         for name in sorted(names):
@@ -154,7 +163,7 @@ class Catalog(RunView):
             else:
                 standing.drop(name)
         self._touched.clear()
-        self._unusable, self._bad, self._held = unusable, bad, resumed
+        self._unusable, self._held = unusable, resumed
         return standing
 
     def _lists_now(self) -> bool:
@@ -180,6 +189,10 @@ class Catalog(RunView):
 
         Return the verdicts on the deleted, newest first; the next call goes on with the others (see `num_behind`).
         """
+        if not doomed and not self._half:
+            self.num_behind = 0
+            self.save()
+            return []
         until = time.monotonic() + _BITE_S
         half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
         bite, spared = self._announced([*half, *reversed(doomed)])
@@ -222,6 +235,13 @@ class Catalog(RunView):
         if full:
             self.index.save()
         return deleted[::-1]
+
+    def save(self) -> None:
+        """Save the index; side by side at a store, what was committed is confirmed and `LATEST` leads to the newest."""
+        works: list[Callable[[], object]] = [partial(self._confirmed, is_announced=False), self.index.save]
+        together(self.storage, works)
+        if self._external.has_taken:
+            self._external.settle()
 
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:
@@ -314,16 +334,19 @@ class Catalog(RunView):
     def add(self, name: str, manifest: Manifest, *, is_new: bool = False) -> Record:
         """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it).
 
-        A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
+        A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read. What another process says of it
+        meanwhile is read before anything is deleted.
         """
         sidecar = Sidecar()
-        if not (is_new and self.storage.traits.num_parallel > 1):  # there a read is a wait
+        if not is_new:
             try:
                 sidecar = read_sidecar(self.storage, name)
             except StorageError as error:
                 # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
                 _log.warning("%s was entered by its manifest alone: %s", name, error)
-        self.index.rows[name] = pack(record_from_manifest(name, manifest, sidecar))
+        record = record_from_manifest(name, manifest, sidecar)
+        row = self.index.rows[name] = pack(record)
+        self._unpacked[name] = row, record
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
         if name in self.incomplete:

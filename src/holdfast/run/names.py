@@ -1,12 +1,17 @@
-"""Names of the files that a run keeps beside its checkpoints, which no checkpoint may have."""
+"""Names in a run: of what it keeps beside its checkpoints, which no checkpoint may have, and of checkpoints."""
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "CHANGES_FILE",
+    "INCOMING",
     "LATEST",
     "LEASE_FILE",
     "LOGS",
+    "NUMBERED",
+    "PROBE",
     "REPORTS",
     "RUN_FILE",
     "RUN_NAMES",
@@ -18,6 +23,12 @@ RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 LEASE_FILE = "lease.json"
 REPORTS, LOGS = "reports", "logs"
 VERIFIED_FILE = ".verified.json"
+PROBE = ".probe-"
+"""First characters of the directory of a probe; the start id follows."""
+INCOMING = ".incoming-"
+"""First characters of the directory of files that workers have handed over and that are not taken in yet."""
+NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
+"""What the name of a checkpoint begins with that Holdfast has given by itself."""
 LATEST = "latest"
 """Name of the link to the newest checkpoint, in a run on a disk; older runs may have a checkpoint of this name."""
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))

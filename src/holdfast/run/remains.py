@@ -15,23 +15,12 @@ from holdfast.format.names import REMOVING_NAME, start_id_of
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
+from .names import INCOMING, NUMBERED, PROBE
 from .record import METRICS_FILE
 
-__all__ = ["INCOMING", "PROBE", "is_numbered", "is_remains", "sweep_hidden", "sweep_names"]
+__all__ = ["is_remains", "sweep_hidden", "sweep_names"]
 
-PROBE = ".probe-"
-"""First characters of the directory of a probe; the start id follows."""
-INCOMING = ".incoming-"
-"""First characters of the directory of files that workers have handed over and that are not taken in yet."""
-
-_HIDDEN = re.compile(r"(?:\.probe-|\.incoming-)(?P<start>[0-9a-f]{8,64})/")
-# Empty directories, made for a first file that never came: only the name says that they are ours.
-_NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
-
-
-def is_numbered(name: str) -> bool:
-    """Tell whether a directory has a name that Holdfast gives by itself."""
-    return _NUMBERED.fullmatch(name) is not None
+_HIDDEN = re.compile(rf"(?:{re.escape(PROBE)}|{re.escape(INCOMING)})(?P<start>[0-9a-f]{{8,64}})/")
 
 
 def is_remains(paths: Iterable[str]) -> bool:
@@ -63,7 +52,8 @@ def sweep_names(
     from holdfast.format.parts import sweep_passing  # not above: only the owner of a run sweeps
 
     swept = []
-    for name in [*committed, *incomplete, *filter(_NUMBERED.match, foreign)]:
+    # Empty directories, made for a first file that never came: only the name says that they are ours.
+    for name in [*committed, *incomplete, *filter(NUMBERED.match, foreign)]:
         storage.tidy(name)  # unfinished puts
     passing = together(storage, [partial(sweep_passing, storage, name, past) for name in (committed if past else ())])
     swept += [f"{name}/{path}" for name, paths in zip(committed, passing, strict=False) for path in paths]

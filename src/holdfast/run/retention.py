@@ -184,7 +184,7 @@ class RetentionIndex:
     """
 
     def __init__(self, keep: Keep, records: Iterable[Record]) -> None:
-        self._keep = keep
+        self._keep, self._every, self._deletes = keep, keep.interval, bool(rules_of(keep))
         self._records = {record.name: record for record in records}
         self._order = sorted(record.order for record in self._records.values())
         self._ranked = sorted(map(self._rank, self._records.values())) if self._by_rank else []
@@ -248,10 +248,10 @@ class RetentionIndex:
     def doomed(self, protect: frozenset[str] = frozenset()) -> list[Verdict]:
         """Return the verdicts on the checkpoints that go, newest first."""
         keep, order, ranked = self._keep, self._order, self._ranked
-        if not rules_of(keep):
+        if not self._deletes:
             return []
-        if keep.interval is not None and self._milestones is None:
-            self._milestones = Milestones(keep.interval)
+        if self._every is not None and self._milestones is None:
+            self._milestones = Milestones(self._every)
             names = [name for _, _, name in order if self._milestones.add(self._records[name]) is not None]
             self._open |= self._milestone_names.difference(names)
             self._milestone_names = set(names)
@@ -271,7 +271,7 @@ class RetentionIndex:
         goes = [record for record in looked_at if not stays(record)]
         goes.sort(key=lambda record: record.order, reverse=True)
         self._open, self._moves, self._protected = {record.name for record in goes}, 0, protect
-        why = otherwise(keep)
+        why = otherwise(keep) if goes else ""
         return [Verdict(name=record.name, keep=False, why=why) for record in goes]
 
 

@@ -39,9 +39,9 @@ from .index import RunIndex
 from .names import LOGS, REPORTS
 from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains
-from .rollbacks import bad_steps, choose, read_rollbacks, watched_metric
+from .rollbacks import Rollback, choose, read_rollbacks, watched_metric
 
-__all__ = ["RunView"]
+__all__ = ["RunView", "to_judge"]
 
 _log = get_logger("catalog")
 _OWN = {REPORTS, LOGS}
@@ -86,6 +86,7 @@ class RunView:
         self.rebuilt = False
         self.holds_resumed = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
+        self._read_notes: tuple[Any, tuple[tuple[Rollback, ...], str | None]] = (None, ((), None))
         self.corrupt: dict[str, str] = {}
         self.incomplete: list[str] = []
         self.foreign: list[str] = []
@@ -166,15 +167,22 @@ class RunView:
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint, None in an empty run."""
-        return next((record for name in self._order() if (record := self._known(name)) is not None), None)
+        name = next(self._usable(), None)  # each save asks: not for all names
+        record = None if name is None else self._known(name)
+        if record is None and name is not None:  # its row cannot be read, and has changed or gone for it
+            return self.newest()
+        return record
 
     def newest_sound(self) -> Record | None:
         """Return the newest checkpoint that a start would take; None without one."""
+        if self._guarded() == ((), None):
+            return self.newest()
         return next((record for name in self._to_take() if (record := self._known(name)) is not None), None)
 
     def bad_steps(self) -> dict[str, str]:
         """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
-        return bad_steps(self._to_judge(), self.index.notes)
+        rollbacks, metric = self._guarded()
+        return choose(map(to_judge, self.records()), rollbacks, metric=metric)[0] if rollbacks or metric else {}
 
     def sound(self) -> list[Record]:
         """Return the checkpoints, newest first, without those that hold a bad step."""
@@ -391,24 +399,33 @@ class RunView:
 
     def _order(self) -> list[str]:
         """Return names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+        return list(self._usable())
+
+    def _usable(self) -> Iterator[str]:
         skip = self.index.quarantined
-        return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
+        return (name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt)
 
     def _to_take(self) -> Iterator[str]:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""
-        rollbacks, metric = read_rollbacks(self.index.notes), watched_metric(self.index.notes)
+        rollbacks, metric = self._guarded()
+        if not rollbacks and metric is None:
+            yield from self._order()
+            return
         doubtful: list[str] = []
         for name in self._order():
-            record = self._known(name) if rollbacks or metric else None
-            bad, may_be_bad = choose([] if record is None else [_judged(record)], rollbacks, metric=metric)
+            record = self._known(name)
+            bad, may_be_bad = choose([] if record is None else [to_judge(record)], rollbacks, metric=metric)
             doubtful += may_be_bad
             if not bad and not may_be_bad:
                 yield name
         yield from doubtful
 
-    def _to_judge(self) -> Iterator[tuple[str, int, int, Mapping[str, Any]]]:
-        """Yield what `rollbacks.choose` judges; no row is unpacked unless it is asked for."""
-        yield from map(_judged, self.records())
+    def _guarded(self) -> tuple[tuple[Rollback, ...], str | None]:
+        """Return the bad steps that the guard of the run has found, and the metric that it watches."""
+        notes = self.index.notes
+        if self._read_notes[0] is not notes:  # whoever notes something puts another mapping there
+            self._read_notes = notes, (tuple(read_rollbacks(notes)), watched_metric(notes))
+        return self._read_notes[1]
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Read the manifests of names without a row; note why the others have no good manifest."""
@@ -492,5 +509,6 @@ class RunView:
             return CorruptCheckpointError(f"{name}: {error}")  # moved elsewhere by hand, and linked: one, not the run
 
 
-def _judged(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
+def to_judge(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
+    """Return what `rollbacks.choose` judges."""
     return record.name, record.attempt, record.step, record.metrics

@@ -23,19 +23,7 @@ from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error
 if TYPE_CHECKING:
     from .uploads.files import UploadJob
 
-__all__ = ["SaveFuture", "SharedWriter", "WriterClient"]
-
-
-class SaveFuture(Future[SaveResult]):
-    """The committed checkpoint of one job, later.
-
-    Attributes:
-        job_no: number for `WriterClient.window`, `seal` and `abandon`.
-    """
-
-    def __init__(self, job_no: int) -> None:
-        super().__init__()
-        self.job_no = job_no
+__all__ = ["SharedWriter", "WriterClient"]
 
 
 class WriterClient:
@@ -96,7 +84,7 @@ class WriterClient:
         arena: Arena | None = None,
         *,
         filled: int | None = None,
-    ) -> SaveFuture:
+    ) -> PendingCall:
         """Start a save. The arena ranges of the job must not change until the future is done.
 
         Args:
@@ -120,21 +108,12 @@ class WriterClient:
             header["storage"] = self._talk.tell_storage(storage)
             if arena is not None:
                 self._talk.tell_arena(arena)
-            future = SaveFuture(self._talk.number())
+            save = self._talk.call(
+                header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=_result
+            )  # fmt: skip
             if job.joint:
-                future.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
-            self._talk.call(
-                future.job_no,
-                PendingCall(
-                    header=header,
-                    attachments=tuple(blobs),
-                    arena=arena,
-                    future=future,
-                    windowed=job.windowed,
-                    decode=_result,
-                ),
-            )
-            return future
+                save.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
+            return save
 
     def hold(self, storage: Storage, job: SaveJob, blobs: Sequence[bytes], arena: Arena) -> None:
         """Have the writer keep a sealed save that it commits only if the trainer dies, or at `rescue`.
@@ -177,7 +156,7 @@ class WriterClient:
         """
         return self._call({"do": "rescue", "why": why})
 
-    def ingest(self, storage: Storage, job: IngestJob) -> SaveFuture:
+    def ingest(self, storage: Storage, job: IngestJob) -> PendingCall:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
 
         Sources that are not owned must not change until the future is done.
@@ -192,7 +171,7 @@ class WriterClient:
         """
         return self._make("ingest", storage, job)
 
-    def commit_parts(self, storage: Storage, job: PartsJob) -> SaveFuture:
+    def commit_parts(self, storage: Storage, job: PartsJob) -> PendingCall:
         """Commit a checkpoint whose parts other writers have stored (`SaveJob.part`).
 
         Raises:
@@ -219,15 +198,13 @@ class WriterClient:
             keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
             return self._call({"do": "upload", **keys, "job": job.to_json(), "num_workers": num_workers})
 
-    def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> SaveFuture:
+    def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> PendingCall:
         if not job.manifest.get("checkpoint_id"):
             raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
         with self._talk.lock:
             self._talk.check()
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}
-            future = SaveFuture(self._talk.number())
-            self._talk.call(future.job_no, PendingCall(header=header, future=future, decode=_result))
-            return future
+            return self._talk.call(header, decode=_result)
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
@@ -269,7 +246,7 @@ class WriterClient:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
 
         Args:
-            job_no: from the future of `submit`.
+            job_no: number of the save (`PendingCall.number`).
             blobs: bytes of ``job.blobs``, unless `submit` got them.
             manifest: fields that replace those given before.
 
@@ -287,7 +264,7 @@ class WriterClient:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
 
         Args:
-            job_no: from the future of `submit`.
+            job_no: number of the save (`PendingCall.number`).
             error: why, for the future, and for the futures of the other ranks.
         """
         header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
@@ -540,9 +517,7 @@ class WriterClient:
     ) -> Future[Any]:
         with self._talk.lock:
             self._talk.check()
-            call = PendingCall(header=header, future=Future(), repeatable=repeatable, decode=decode)
-            self._talk.call(self._talk.number(), call)
-            return call.future
+            return self._talk.call(header, repeatable=repeatable, decode=decode)
 
     def _tell_failure(self, save: str, done: Future[SaveResult]) -> None:
         """Report a failed part to the other ranks, for it may be lost with its writer; other failures they know."""

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
@@ -44,13 +43,12 @@ class WindowsLostError(HoldfastError):
     """The writer died during a windowed save: a new writer has the job, and needs its windows from the first."""
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingCall:
-    """A message that waits for its answer, kept so that it can be sent again to a new writer.
+class PendingCall(Future[Any]):
+    """The answer to a message, later; until then the message is kept, to be sent again to a new writer.
 
     Attributes:
+        number: of the call; that of a save is what `WriterClient.window`, `fill`, `seal` and `abandon` take.
         header: the message.
-        future: gets the answer.
         attachments: bytes behind the header.
         arena: memory the call refers to.
         repeatable: a new writer can carry it out from the start.
@@ -61,16 +59,32 @@ class PendingCall:
         decode: makes a value of the answer.
     """
 
-    header: dict[str, Any]
-    future: Future[Any]
-    attachments: Sequence[bytes] = ()
-    arena: Arena | None = None
-    repeatable: bool = True
-    windowed: bool = False
-    sealed: bool = False
-    interrupted: bool = False
-    dropped: HoldfastError | None = None
-    decode: Callable[[Message], Any] | None = None
+    def __init__(
+        self,
+        number: int,
+        header: dict[str, Any],
+        *,
+        attachments: Sequence[bytes] = (),
+        arena: Arena | None = None,
+        repeatable: bool = True,
+        windowed: bool = False,
+        decode: Callable[[Message], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.number, self.header, self.attachments, self.arena = number, header, attachments, arena
+        self.repeatable, self.windowed, self.decode = repeatable, windowed, decode
+        self.sealed = self.interrupted = False
+        self.dropped: HoldfastError | None = None
+
+    def settle(self, *, value: Any = None, error: BaseException | None = None) -> None:
+        """Give the answer to those who wait, and let go of what was kept for a new writer."""
+        self.header, self.attachments, self.arena = {}, (), None
+        if not self.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(value)
 
 
 class Conversation:
@@ -139,14 +153,12 @@ class Conversation:
 
     # ---- sending
 
-    def number(self) -> int:
-        """Give a number for a call."""
-        return next(self._numbers)
-
-    def call(self, number: int, call: PendingCall) -> None:
-        """Send a call; its future is resolved later."""
-        self._calls[number] = call
-        self.send({**call.header, "call": number}, call.attachments)
+    def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
+        """Send a message that is answered; ``kept`` are the other arguments of a `PendingCall`."""
+        call = PendingCall(next(self._numbers), header, **kept)
+        self._calls[call.number] = call
+        self.send({**header, "call": call.number}, call.attachments)
+        return call
 
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
         """Send a message that nobody waits for."""
@@ -238,7 +250,7 @@ class Conversation:
         assert self.team is not None
         header, board, fds = self.team
         self.tell_arena(board)
-        self.send({**header, "call": self.number()}, fds=fds)
+        self.send({**header, "call": next(self._numbers)}, fds=fds)
 
     def close(self, timeout_s: float | None, why: str = "closed", *, rescue: bool = False) -> None:
         """Let the writer finish and end; after ``timeout_s`` leave it alone to do so.
@@ -254,7 +266,7 @@ class Conversation:
             if not self._closing:
                 self._closing = True
                 if rescue:
-                    self.send({"do": "rescue", "why": why, "call": self.number()})
+                    self.send({"do": "rescue", "why": why, "call": next(self._numbers)})
                 self.send({"do": "close", "why": why})
         self._reader.join(timeout_s)
         if self._reader.is_alive():
@@ -312,9 +324,9 @@ class Conversation:
                     value = call.decode(answer) if call.decode else header.get("value")
             except Exception as unread:
                 # The call is ours alone by now: `_end` would not find it.
-                _settle(call.future, error=HoldfastError(f"an answer of the writer could not be read: {unread}"))
+                call.settle(error=HoldfastError(f"an answer of the writer could not be read: {unread}"))
                 raise
-            _settle(call.future, value=value, error=error)
+            call.settle(value=value, error=error)
 
     def _end(self, why: str) -> None:
         self._ended = True
@@ -326,7 +338,7 @@ class Conversation:
         with self.lock:
             lost, self._lost = self._lost, []
         for call, error in lost:
-            _settle(call.future, error=error)
+            call.settle(error=error)
 
     def _reap(self) -> int | None:
         """Wait for the end of a writer that has said farewell, closed its socket or died."""
@@ -389,9 +401,9 @@ class Conversation:
             if self.memory is not None:
                 self.tell_arena(self.memory)
             # Nobody waits for this answer: a failure shows in the jobs that follow.
-            self.send({**self.run, "call": self.number()})
+            self.send({**self.run, "call": next(self._numbers)})
         for header in self.names.values():
-            self.send({**header, "call": self.number()})
+            self.send({**header, "call": next(self._numbers)})
         if self.team is not None:
             self.tell_team()
             for header in self._told_ranks:
@@ -436,15 +448,6 @@ def _say_thread(storage: Storage) -> None:
         storage.uri,
         kind,
     )
-
-
-def _settle(future: Future[Any], *, value: Any = None, error: BaseException | None = None) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(value)
 
 
 def _drop_arena(reference: weakref.ref[Conversation], number: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast import errors
 from holdfast.config import Mirror
-from holdfast.run.remains import INCOMING
+from holdfast.run.names import INCOMING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -399,12 +399,14 @@ class RunOpened(WireValue):
         copies: names of copied or renamed checkpoints, which are left alone, for a reader.
         notes: what `run_op("note", ...)` has kept in this run.
         taken: names under the root that are no usable checkpoints of the run, in order: quarantined, damaged, foreign.
+        incomplete: those among them with files of a save that was never committed.
+        strangers: those among them of checkpoints that are of another run, or of none.
         dead: names at which an owner that was taken over may still be at work; among those of ``taken``.
         remote: of a mirrored run "places" (for each checkpoint of ``records``, which are those of both sides, "local",
             "remote" or "both") and "waiting" (names that the remote has yet to get); None for others.
     """
 
-    _DECODED: ClassVar[Any] = dict.fromkeys(("records", "swept", "taken", "dead"), tuple)
+    _DECODED: ClassVar[Any] = dict.fromkeys(("records", "swept", "taken", "incomplete", "strangers", "dead"), tuple)
     run_id: str
     attempt: int
     start_id: str
@@ -415,6 +417,8 @@ class RunOpened(WireValue):
     swept: tuple[str, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
     taken: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     remote: dict[str, Any] | None = None
     copies: str = ""

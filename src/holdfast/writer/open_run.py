@@ -20,8 +20,9 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt, RunIndex
 from holdfast.run.lease import Lease
+from holdfast.run.names import INCOMING
 from holdfast.run.record import Record
-from holdfast.run.remains import INCOMING, sweep_hidden
+from holdfast.run.remains import sweep_hidden
 from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
 from holdfast.run.retention import Verdict
 from holdfast.run.trash import WEEK_S, Trash
@@ -192,6 +193,8 @@ class Run:
             copies=copies_shown(catalog.guests) if catalog.guests else "",
             notes=index.notes,
             taken=tuple(dict.fromkeys([*catalog.taken(), *catalog.found()])),
+            incomplete=tuple(catalog.incomplete),
+            strangers=tuple(sorted(catalog.others.keys() - catalog.guests.keys())),
             dead=tuple(sorted(catalog.fence.dead)) if catalog.fence is not None else (),
         )
 
@@ -385,7 +388,7 @@ class Run:
         needed = self._protected if mirror is None else self._protected | mirror.queue.needed()
         with self._lock:
             if self._keep is None:
-                together(catalog.storage, [self._confirm, catalog.point_latest, catalog.index.save])
+                catalog.save()
             elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
             behind = catalog.num_behind

@@ -409,7 +409,7 @@ class WriterLoop:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
-            self._refuse_windows(call, HoldfastError("this save has ended already"))
+            self._refuse_windows(call)
             if joint is not None:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
@@ -456,9 +456,9 @@ class WriterLoop:
         assert self._files is not None
         return self._files.save(task, container)
 
-    def _refuse_windows(self, call: int, error: Exception) -> None:
+    def _refuse_windows(self, call: int, error: Exception | None = None) -> None:
         for window in self._arriving.end(call):
-            self.say_failed(window.call, error)
+            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
 
     def _window_done(self, source: WindowSource, window: Window) -> None:
         source.answered(window)

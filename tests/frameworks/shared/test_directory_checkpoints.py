@@ -24,7 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.frameworks import DirectoryCheckpoints
 from holdfast.frameworks.places import STAGED
-from holdfast.run.remains import INCOMING
+from holdfast.run.names import INCOMING
 from holdfast.testing import FaultyStorage
 
 

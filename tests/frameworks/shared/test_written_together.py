@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpointer.rendezvous import Alone
+from holdfast.checkpointer.meeting import Alone
 from holdfast.errors import HoldfastError
 from holdfast.frameworks.reporting import written_together
 

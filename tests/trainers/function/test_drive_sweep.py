@@ -15,8 +15,7 @@ from holdfast.storage import LocalStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
-from holdfast.trainers.function.control.plan import RunSpec
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, RunSpec
 from holdfast.trainers.function.control.result import Result
 from holdfast.trainers.function.transit import error_to_wire
 

@@ -16,11 +16,11 @@ import holdfast as hf
 from holdfast.copying import local
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.trainers.function.control import execute
-from holdfast.trainers.function.control.actions import ReportedDirectory
-from holdfast.trainers.function.control.execute import bring_beside
+from holdfast.trainers.function.control import drive
+from holdfast.trainers.function.control.drive import bring_beside
 from holdfast.trainers.function.worker import handoff
 from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
+from holdfast.writer.messages import IngestSource
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
     """The driver may still copy what it was told of: it finds all of it or nothing, and commits no part of it."""
     ended = "0123456789abcdef"
     old = other_disk / f".holdfast-{ended}-1f-1"
-    report = ReportedDirectory(rank=1, path=str(old), owned=True)
+    report = IngestSource(rank=1, path=str(old), owned=True)
     storage = LocalStorage(root)
     place = HandoffArea(root=storage, uri=str(root), start_id=START_ID, rank=1, past=frozenset({ended}))
     (old / "sub").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
                 place.swept.clear()
                 place.sweep_siblings(str(other_disk / "mine"))
 
-    monkeypatch.setattr(execute.os, "walk", listed)
+    monkeypatch.setattr(drive.os, "walk", listed)
     with pytest.raises(CheckpointError, match="could not be listed"):
         bring_beside(storage, "checkpoint_000001", [report])
     assert list(storage.list("")) == []

@@ -13,8 +13,9 @@ from catalog_kit import catalog_of
 from result_kit import BEGIN, Clock, Run
 
 import holdfast as hf
-from holdfast.config import CheckpointConfig, Keep
+from holdfast.config import Keep
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.trainers.function.config import CheckpointConfig
 from holdfast.trainers.function.control.result import Result
 
 

@@ -32,7 +32,7 @@ from ..tree.optimizers import (
     shared_names,
     state_device,
 )
-from ..tree.sharded import check_module, is_spread, local_tensor
+from ..tree.spread import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each

@@ -119,6 +119,8 @@ def load_state(
                 selection.check(paths(stored))
             if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
                 matcher.problems.unexpected.remove(bookkeeping)
+            clashes = matcher.targets.clashes(lambda requests: _read_apart(stored, requests, verify=verify))
+            matcher.problems.wrong += [f"{selection.renamed(name)}: {why}" for name, why in clashes]
             others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri, names=list(into))
@@ -194,6 +196,13 @@ def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own
     if isinstance(storage, Stored):
         return storage
     return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
+
+
+def _read_apart(stored: Stored, requests: Sequence[ReadRequest], *, verify: bool) -> None:
+    """Read before all others what decides whether checkpoint and live state fit."""
+    digests = stored.digests_of({request.file for request in requests}) if verify else None
+    with torch.no_grad():
+        read_tensors(stored.storage, requests, digests)
 
 
 def _read(

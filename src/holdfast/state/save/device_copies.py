@@ -33,7 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast._log import get_logger
 from holdfast.errors import TornSaveError
 from holdfast.writer.arena import Arena
-from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.client import WriterClient
+from holdfast.writer.conversation import PendingCall
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..accelerator import has_streams
@@ -97,7 +98,7 @@ class DeviceCopies:
         layout: Layout,
         arena: Arena,
         client: WriterClient,
-        hand_over: Callable[[int | None], SaveFuture],
+        hand_over: Callable[[int | None], PendingCall],
         *,
         lazy: bool,
     ) -> Future[Any]:
@@ -307,7 +308,7 @@ def _by_device(flat: Flat, numbers: Iterable[int]) -> dict[torch.device, list[in
 def _seal_later(
     events: Sequence[Any],
     client: WriterClient,
-    hand_over: Callable[[int | None], SaveFuture],
+    hand_over: Callable[[int | None], PendingCall],
     arena: Arena,
     check: Callable[[Callable[[int], object]], None] | None,
     result: Future[Any],
@@ -320,14 +321,14 @@ def _seal_later(
         else:
             submitted = hand_over(0)  # the writer writes what is checked, and commits when all of it is
             try:
-                check(partial(client.fill, submitted.job_no))
+                check(partial(client.fill, submitted.number))
             except TornSaveError as error:
-                client.abandon(submitted.job_no, error)  # the future fails with it when the files are gone
+                client.abandon(submitted.number, error)  # the future fails with it when the files are gone
             except BaseException:
-                client.abandon(submitted.job_no)
+                client.abandon(submitted.number)
                 raise
             else:
-                client.fill(submitted.job_no, arena.size)
+                client.fill(submitted.number, arena.size)
     except BaseException as error:  # noqa: BLE001 - a thread edge: the future of the save raises it
         result.set_exception(error)
         return

@@ -8,8 +8,8 @@ without holes), so bytes go from the arena to the disk with no further copy.
 
 In a state that several ranks save together, the parameters of modules and the state of optimizers for them are
 *replicated*: the ranks divide them. A tensor that is spread over ranks (DTensor) says which rank holds which box; one
-of the ranks that hold a box writes it. Each rank writes its own values (`PerRank`, generators), rank 0 everything
-else.
+of the ranks that hold a box writes it. Each rank writes its own values (`PerRank`, generators, small objects), rank
+0 everything else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from operator import attrgetter, eq, is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,12 +29,15 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Division, sketch
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.tensor_file import lay_out, split_by_size
-from holdfast.model_files import ModelFiles, index_template
 from holdfast.writer.messages import FilePlan
 
 from ..tree.arrays import dtype_name
 from ..tree.flatten import Flat
-from ..tree.sharded import Region
+
+if TYPE_CHECKING:
+    from holdfast.model_files import ModelFiles
+
+    from ..tree.sharded import Region
 
 __all__ = ["Assignment", "FileLayout", "Layout", "Signature", "divide", "fits", "plan", "share_of", "signature"]
 
@@ -247,9 +251,12 @@ def plan(
         ConfigError: ``model_files`` names what is not in the state.
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
-    beside = model_files or ModelFiles()
-    structure, sig = sig, _with_items(sig, beside)
-    named = _named(sig, beside, alike)
+    structure, named = sig, dict[int, tuple[str, str]]()
+    foreign, contents = dict[str, str](), dict[str, Any]()
+    if model_files is not None:
+        sig = _with_items(sig, model_files)
+        named = _named(sig, model_files, alike)
+        foreign, contents = dict(model_files.indexes), dict(model_files.files)
     share = None
     if num_ranks > 1:
         share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks, alike=alike, held=named)
@@ -258,7 +265,7 @@ def plan(
 
     def lay_out_tensors(writer: int, share: Assignment | None) -> tuple[list[FileLayout], list[tuple[int, int]]]:
         writes = None if share is None else share.writes
-        groups = _groups(sig, sizes, stable, writes, apart=frozenset(beside.indexes.values()), named=named)
+        groups = _groups(sig, sizes, stable, writes, apart=frozenset(foreign.values()), named=named)
         return _files(sig, sizes, groups, rank=writer, max_file_bytes=max_file_bytes, named=named)
 
     files, place = lay_out_tensors(rank, share)
@@ -266,17 +273,16 @@ def plan(
     division = None if share is None else share.division
     indexes: dict[str, str] = {}
     if rank == 0:
-        if beside.indexes:
+        if foreign:
             layouts = [(files, place)]
             for other in range(1, num_ranks):
                 # Of the tensors that an index names none is cut; of the others this rank cannot say who writes what.
                 their_share = share_of(replace(sig, regions={}), sizes, rank=other, num_ranks=num_ranks, held=named)
                 layouts.append(lay_out_tensors(other, their_share))
             indexes = {
-                path: _foreign_index(sig, sizes, item, layouts, depth=path.count("/"))
-                for path, item in beside.indexes.items()
+                path: _foreign_index(sig, sizes, item, layouts, depth=path.count("/")) for path, item in foreign.items()
             }
-        for path, content in sorted(beside.files.items()):
+        for path, content in sorted(contents.items()):
             assert isinstance(content, bytes)
             files.append(FileLayout(path, "", "user", stable=True))
             files[-1].add(content, len(content))
@@ -389,6 +395,8 @@ def _foreign_index(
     depth: int,
 ) -> str:
     """Write the index of an item as safetensors and Transformers have it; ``layouts`` are those of all ranks."""
+    from holdfast.model_files import index_template
+
     weights, total = {}, 0
     for files, place in layouts:
         for number, (file, _) in enumerate(place):

@@ -23,11 +23,10 @@ from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
-from holdfast.model_files import ModelFiles
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
-from holdfast.writer.client import SaveFuture, WriterClient
-from holdfast.writer.conversation import WindowsLostError
+from holdfast.writer.client import WriterClient
+from holdfast.writer.conversation import PendingCall, WindowsLostError
 from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
@@ -35,10 +34,13 @@ from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
+from .changes import StateCopy
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, fingerprints, stage
 
 if TYPE_CHECKING:
+    from holdfast.model_files import ModelFiles
+
     from .device_copies import DeviceCopies
 
 __all__ = ["Snapshotter"]
@@ -48,8 +50,6 @@ MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
@@ -116,6 +116,7 @@ class Snapshotter:
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
         self._looked = False  # at memory, for the present layout
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
+        self._copied: StateCopy | None = None  # the state that was saved last, or loaded
 
     def stored_bytes(self, state: Mapping[Any, Any]) -> int:
         """Return how many bytes this rank would write now: tensors, their indexes and digests, and plain data.
@@ -162,6 +163,14 @@ class Snapshotter:
         """
         self._fit_memory(state, self._layout(self._flatten(state)), reserve=reserve, says=False)
         return self.shortage
+
+    def remember(self, state: Mapping[Any, Any]) -> None:
+        """Note a state that was loaded, for `changed`."""
+        self._copied = StateCopy(self._flatten(state))
+
+    def changed(self, state: Mapping[Any, Any], *, apart_from: str) -> list[str]:
+        """Return the names of what has changed since the last save, or `remember`. Every rank calls it."""
+        return [] if self._copied is None else self._copied.changed(self._flatten(state), apart_from=apart_from)
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
@@ -224,9 +233,9 @@ class Snapshotter:
             self._has_missed = True
             return True
 
-        def hand_over(filled: int | None = None) -> SaveFuture:
+        def hand_over(filled: int | None = None) -> PendingCall:
             client.hold(storage, job, [content() for content in contents], arena)
-            return SaveFuture(0)  # nobody waits for it
+            return PendingCall(0, {})  # nobody waits for it
 
         if any_on_device(flat.tensors):
             self._late_copies().submit(flat, layout, arena, client, hand_over, lazy=False)
@@ -375,7 +384,7 @@ class Snapshotter:
             want_unchanged=job.reuse and not windowed and not self._observed,
         )
 
-        def hand_over(arena: Arena, filled: int | None = None, blobs: Sequence[bytes] | None = None) -> SaveFuture:
+        def hand_over(arena: Arena, filled: int | None = None, blobs: Sequence[bytes] | None = None) -> PendingCall:
             if blobs is None:  # while a big state is being copied, the helper thread goes on copying during `dumps`
                 blobs = [content() for content in contents]
             if metrics is not None:
@@ -401,6 +410,8 @@ class Snapshotter:
             arena = self._turn_for_save(layout, client, job)
             future = self._copy(flat, layout, arena, client, partial(hand_over, arena))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
+        if job.reuse:  # one of a series
+            self._copied = StateCopy(flat, layout, None if windowed else self.arena)
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
             self._sealing = self.handed_over
@@ -427,8 +438,8 @@ class Snapshotter:
         return tuple(plans), contents
 
     def _send_windows(
-        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
-    ) -> SaveFuture:
+        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], PendingCall]
+    ) -> PendingCall:
         """Send everything through an arena that is smaller than the state."""
         arena = self._window_arena()
         save = submit(arena)
@@ -445,18 +456,18 @@ class Snapshotter:
         layout: Layout,
         arena: Arena,
         client: WriterClient,
-        submit: Callable[[int | None], SaveFuture],
-    ) -> SaveFuture:
+        submit: Callable[[int | None], PendingCall],
+    ) -> PendingCall:
         """Copy everything into the arena; submit a big job before the copying ends, so that the writer starts early.
 
         The writer does not start at once, because writer and copying share the cores and the memory bus (measured with
         1.4 GiB on two cores: the copy takes 1.4 times as long when the writer starts at once).
         """
-        begun: list[SaveFuture] = []
+        begun: list[PendingCall] = []
 
         def follow(filled: int) -> None:
             if begun:
-                client.fill(begun[0].job_no, filled)
+                client.fill(begun[0].number, filled)
             elif filled >= _FOLLOW_FROM * arena.size:
                 begun.append(submit(filled))
 
@@ -465,16 +476,16 @@ class Snapshotter:
             stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=follow if big else None)
         except BaseException:
             if begun:
-                client.abandon(begun[0].job_no)
+                client.abandon(begun[0].number)
             raise
         if not begun:
             return submit(None)
-        client.fill(begun[0].job_no, arena.size)  # sealed
+        client.fill(begun[0].number, arena.size)  # sealed
         return begun[0]
 
     def _put_aside(
-        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
-    ) -> SaveFuture:
+        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], PendingCall]
+    ) -> PendingCall:
         """Copy the state into private memory while a thread already sends it through a small arena."""
         copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # before the job is submitted: that waits for its windows
         window: Arena | None = None
@@ -489,7 +500,7 @@ class Snapshotter:
             try:
                 thread.start()
             except BaseException:
-                client.abandon(save.job_no)
+                client.abandon(save.number)
                 raise
             self._streaming = thread
             copy.copy()
@@ -502,7 +513,7 @@ class Snapshotter:
             raise
         return save
 
-    def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: AsideCopy, window: Arena) -> None:
+    def _send(self, layout: Layout, client: WriterClient, save: PendingCall, copy: AsideCopy, window: Arena) -> None:
         try:
             self._stream(layout, client, save, window, copy.fill, again=False)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
@@ -550,7 +561,7 @@ class Snapshotter:
         if total * 10 >= layout.tensor_bytes:
             _LOG.info("%d tensors did not change between saves: they get files of their own", len(names))
             self.stable |= names
-            self._drop_layout()
+            self._planned_for = (), None  # the next save is planned anew; its arena is looked at until then
 
     def rest(self) -> None:
         """End a series of saves that share their log lines. Layout and arena stay, unless the arena is pinned."""
@@ -698,7 +709,7 @@ class Snapshotter:
         self,
         layout: Layout,
         client: WriterClient,
-        save: SaveFuture,
+        save: PendingCall,
         arena: Arena,
         fill: Callable[[FileLayout, int, int, int], None],
         *,
@@ -720,31 +731,31 @@ class Snapshotter:
             while True:
                 try:
                     self._send_all(layout, client, save, arena, fill)
-                    client.seal(save.job_no)
+                    client.seal(save.number)
                     return
                 except WindowsLostError as error:
                     if not again:
                         why = DroppedSaveError(f"{error}; what it had got is no longer in memory")
-                        client.abandon(save.job_no, why)
+                        client.abandon(save.number, why)
                         raise
-                    client.begin_again(save.job_no)
+                    client.begin_again(save.number)
         except HoldfastError as error:
             # A window may be refused because its save has failed, which is heard of a moment later.
             wait([save], timeout=_ANSWER_S)
             cause = save.exception() if save.done() else None
-            client.abandon(save.job_no)
+            client.abandon(save.number)
             if cause is not None:
                 raise cause from error
             raise
         except BaseException:
-            client.abandon(save.job_no)
+            client.abandon(save.number)
             raise
 
     def _send_all(
         self,
         layout: Layout,
         client: WriterClient,
-        save: SaveFuture,
+        save: PendingCall,
         arena: Arena,
         fill: Callable[[FileLayout, int, int, int], None],
     ) -> None:
@@ -760,7 +771,7 @@ class Snapshotter:
                 slot = slots.popleft()
                 size = min(window, file.padded - start)
                 fill(file, start, size, arena.address + slot)
-                sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+                sent = client.window(save.number, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
                 waiting.append((sent, slot))
         for done, _ in waiting:
             self._taken(done)

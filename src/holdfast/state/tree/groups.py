@@ -14,7 +14,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 
-from .sharded import spread_of, spread_types
+from .spread import spread_types
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,9 +97,13 @@ def _groups(value: Any, above: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _spread_over(tensors: Iterable[torch.Tensor], kinds: tuple[type, ...]) -> Iterator[tuple[int, ...]]:
+    if not kinds:
+        return
+    from .sharded import spread_of  # not above: most states have no such tensor
+
     seen: dict[tuple[int, Any], Any] = {}
     for tensor in tensors:
-        if kinds and isinstance(tensor, kinds):
+        if isinstance(tensor, kinds):
             mesh = getattr(tensor, "device_mesh", None)
             key = (id(mesh), getattr(tensor, "placements", None)) if mesh is not None else (id(tensor), None)
             if key not in seen:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharded import reshard
+from .spread import reshard
 
 __all__ = ["Modules", "canonical_keys", "parameter_names", "stored_parameters", "unwrap", "without_tokens"]
 

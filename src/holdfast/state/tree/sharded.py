@@ -1,7 +1,7 @@
 """Tensors that are spread over ranks (DTensor, ShardedTensor): what this rank holds of them, and who holds the same.
 
-Everything follows from the tensor's own mesh, placements and shape, without asking another rank. torch's distributed
-package is not imported here: before some other code imports it, no such tensor exists.
+Everything follows from the tensor's own mesh, placements and shape, without asking another rank. Loaded with the first
+such tensor; whether a tensor is one says `spread`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from holdfast.errors import UnsupportedStateError
 from holdfast.format.boxes import Box
 from holdfast.format.digest import bytes_digest
+
+from .spread import local_of, local_tensor
 
 __all__ = [
     "APART",
@@ -28,23 +29,14 @@ __all__ = [
     "Placement",
     "Region",
     "Regions",
-    "check_module",
     "held",
-    "is_spread",
     "local_parts",
-    "local_tensor",
-    "reshard",
     "spread_of",
-    "spread_types",
     "stand_in",
 ]
 
-# torch < 2.5 has the first name only.
-_DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
 """Names of dimensions of a mesh along which ranks hold different modules."""
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 _Runs = list[tuple[int, int]]  # (first index, length), in the order in which they lie in memory
 
 
@@ -84,42 +76,9 @@ Parts = list[tuple[Region | None, torch.Tensor]]
 """What a rank holds of a tensor: regions with the memory of each; None for a tensor that is spread over no ranks."""
 
 
-def spread_types() -> tuple[type, ...]:
-    """Return the types of tensors that are spread over ranks, of those modules that are imported."""
-    kinds = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
-    kinds.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
-    return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, type)))
-
-
-def is_spread(value: object) -> bool:
-    """Tell whether a tensor is spread over ranks."""
-    return type(value) not in _PLAIN and isinstance(value, spread_types())
-
-
-def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor as a plain tensor: the same memory, and ``value`` itself if it is plain.
-
-    A ShardedTensor with several shards on this rank gives the first.
-    """
-    if type(value) in _PLAIN or not is_spread(value):
-        return value
-    if hasattr(value, "local_shards"):
-        shards = value.local_shards()
-        return shards[0].tensor.detach() if shards else torch.empty(0)
-    return _local(value)
-
-
-def _local(value: Any) -> torch.Tensor:
-    local = getattr(value, "_local_tensor", None)
-    if type(local) is torch.Tensor and not local.requires_grad:
-        return local  # a fiftieth of the time of to_local
-    with torch.no_grad():
-        return value.to_local().detach()  # type: ignore[no-any-return]
-
-
 def stand_in(value: torch.Tensor) -> torch.Tensor:
     """Return something of the shape of a whole DTensor that takes no memory, and the same memory for tied tensors."""
-    local = _local(value)
+    local = local_of(value)
     base = local if local.numel() else local.new_empty(1)
     return base.as_strided(value.shape, (0,) * len(value.shape))
 
@@ -160,7 +119,7 @@ class Regions:
         """
         if hasattr(value, "local_shards"):
             return _of_shards(value)
-        local, mesh, placements = _local(value), value.device_mesh, value.placements
+        local, mesh, placements = local_of(value), value.device_mesh, value.placements
         key = (id(mesh), placements, value.shape)
         known = self._known.get(key)
         if known is None:
@@ -300,37 +259,6 @@ def _sharded_spread(value: Any) -> Placement:
     size = dist.get_world_size(value._process_group)
     ranks = tuple(sorted(dist.get_process_group_ranks(value._process_group)))
     return Placement(text=f"shards {digest}", num_ranks=size, rank=rank, holders=(rank,), ranks=ranks)
-
-
-def check_module(module: nn.Module, path: str) -> None:
-    """Refuse the first generation of FSDP, whose ``state_dict`` gathers everything and whose optimizers hold slices.
-
-    Raises:
-        UnsupportedStateError: says what to put into the state instead.
-    """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if kind is None:
-        return
-    for child in module.modules():
-        if isinstance(child, kind) and getattr(child.sharding_strategy, "name", "") != "NO_SHARD":
-            raise UnsupportedStateError(
-                f"{path}: {type(child).__name__} (FSDP1) keeps slices of flattened parameters: use "
-                "torch.distributed.fsdp.fully_shard, or give {'model': get_model_state_dict(model), 'optimizer': "
-                "get_optimizer_state_dict(model, optimizer)} of torch.distributed.checkpoint.state_dict, and hand what "
-                "was loaded to set_model_state_dict and set_optimizer_state_dict"
-            )
-
-
-def reshard(module: nn.Module) -> None:
-    """Bring modules under ``fully_shard`` back to their sharded parameters, which optimizers know.
-
-    After a forward pass without a backward pass (an evaluation) the gathered parameters may still be in place.
-    """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is not None:
-        for child in module.modules():
-            if isinstance(child, kind):
-                child.reshard()
 
 
 class Cut(NamedTuple):

@@ -226,6 +226,21 @@ class Engine(Protocol):
         Does not wait. Every rank still yields its Exited.
         """
 
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
+        """Run a pickled function without arguments in a process of its own, beside the group.
+
+        Args:
+            blob: cloudpickle of the function.
+            name: stands before each line of its output.
+            log_file: its output is appended to it.
+
+        Returns:
+            The number that its `TaskEnded` will have.
+        """
+
+    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
+        """End a task; its `TaskEnded` still comes. A task that has ended is left alone."""
+
     def wake(self) -> None:
         """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
 

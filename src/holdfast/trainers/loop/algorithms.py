@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from holdfast.errors import ConfigError
 from holdfast.state.tree.names import unwrap
-from holdfast.state.tree.sharded import reshard
+from holdfast.state.tree.spread import reshard
 
 from .callbacks import Logger
 from .events import Event

@@ -13,7 +13,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
-from holdfast.checkpointer.rendezvous import same_for_all
+from holdfast.checkpointer.meeting import same_for_all
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.config import Guard
 from holdfast.errors import ConfigError, SessionError

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,13 +26,14 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNot
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.fence import newest_fence
-from holdfast.run.remains import PROBE, is_remains
+from holdfast.run.names import PROBE
+from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import link_at, put_link, sweep_links
 from holdfast.storage.local.ops import errors_of
 from holdfast.storage.resolve import resolve, split_uri
-from holdfast.writer.client import SaveFuture, SharedWriter, WriterClient
-from holdfast.writer.messages import SaveJob
+from holdfast.writer.client import SharedWriter, WriterClient
+from holdfast.writer.messages import SaveJob, SaveResult
 
 from ..training.ranks import TIMEOUT_S, Ranks
 from .files import FileImage
@@ -446,7 +448,7 @@ class FileLeases:
         elif not self._client.closed:
             answer(self._client.give_back_name(self._storage, _of(shape)), self._storage, TIMEOUT_S, bound="")
 
-    def submit(self, shape: str, name: str, image: FileImage) -> SaveFuture:
+    def submit(self, shape: str, name: str, image: FileImage) -> Future[SaveResult]:
         """Let the writer store a file: from now on it is completed even if this process is killed.
 
         Args:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, PendingSaves, RunSave, failed, state_of
-from holdfast.checkpointer.run_session import NamedSave
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.format.commit import read_manifest
@@ -137,11 +136,11 @@ class AsyncSaver:
                 self._save_file(name, live, about=about, extra=extra, after=after)
                 return
             finish = partial(self._finish, name, about["step"], after)
-            named = NamedSave(
-                name=name, saves=self._saves, overwrite=True, extra=extra, lost=_say_lost,
+            save = RunSave(
+                name=name, step=about["step"], overwrite=True, extra=extra, lost=_say_lost,
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
-            self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
+            self._folder.session.save_state(lambda: live, self._snapshotter, **about, save=save, saves=self._saves)
 
     def replace(self, last: LastSave) -> None:
         """Let the next save take the place of the last one, which is waited for, and have the parent of that."""
@@ -154,8 +153,8 @@ class AsyncSaver:
     ) -> bool:  # fmt: skip
         """Copy the state as `save` does, for the case that this process dies; False if memory is too short for it."""
         with _in_our_words():
-            named = NamedSave(name=name, saves=self._saves, overwrite=True, extra=extra)
-            return self._folder.session.keep_state(lambda: live, self._snapshotter, **about, named=named)
+            save, session = RunSave(name=name, step=about["step"], overwrite=True, extra=extra), self._folder.session
+            return session.keep_state(lambda: live, self._snapshotter, **about, save=save, saves=self._saves)
 
     def rescue(self, why: str) -> None:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
@@ -187,12 +186,7 @@ class AsyncSaver:
         except TRANSIENT_ERRORS as error:
             future = failed(error)
         future = self._thread.submit(self._finish, name, about["step"], after, future)
-        self._saves.add(
-            RunSave(
-                name=name, step=about["step"], checkpoint_id=None, future=future, begun=begun,
-                committed=lambda save, result: None, lost=_say_lost,
-            )
-        )  # fmt: skip
+        self._saves.add(RunSave(name=name, step=about["step"], future=future, begun=begun, lost=_say_lost))
 
     def _submit(self, name: str) -> Future[Any]:
         assert self._claim is not None

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast._ranks import RankInfo, current_ranks
-from holdfast.checkpointer.rendezvous import Alone, Meeting, Rendezvous, meet, store_of_this_life
+from holdfast.checkpointer.meeting import Alone, Meeting, meet
+from holdfast.checkpointer.rendezvous import Rendezvous, store_of_this_life
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.state.accelerator import group_backend, make_current
 

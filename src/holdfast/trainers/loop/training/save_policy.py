@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.checkpointer.rank_group import RankGroup
-from holdfast.checkpointer.save_policy import agreed
+from holdfast.checkpointer.rank_group import RankGroup, agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
 from holdfast.run.life import GUARD_STATUS, REQUEUE_STATUS
