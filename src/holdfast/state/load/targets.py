@@ -59,6 +59,7 @@ class Targets:
         # address -> live tensors and arrays there and the stored names read into them; tied tensors are read once
         self._at: dict[int, list[tuple[Any, str]]] = {}
         self._spread: set[int] = set()  # ids of those that are a part of a tensor
+        self.left: set[int] = set()  # ids of the arrays that are left as they are
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the torch dtype of a stored name."""
@@ -94,7 +95,7 @@ class Targets:
                     if _same_memory(home, other):
                         if source == entry.name or source in self.stored.own:
                             return None
-                        if entry.name in self.stored.own:
+                        if entry.name in self.stored.own:  # this rank stored a value of its own for that memory
                             self._withdraw(source, other)
                             planned[:] = [pair for pair in planned if pair[0] is not other]
                             break
@@ -127,7 +128,8 @@ class Targets:
         """Find values that do not go together into the memory that live tensors and arrays share in part.
 
         Views of one buffer, a transposed tie: what was saved from such memory fits, and what was saved apart need not.
-        Nothing live is touched: the values concerned are read, and laid over each other in a copy of that memory.
+        Nothing live is touched: the values concerned are read, and laid over each other in a copy of that memory. Those
+        that do not fit are not read any more.
 
         Args:
             read: carries out requests.
@@ -145,7 +147,11 @@ class Targets:
             ):
                 continue  # a stored array that is damaged: said when it is made
             for number in _lost(values, [layout for _, _, layout in group]):
-                name = group[number][1]
+                live, name, _ = group[number]
+                if isinstance(live, torch.Tensor):
+                    self._withdraw(name, live)
+                else:
+                    self.left.add(id(live))
                 others = ", ".join(sorted({repr(other) for _, other, _ in group} - {repr(name)}))
                 if others:
                     why = f"it shares memory in the state with {others}, and what is stored does not go together there"
@@ -177,7 +183,7 @@ class Targets:
                 group, reach = [row], row[1]
 
     def _withdraw(self, name: str, target: torch.Tensor) -> None:
-        """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
+        """Do not read ``name`` into ``target``."""
         memory = target.untyped_storage().data_ptr()
         self.requests = [
             request
