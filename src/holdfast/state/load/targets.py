@@ -162,14 +162,21 @@ class Targets:
 
     def _overlaps(self) -> Iterator[list[tuple[Any, str, _Layout]]]:
         """Yield groups of tensors and arrays whose memory is shared in part, or with itself, and lies in one piece."""
+        everything = [(*pair, address) for address, planned in self._at.items() for pair in planned]
+        lows = np.array([address for *_, address in everything], np.int64)
+        if all(isinstance(live, torch.Tensor) and live.is_contiguous() for live, *_ in everything):
+            # The usual case, quickly: 100 000 tensors.
+            order = lows.argsort()
+            ends = lows[order] + np.array([live.nbytes for live, *_ in everything], np.int64)[order]
+            if not (lows[order][1:] < ends[:-1]).any():
+                return
         spans: dict[Any, list[tuple[int, int, Any, str]]] = {}
-        for address, planned in self._at.items():
-            for live, name in planned:
-                if id(live) in self._spread or not _num_elements(live):
-                    continue
-                low, high = _span(live, address)
-                device = _CPU if isinstance(live, np.ndarray) else live.device
-                spans.setdefault(device, []).append((low, high, live, name))
+        for live, name, address in everything:
+            if id(live) in self._spread or not _num_elements(live):
+                continue
+            low, high = _span(live, address)
+            device = _CPU if isinstance(live, np.ndarray) else live.device
+            spans.setdefault(device, []).append((low, high, live, name))
         for rows in spans.values():
             rows.sort(key=itemgetter(0, 1))
             group, reach = rows[:1], rows[0][1]
@@ -362,7 +369,7 @@ def _span(live: Any, address: int) -> tuple[int, int]:
 
 def _overlaps_itself(live: Any, nbytes: int) -> bool:
     """Tell whether elements share memory, as far as there is less of it, ``nbytes``, than they need."""
-    return nbytes < _num_elements(live) * live.itemsize
+    return bool(nbytes < _num_elements(live) * live.itemsize)
 
 
 def _dtype_of(live: Any, targets: Targets, name: str) -> torch.dtype:
