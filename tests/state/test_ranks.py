@@ -109,7 +109,7 @@ def test_values_per_rank_whose_paths_spell_alike_are_kept_apart(storage):
     """As "a/b" and "b" in "a", 1 and "1", or names that Holdfast uses itself; the ranks hold them in another order."""
 
     def state(rank, number=0):
-        pairs = [("a/b", 1), ("a", {"b": 2}), (1, 3), ("1", 4), ("own", 5), ("['a/b']", 6), ("n", 7), ("a~2", 8)]
+        pairs = [("a/b", 1), ("a", {"b": 2}), (1, 3), ("1", 4), ("own values", 5), ("['a/b']", 6), ("n", 7), ("a~2", 8)]
         marked = {
             key: {"b": hf.PerRank([rank, 2 + number])} if key == "a" else hf.PerRank([rank, value + number])
             for key, value in (pairs if rank == 0 else pairs[::-1])
@@ -121,7 +121,7 @@ def test_values_per_rank_whose_paths_spell_alike_are_kept_apart(storage):
         expected, into = state(rank), state(rank, 90)
         found = load_rank(storage, "one", rank=rank).state
         loaded = load_rank(storage, "one", into, rank=rank).state
-        for key in ("a/b", "1", "own", "['a/b']", "n", "a~2"):
+        for key in ("a/b", "1", "own values", "['a/b']", "n", "a~2"):
             assert found[key] == found["deep"][key] == loaded[key].value == expected[key].value, key
         assert found["deep"][1] == [rank, 3]
         assert found["a"]["b"] == found["deep"]["a"]["b"] == loaded["deep"]["a"]["b"].value == [rank, 2]

@@ -195,7 +195,7 @@ class Matcher(MatchPlan):
         self.restored.append(path)
         if not live.flags.writeable:
             return value
-        self.actions.append(lambda: live.__setitem__(..., self.filled(value)))
+        self.actions.append(lambda: id(live) in self.targets.left or live.__setitem__(..., self.filled(value)))
         return live
 
     def _generator(self, live: torch.Generator, saved: Any, path: str) -> Any:

@@ -114,13 +114,14 @@ def load_state(
                 stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device,
                 added=frozenset(added(stored.tree) if added is not None else ()),
             )  # fmt: skip
-            state, requests = matcher.run(into), matcher.targets.requests
+            state = matcher.run(into)
             if not idle_names:
                 selection.check(paths(stored))
             if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
                 matcher.problems.unexpected.remove(bookkeeping)
             clashes = matcher.targets.clashes(lambda requests: _read_apart(stored, requests, verify=verify))
             matcher.problems.wrong += [f"{selection.renamed(name)}: {why}" for name, why in clashes]
+            requests = matcher.targets.requests
             others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri, names=list(into))

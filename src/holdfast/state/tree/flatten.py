@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OWN", "Flat", "flatten", "pointer"]
 
-OWN = "own"
+OWN = "own values"
 """Key, among what a rank stores for itself, of its plain data and small objects: where they are (`pointer`) -> tree.
 
 Rank 0 has none: its own are in the structure, where each of the other ranks has its own put in when it loads.
