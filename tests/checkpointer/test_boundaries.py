@@ -391,6 +391,31 @@ def test_a_thread_that_draws_ahead_is_said(tmp_path: Path, waits: bool, caplog: 
     assert sum("drawn by another thread" in text for text in said(caplog)) == (not waits)
 
 
+@pytest.mark.parametrize("by_thread", [True, False])
+def test_steps_on_another_loader_when_one_is_done(
+    tmp_path: Path, by_thread: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is at its end gives nothing more, in this life or a resumed one: that is no thread that draws ahead."""
+
+    def through(batches: Any) -> Iterator[Any]:
+        drawn = iter(batches)
+        while (batch := (other.submit(next, drawn, None).result() if by_thread else next(drawn, None))) is not None:
+            yield batch
+
+    for steps in (4, 6):
+        run = hf.Checkpointer(tmp_path, {"n": 0}, every=1)
+        with ThreadPoolExecutor(1) as other, contextlib.suppress(Killed), run as ck:
+            for _ in ck.epochs(1):
+                for name in ("one", "two"):
+                    for _ in through(ck.batches(kit.loader(9), name=name)):
+                        ck.step()
+                        if ck.global_step == steps == 4:
+                            ck.wait()
+                            raise Killed
+    assert ck.global_step == 6
+    assert not [text for text in said(caplog) if "drawn by another thread" in text]
+
+
 @pytest.mark.parametrize(("ahead", "told"), [(1, "pass ahead=2"), (2, ""), (3, "repeat some that were trained")])
 def test_an_ahead_that_does_not_fit_is_said(
     tmp_path: Path, ahead: int, told: str, caplog: pytest.LogCaptureFixture

@@ -119,7 +119,8 @@ class Progress:
                 if len(draws) == 3:
                     self._say_ahead(name, *draws[1:], ahead=(marks.maxlen or 1) - 1)
             drawn_before, self._drawn_at_step[name] = self._drawn_at_step.get(name), self._drawn[name]
-            if drawn_before == self._drawn[name] and self._drawn_by[name] is not self._stepper:
+            is_idle = drawn_before == self._drawn[name] and not self._live[name].done
+            if is_idle and self._drawn_by.get(name, self._stepper) is not self._stepper:
                 self._remind(
                     f"the batches of {name!r} are drawn by another thread than the one that trains, ahead of it: how "
                     "many are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. "
