@@ -422,8 +422,8 @@ class Delivery:
 
             def committed() -> None:
                 # On the sending thread. Until now the files stayed here: there was no other copy that lasts.
-                if self._sender is not None:
-                    self._sender.run(lambda: _remove_owned(brought))
+                if (sender := self._sender) is not None:
+                    sender.run(lambda: _remove_owned(brought))
 
             self._later(header, bring, undo=undo, done=committed)
             return None
