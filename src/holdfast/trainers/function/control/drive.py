@@ -78,7 +78,7 @@ from .plan import RunSpec
 
 __all__ = [
     "Driver",
-    "ExecutorOptions",
+    "DriverOptions",
     "LogCopies",
     "Stops",
     "bring_beside",
@@ -96,7 +96,7 @@ _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorOptions:
+class DriverOptions:
     """What is carried out with, besides the plan.
 
     Attributes:
@@ -134,7 +134,7 @@ class Driver:
         storage: root of the run.
     """
 
-    def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: Engine) -> None:
+    def __init__(self, plan: RunSpec, options: DriverOptions, storage: Storage, engine: Engine) -> None:
         self._plan, self._options, self._engine, self.storage = plan, options, engine, storage
         self.controller = Controller(plan)
         self._inputs: deque[Input] = deque()
