@@ -4,7 +4,7 @@ A frame is 4 bytes (big endian) of header length, the JSON header, then the atta
 are in the header under "$". A `FrameDecoder` neither reads nor writes: `Channel` (waiting and with descriptors, or
 neither) and `ranks.link` do, and give it what they got.
 
-Descriptors (SCM_RIGHTS) ride with the first byte of their message, so a `Channel` never reads beyond the end of one.
+Descriptors (SCM_RIGHTS) ride with the first byte of their message, so `Channel.receive` never reads beyond its end.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function.config import ValidationConfig
 from holdfast.trainers.function.control.actions import RunState
-from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
+from holdfast.trainers.function.control.drive import Driver, DriverOptions, Stops
 from holdfast.trainers.function.control.plan import FailurePolicy, RunSpec, WaitLimits
 from holdfast.trainers.function.control.result import Result
 from holdfast.trainers.function.transit import error_to_wire
@@ -28,7 +28,7 @@ def make(root: Path, script: Script, *, options: dict[str, Any] | None = None, *
     plan = RunSpec(
         **{"run_name": "run", "storage": storage.describe() or {}, "uri": storage.uri, "num_workers": 1, **fields}
     )
-    return Driver(plan, ExecutorOptions(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
+    return Driver(plan, DriverOptions(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
 
 
 def drive(driver: Driver) -> Any:

@@ -200,7 +200,7 @@ Event: TypeAlias = Placed | Started | Received | Dying | Exited | Capacity | Dra
 
 
 class Engine(Protocol):
-    """Runs worker groups for one controller; every method but `wake` belongs to the controller's thread.
+    """Runs worker groups, and tasks, for one controller; every method but `wake` belongs to the controller's thread.
 
     Each rank of a started group yields Started once (unless it could not be started, and with Placed before it where
     there are nodes), then Received for each message in order, then Exited once and last (see there); a Dying

@@ -30,7 +30,7 @@ from .config import (
     ScalingConfig,
     ValidationConfig,
 )
-from .control.drive import Driver, ExecutorOptions, Stops, say
+from .control.drive import Driver, DriverOptions, Stops, say
 from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
 from .engines.cluster import ray_api
@@ -318,10 +318,10 @@ class TorchTrainer:
         task = None if self._validation is None else self._validation.task_config
         return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
 
-    def _options(self, name: str, storage: Storage) -> ExecutorOptions:
+    def _options(self, name: str, storage: Storage) -> DriverOptions:
         if self._validation is not None:
             pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
-        return ExecutorOptions(
+        return DriverOptions(
             blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,

@@ -45,9 +45,6 @@ __all__ = [
     "check_transition",
 ]
 
-Location: TypeAlias = Mapping[str, Any]
-"""A checkpoint for the wire: {"storage": description or None, "uri": of the storage, "name": directory}."""
-
 # -- out: the run -----------------------------------------------------------------------------------------------------
 
 

@@ -33,12 +33,13 @@ from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, rules_of
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
-from holdfast.format.names import MANIFEST_NAME, join
+from holdfast.format.names import METADATA_FILE, join
 from holdfast.run.names import LOGS
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.ingest.incoming import read_incoming, remove_incoming
 from holdfast.writer.ingest.merge import suffixed
+from holdfast.writer.ingest.sources import scan
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
 
 from ..config import ValidationConfig
@@ -78,7 +79,7 @@ from .plan import RunSpec
 
 __all__ = [
     "Driver",
-    "ExecutorOptions",
+    "DriverOptions",
     "LogCopies",
     "Stops",
     "bring_beside",
@@ -96,7 +97,7 @@ _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorOptions:
+class DriverOptions:
     """What is carried out with, besides the plan.
 
     Attributes:
@@ -134,7 +135,7 @@ class Driver:
         storage: root of the run.
     """
 
-    def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: Engine) -> None:
+    def __init__(self, plan: RunSpec, options: DriverOptions, storage: Storage, engine: Engine) -> None:
         self._plan, self._options, self._engine, self.storage = plan, options, engine, storage
         self.controller = Controller(plan)
         self._inputs: deque[Input] = deque()
@@ -493,21 +494,30 @@ def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSourc
     skip = len(directory) + 1
     taken = {info.path[skip:] for info in storage.list(directory)}
     for source in sources:
-        here, names = _files(storage, source)
-        if MANIFEST_NAME in names:
+        contents = read_incoming(storage, source.path, source.rank).contents if source.is_incoming else scan(source)
+        # The next attempt renames a directory before it removes it: what is still there was listed whole.
+        if not source.is_incoming and not os.path.lexists(source.path):
+            raise CheckpointError(f"what rank {source.rank} reported in {source.path} is gone: it could not be listed")
+        if contents.manifest is not None:
             raise ConfigError(
                 f"rank {source.rank} reported {source.path}, a Holdfast checkpoint, while another rank uploaded files "
                 "by itself: report both in one way"
             )
-        for name, path in names.items():
-            target = name
-            if name in taken:
-                if storage.read(join(directory, name)) == here.read(path):
+        if contents.metadata is not None and METADATA_FILE not in taken:
+            storage.put(join(directory, METADATA_FILE), contents.metadata)
+            taken.add(METADATA_FILE)
+        for file in contents.files:
+            here, path, target = storage, file.source, file.name
+            if not source.is_incoming:
+                head, path = os.path.split(os.path.realpath(path))
+                here = LocalStorage(head)
+            if file.name in taken:
+                if storage.read(join(directory, file.name)) == here.read(path):
                     continue
-                target = suffixed(name, source.rank, taken)
+                target = suffixed(file.name, source.rank, taken)
                 _LOG.warning(
                     "%s: %s of rank %d differs from the file there and is kept as %s; give files that differ between "
-                    "ranks distinct names", directory, name, source.rank, target,
+                    "ranks distinct names", directory, file.name, source.rank, target,
                 )  # fmt: skip
             copy_file(here, path, storage, join(directory, target))
             taken.add(target)
@@ -516,33 +526,6 @@ def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSourc
             remove_incoming(storage, source.path)
         elif source.owned:
             LocalStorage(os.path.dirname(source.path)).delete_tree(os.path.basename(source.path))
-
-
-def _files(storage: Storage, source: IngestSource) -> tuple[Storage, dict[str, str]]:
-    """Return the storage of a source's files, and their paths in it by name."""
-    path = source.path
-    if source.is_incoming:
-        contents = read_incoming(storage, path, source.rank).contents
-        last = contents.manifest_file
-        return storage, {file.name: file.source for file in (*contents.files, *(() if last is None else (last,)))}
-    if os.path.isfile(path):
-        head, name = os.path.split(path)
-        return LocalStorage(head), {name: name}
-    try:
-        found = [
-            os.path.relpath(os.path.join(place, name), path)
-            for place, _, names in os.walk(path, onerror=_fail, followlinks=True)
-            for name in names
-        ]
-        # The next attempt renames a directory before it removes it: what is still there was listed whole.
-        os.lstat(path)
-    except OSError as error:
-        raise CheckpointError(f"what rank {source.rank} reported in {path} could not be listed: {error}") from error
-    return LocalStorage(path), {name: name for name in sorted(found)}
-
-
-def _fail(error: OSError) -> None:
-    raise error
 
 
 class LogCopies:

@@ -106,11 +106,6 @@ class LedgerEntry:
         """Whether every part is stored."""
         return self.durable >= self.entries.keys()
 
-    @property
-    def is_handed_over(self) -> bool:
-        """Whether storages alone have to finish every part."""
-        return self.sealed | self.staged | self.durable >= self.entries.keys()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -165,11 +160,12 @@ class ReportLedger:
     @property
     def is_storing(self) -> bool:
         """Whether workers, or their writers, still store parts of a report that is complete otherwise."""
-        return any(
-            not self.waits_for_ranks(report)
-            and (report.coming or (report.in_parts and report.is_handed_over and not report.is_durable))
-            for report in self.reports.values()
-        )
+        for report in self.reports.values():
+            # Of parts that are not stored yet: storages alone have to finish them.
+            handed_over = report.in_parts and report.sealed | report.staged | report.durable >= report.entries.keys()
+            if not self.waits_for_ranks(report) and (report.coming or (handed_over and not report.is_durable)):
+                return True
+        return False
 
     def enter(self, rank: int, upto: int) -> None:
         """Note that ``rank`` has entered all reports up to ``upto``."""

@@ -324,20 +324,18 @@ class Delivery:
         if local and request.upload is None:  # an upload function may wait for a writer of the files
             check_source(checkpoint.path, area)
         in_run = checkpoint.uri.startswith(f"{area.uri.rstrip('/')}/")
-        work: Callable[[], dict[str, Any]]
         if request.upload is not None or request.mode is CheckpointUploadMode.NO_UPLOAD or (in_run and not local):
-            kind, work = "uploaded", partial(self._uploaded, request, index, checkpoint)
-        elif local:
-            return self._directory(request, index, checkpoint)
-        elif area.is_sent:
-            return self._send(request, index, partial(_download, checkpoint), later=asynchronous)
-        else:
-            kind, work = "directory", partial(self._downloaded, index, checkpoint)
-        header = self._header(request, index, kind)
-        if asynchronous:
-            self._later(header, work)
-            return None
-        return partial(self._link.answer, self._link.call(header | work()), f"report {index}")
+            header = self._header(request, index, "uploaded")
+            if asynchronous:
+                self._later(header, partial(self._uploaded, request, index, checkpoint))
+                return None
+            header |= self._uploaded(request, index, checkpoint)
+            return partial(self._link.answer, self._link.call(header), f"report {index}")
+        if not local:
+            find = partial(_download, checkpoint, None if area.is_sent else area.incoming(index))
+            return self._directory(request, index, find, later=asynchronous)
+        taken = take(checkpoint, area, index, delete=request.delete, asynchronous=asynchronous)
+        return self._directory(request, index, lambda: taken, later=asynchronous and taken.safe, on_disk=taken)
 
     def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
         """Enter report ``index`` of `save_checkpoint` on rank 0; return a function that waits for its end, or None."""
@@ -376,35 +374,37 @@ class Delivery:
 
     # -- directories ---------------------------------------------------------------------------------------------
 
-    def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
-        asynchronous = request.mode is _ASYNC
-        taken = take(checkpoint, self._area, index, delete=request.delete, asynchronous=asynchronous)
-        later = asynchronous and taken.safe
+    def _directory(
+        self, request: Request, index: int, find: Callable[[], Taken], *, later: bool, on_disk: Taken | None = None
+    ) -> Finish | None:
+        """Enter a report of files that the driver's writer takes in; return a function that waits for it, or None.
+
+        Args:
+            request: of the report.
+            index: of the report.
+            find: returns the files; may take time.
+            later: what takes time happens in the background, and so does the commit.
+            on_disk: the same files, if they are known now.
+        """
         if self._area.is_sent:
-            return self._send(request, index, lambda: taken, later=later, on_disk=taken)
-        header = self._header(request, index, "directory") | {"source": {"path": taken.path, "owned": taken.owned}}
+            return self._send(request, index, find, later=later, on_disk=on_disk)
+        header = self._header(request, index, "directory")
+        if later and on_disk is None:
+            self._later(header, lambda: {"source": _source(find())})
+            return None
+        taken = find()
+        header["source"] = _source(taken)
         if later:
             self._link.tell(header, undo=taken.failed)
             return None
         return partial(self._finish, self._link.call(header), index, taken)
 
     def _send(
-        self,
-        request: Request,
-        index: int,
-        find: Callable[[], Taken],
-        *,
-        later: bool,
-        on_disk: Taken | None = None,
+        self, request: Request, index: int, find: Callable[[], Taken], *, later: bool, on_disk: Taken | None
     ) -> Finish | None:
-        """Enter a report, and upload its files to the store, from where the driver's writer takes them.
+        """Do so where the driver's writer is on another machine and takes the files from the store.
 
-        Args:
-            request: of the report.
-            index: of the report.
-            find: returns the files; may take time.
-            later: in the background.
-            on_disk: the same files, if they are known now: this node uploads them if this worker dies.
+        If they are known now, this node uploads them if this worker dies.
         """
         rank, home = self._area.rank, self._area.incoming_object(index)
         header = self._header(request, index, "directory") | {"source": {"path": home, "owned": True}}
@@ -424,8 +424,8 @@ class Delivery:
 
             def committed() -> None:
                 # On the sending thread. Until now the files stayed here: there was no other copy that lasts.
-                if self._sender is not None:
-                    self._sender.run(lambda: _remove_owned(brought))
+                if (sender := self._sender) is not None:
+                    sender.run(lambda: _remove_owned(brought))
 
             self._later(header, bring, undo=undo, done=committed)
             return None
@@ -504,10 +504,6 @@ class Delivery:
         if wanted and placed != checkpoint and checkpoint.storage.local_root is not None:
             remove_local(checkpoint.path)
         return {"location": describe_location(self._root(), name)}
-
-    def _downloaded(self, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Copy what is no local directory (a dictionary, another storage) into a directory that the writer can take."""
-        return {"source": {"path": checkpoint.to_directory(self._area.incoming(index)), "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
 
@@ -596,9 +592,14 @@ def _remove_owned(brought: list[Taken]) -> None:
             remove_local(taken.path)
 
 
-def _download(checkpoint: Checkpoint) -> Taken:
-    path = checkpoint.to_directory()
+def _download(checkpoint: Checkpoint, path: str | None) -> Taken:
+    """Copy what is no local directory (a dictionary, another storage) into a directory: at ``path``, or anywhere."""
+    path = checkpoint.to_directory(path)
     return Taken(path=path, owned=True, safe=True, caller=path)
+
+
+def _source(taken: Taken) -> dict[str, Any]:
+    return {"path": taken.path, "owned": taken.owned}
 
 
 class Shares:

@@ -323,10 +323,6 @@ class _Batch:
         self.first = self.upto = index
         self.rows = [] if row is None else [row]
 
-    @property
-    def count(self) -> int:
-        return self.upto - self.first + 1
-
 
 class ReportQueue:
     """Sends the messages of a rank in the order of its reports, those without data gathered.
@@ -379,7 +375,7 @@ class ReportQueue:
             batch.upto = index
             if row is not None:
                 batch.rows.append(row)
-            if self._is_full():
+            if batch.upto - batch.first >= self._max - 1:
                 self._wait_for_room()
 
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
@@ -429,7 +425,7 @@ class ReportQueue:
         self._armed = True
         self._changed.notify_all()
         try:
-            if self._changed.wait_for(lambda: self._closed or self._gone or not self._is_full(), self._timeout_s):
+            if self._changed.wait_for(self._has_room, self._timeout_s):
                 return
         finally:
             self._blocked -= 1
@@ -438,8 +434,9 @@ class ReportQueue:
             "stuck, or its storage?"
         )
 
-    def _is_full(self) -> bool:
-        return self._batch is not None and self._batch.count >= self._max
+    def _has_room(self) -> bool:
+        batch = self._batch
+        return self._closed or self._gone or batch is None or batch.upto - batch.first < self._max - 1
 
     def _run(self) -> None:
         while True:

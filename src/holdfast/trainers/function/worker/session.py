@@ -99,7 +99,11 @@ def report(
         metrics = values
     elif values:
         raise TypeError(f"report() got an unexpected keyword argument {sorted(values)[0]!r}")
-    current_session("report").report(
+    session = current_session("report")
+    if checkpoint is None and state is None and model_files is None and not validation:
+        session.report_metrics(metrics)
+        return
+    session.report(
         metrics,
         checkpoint,
         state=state,
@@ -267,7 +271,7 @@ class Session:
         """See `holdfast.report`, which has the options."""
         given, validates = options.get, self.rank == 0 and options.get("validation")
         if checkpoint is None and given("state") is None and given("model_files") is None and not validates:
-            self._report_metrics(metrics)
+            self.report_metrics(metrics)
             return
         request = check_request(metrics, checkpoint, **options)
         score = self._begin["score"]
@@ -280,7 +284,8 @@ class Session:
         if finish is not None:
             finish()
 
-    def _report_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def report_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Report without data."""
         plain = plain_metrics(metrics)  # on every rank, so that a mistake shows on all of them
         row = self._row(plain)
         with self._lock:

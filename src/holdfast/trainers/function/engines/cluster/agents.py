@@ -553,9 +553,8 @@ class StorageProbe:
             return
         where = {"storage": self._storage.describe(), "secrets": self._storage.secrets()}
         link.tell({"do": "probe", **where, "marker": marker, "node": link.node})
-        for _ in range(
-            _TRIALS
-        ):  # an attempt that begins now sweeps remains of earlier attempts, and this file with them
+        # An attempt that begins now sweeps remains of earlier attempts, and this file with them.
+        for _ in range(_TRIALS):
             time.sleep(_PROBE_AGAIN_S)
             if marker not in self._markers:
                 return

@@ -70,7 +70,7 @@ class _Group:
     forked: bool = False
 
 
-class ClusterEngine(ProcessEngine):
+class ClusterEngine(ProcessEngine[_Child]):
     """Implements `Engine` of `holdfast.trainers.function.engine` over nodes.
 
     An agent stays on its node over the restarts of groups, with the interpreter that workers are forked from. It is
@@ -207,7 +207,7 @@ class ClusterEngine(ProcessEngine):
                 sink.flush()
             self._ended(child, header["status"], header["why"])
 
-    def _ended(self, process: Process, status: int | None, why: str, reason: Reason = "process") -> None:
+    def _ended(self, process: _Child, status: int | None, why: str, reason: Reason = "process") -> None:
         super()._ended(process, status, why, reason)
         self._children.pop(process.number, None)
         if self._group is not None and not self._ranks:

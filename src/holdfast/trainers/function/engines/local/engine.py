@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
@@ -38,6 +38,7 @@ from .supervisor import Child, Process, Supervisor, threads_for
 __all__ = ["TASK", "WORKER", "LocalEngine", "ProcessEngine"]
 
 _LOG = get_logger("trainers.function")
+P = TypeVar("P", bound=Process)
 WORKER = "holdfast.trainers.function.worker.main:run"
 TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end
@@ -45,7 +46,7 @@ _HOST = "127.0.0.1"
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-class ProcessEngine:
+class ProcessEngine(Generic[P]):
     """What the engines with processes share: workers, tasks, what happens to them; work of other threads.
 
     A subclass starts the processes, waits for what happens to them (`_wait`) and reaches them: `_pass_on`, `_kill`,
@@ -56,8 +57,8 @@ class ProcessEngine:
         self._ready: list[Event] = []
         self._posted: deque[Callable[[], None]] = deque()
         self._over = False
-        self._ranks: dict[int, Any] = {}  # `Process` of each worker
-        self._tasks: dict[int, Any] = {}
+        self._ranks: dict[int, P] = {}
+        self._tasks: dict[int, P] = {}
         self._ended_ranks: dict[int, int] = {}  # processes of this group that died by themselves -> rank
         self._woken, self._waker = os.pipe()
         for fd in (self._woken, self._waker):
@@ -132,11 +133,11 @@ class ProcessEngine:
 
     # ---- what happens
 
-    def _started(self, process: Process, pid: int) -> None:
+    def _started(self, process: P, pid: int) -> None:
         if process.rank is not None:
             self._ready.append(Started(rank=process.rank, pid=pid))
 
-    def _said(self, process: Process, message: Message) -> None:
+    def _said(self, process: P, message: Message) -> None:
         if process.rank is not None:
             self._ready.append(Received(rank=process.rank, message=message))
         else:
@@ -148,11 +149,11 @@ class ProcessEngine:
         if (rank := self._ended_ranks.get(number)) is not None:
             self._ready.append(Received(rank=rank, message=message))
 
-    def _dying(self, process: Process) -> None:
+    def _dying(self, process: P) -> None:
         if process.rank is not None:
             self._ready.append(Dying(rank=process.rank))
 
-    def _ended(self, process: Process, status: int | None, why: str, reason: Reason = "process") -> None:
+    def _ended(self, process: P, status: int | None, why: str, reason: Reason = "process") -> None:
         """Take the end of a process.
 
         Args:
@@ -183,7 +184,7 @@ class ProcessEngine:
             if reason in ("process", "garbled"):
                 self._ended_ranks[process.number] = process.rank
 
-    def _task_ended(self, process: Process, how: str) -> None:
+    def _task_ended(self, process: P, how: str) -> None:
         outcome = process.outcome
         result: bytes | None = None
         error: BaseException | None = None
@@ -202,20 +203,20 @@ class ProcessEngine:
         """Handle what happens next, for so long at most."""
         raise NotImplementedError
 
-    def _pass_on(self, process: Any, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+    def _pass_on(self, process: P, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
         """Send a message to a process, at once or when it is up."""
         raise NotImplementedError
 
-    def _kill(self, process: Any, grace_s: float) -> None:
+    def _kill(self, process: P, grace_s: float) -> None:
         """End a process: SIGTERM, and SIGKILL after the grace."""
         raise NotImplementedError
 
-    def _limit(self, process: Any, seconds: float) -> None:
+    def _limit(self, process: P, seconds: float) -> None:
         """Give a process so much time to end by itself."""
         raise NotImplementedError
 
 
-class LocalEngine(ProcessEngine):
+class LocalEngine(ProcessEngine[Child]):
     """Implements `holdfast.trainers.function.engine.Engine`.
 
     Workers have sessions of their own: a Ctrl-C in the terminal does not reach them. They end with the driver, within
