@@ -31,6 +31,7 @@ __all__ = ["Stored", "decode_tree", "open_stored"]
 
 _LOG = get_logger("state")
 _NOTHING = object()
+_DIGITS = 19  # of an index into a list, and fewer
 _FEW = 2  # up to so many indexes, all are read when a checkpoint is opened
 
 
@@ -293,10 +294,11 @@ def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequ
 
 def _own_values(part: dict[str, Any] | None, keys: Sequence[tuple[str, bool, str]]) -> Mapping[str, Any]:
     """Take what a rank stored of its own (`OWN`) out of its part; an early version may have a value of that name."""
-    if part is None or not isinstance(part.get(OWN), Mapping) or any(key == OWN for key, _, _ in keys):
+    own = None if part is None else part.get(OWN)
+    if part is None or not isinstance(own, Mapping) or any(key == OWN for key, _, _ in keys):
         return {}
-    own: Mapping[str, Any] = part.pop(OWN)
-    return own
+    del part[OWN]
+    return own if all(type(where) is str for where in own) else {}
 
 
 def _find(tree: Any, where: str) -> tuple[Any, Any]:
@@ -311,7 +313,7 @@ def _find(tree: Any, where: str) -> tuple[Any, Any]:
 def _key_in(container: Any, step: str) -> str | int | None:
     if isinstance(container, dict):
         return step
-    fits = isinstance(container, list) and step.isdecimal() and int(step) < len(container)
+    fits = isinstance(container, list) and step.isdecimal() and len(step) < _DIGITS and int(step) < len(container)
     return int(step) if fits else None
 
 
