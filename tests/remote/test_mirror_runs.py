@@ -335,6 +335,22 @@ def test_rot_is_not_uploaded(remote, local, proxy, capfd):
     assert "step_00000002 is not uploaded" in capfd.readouterr().err
 
 
+def test_a_last_step_that_cannot_be_uploaded_is_no_good_end(remote, local, proxy):
+    """The newest checkpoint rots before its upload: waiting for the remote, and the end, are errors that name it."""
+    error = "step_00000002 cannot be brought.*digest differs"
+    with pytest.raises(StorageError, match=error), running(remote, local) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 2)
+        path = next(local.glob("step_00000002/*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-4] + b"rot!")
+        proxy.inject()
+        with pytest.raises(StorageError, match=error):
+            ck.wait(remote=True)
+    assert steps(remote) == [1]
+
+
 def test_the_end_waits_for_the_remote_and_says_what_is_missing(remote, local, proxy):
     """Leaving the body with the remote down is an error that names the checkpoints; the next start brings them."""
     _lose_the_remote(proxy, remote, local)
