@@ -98,8 +98,8 @@ class RemoteWatch:
         if self._wait_until(lambda: not self._waiting, timeout_s):
             if (refused := self._state.get("refused")) is not None and not self.staged:
                 raise StorageError(
-                    f"{refused}. Nothing newer is there, and this one is on the local disk {self._mirror.path} only, if "
-                    "it is whole: `holdfast verify --deep` tells. The next start with the same local_dir tries again"
+                    f"{refused}. Nothing newer is there, and this one is on the local disk {self._mirror.path} only, "
+                    "if it is whole: `holdfast verify --deep` tells. The next start with the same local_dir tries again"
                 )
             if self.staged and self._state["last_step"] < step:
                 raise StorageError(
