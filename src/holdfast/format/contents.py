@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.storage.base import Storage
-from holdfast.storage.together import together
+from holdfast.storage.together import asked_again, together
 
 from .digest import bytes_digest, file_digest, table_at, table_bytes
 from .division import disagreement
@@ -167,7 +167,7 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
     if entry.size > MAX_JSON:
         raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
     try:
-        with storage.open(entry.path) as reader:
+        with asked_again(storage, partial(storage.open, entry.path)) as reader:
             # A file that was cut short is damage, not an error of the storage: `resume` tries the next checkpoint.
             data = bytearray(min(entry.size, reader.size))
             reader.read_into(0, memoryview(data))
