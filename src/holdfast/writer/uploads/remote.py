@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from holdfast.storage.base import Storage
 __all__ = ["RemoteRun"]
 
 _LOG = get_logger("writer")
+_PIECE = 8 << 20
 
 
 def _nothing() -> None:
@@ -180,7 +182,12 @@ class RemoteRun:
             )
         before = read_sidecar(self._local, name)
         previous = next((other for other in self.catalog.names() if other != name), None)
-        copied = self._copy(name, previous, stop)
+        try:
+            copied = self._copy(name, previous, stop)
+        except StorageError as error:
+            if error.errno != errno.EIO or self._is_readable(name):
+                raise
+            raise CheckpointError(f"the local disk cannot read it: {error}") from error  # what waits behind it can go
         self.heartbeat.confirm()  # what is there by now counts; and from here on run.json is written and old ones go
         self._sidecars[name] = before
         self.both.add(name)
@@ -202,6 +209,17 @@ class RemoteRun:
                 if last or not self._is_void(name):
                     raise
         raise AssertionError("not reached")
+
+    def _is_readable(self, name: str) -> bool:
+        """Read a local checkpoint, after an error of a disk: the remote may be a disk, too."""
+        try:
+            for entry in read_manifest(self._local, name).files:
+                with self._local.open(join(name, entry.path)) as reader:
+                    for offset in range(0, reader.size, _PIECE):
+                        reader.read_into(offset, memoryview(bytearray(min(_PIECE, reader.size - offset))))
+        except StorageError as error:
+            return error.errno != errno.EIO
+        return True
 
     def _is_void(self, name: str) -> bool:
         try:
