@@ -502,7 +502,7 @@ _DERIVED = {
     "list": ("delete_tree",),
     "delete": ("delete_many", "delete_tree"),
     "delete_many": ("delete_tree",),
-    "create": ("batch",),
+    "create": ("batch", "adopt", "replace"),
     "sync": ("sync_all",),
 }
 
@@ -543,7 +543,7 @@ class WrappedStorage(Storage):
         own = vars(cls).keys()
         derived = {name for operation in own & _DERIVED.keys() for name in _DERIVED[operation]}
         for name in derived - own:
-            setattr(cls, name, vars(Storage)[name])
+            setattr(cls, name, WrappedStorage._replace_through if name == "replace" else vars(Storage)[name])
 
     def __init__(self, below: Storage) -> None:
         self.below = below
@@ -576,6 +576,11 @@ class WrappedStorage(Storage):
     delete_tree = _passed_on(Storage.delete_tree)
     make_directories = _passed_on(Storage.make_directories)
     tidy = _passed_on(Storage.tidy)
+
+    def _replace_through(self, path: str, size: int) -> ReplacingWriter | None:
+        from .through import replace_through  # not above: that module imports this one
+
+        return replace_through(self, path, size)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
