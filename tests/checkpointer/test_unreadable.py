@@ -13,6 +13,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.format.commit import remove
 from holdfast.run.catalog import Catalog
 from holdfast.storage import FileReader, MemoryStorage, StorageTraits
 from holdfast.storage.base import WrappedStorage
@@ -50,6 +51,22 @@ def test_a_file_that_a_store_does_not_find_once_is_asked_for_again(part: str, tm
     assert kit.train(store, 0).global_step == 2
     assert store.times == 0
     assert not Catalog(store).index.quarantined
+
+
+@pytest.mark.parametrize("reads", ["state-00000", "index"])
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_not_called_damaged(reads: str, tmp_path: Path) -> None:
+    """Retention takes the manifest first: that tells a deletion from a loss."""
+
+    class Retained(MemoryStorage):
+        def open(self, path: str) -> FileReader:
+            if reads in path:
+                remove(self, "step_00000001")
+            return super().open(path)
+
+    store = Retained(tmp_path.name)
+    hf.save(hf.Checkpoint.at(store, "step_00000001"), {"w": torch.zeros(10)})
+    with pytest.raises(hf.CheckpointNotFoundError, match="deleted while it was read"):
+        hf.load(hf.Checkpoint.at(store, "step_00000001"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.together import asked_again, together
 
@@ -20,14 +20,14 @@ from .digest import bytes_digest, file_digest, table_at, table_bytes
 from .division import disagreement
 from .index import FileNumbers, Index, IndexFile, TensorEntry
 from .manifest import FileEntry, Manifest
-from .names import save_id_of
+from .names import MANIFEST_NAME, save_id_of
 from .schema import check_whole
 from .strict_json import loads
 
 if TYPE_CHECKING:
     from .index_group import IndexGroup
 
-__all__ = ["MAX_JSON", "ContentsReader", "TensorList", "in_boxes", "merged", "unite"]
+__all__ = ["MAX_JSON", "ContentsReader", "TensorList", "check_there", "in_boxes", "merged", "unite"]
 
 MAX_JSON = 2 << 30
 """Bound for the bytes of an index or a structure before it is read."""
@@ -155,6 +155,19 @@ class ContentsReader:
         return dict(_tables(files, whole))
 
 
+def check_there(storage: Storage) -> None:
+    """Check that a checkpoint was not deleted while it was read: its manifest goes first.
+
+    Raises:
+        CheckpointNotFoundError: it was.
+    """
+    if not storage.exists(MANIFEST_NAME):
+        raise CheckpointNotFoundError(
+            f"{storage.uri} was deleted while it was read, as retention does: load the newest checkpoint of the run, "
+            "or pin the one that is to stay"
+        )
+
+
 def _if_sound(storage: Storage, entry: FileEntry) -> bytes | None:
     """Return the content of a small file; None if it is damaged: whoever needs it reads it again and gets the error."""
     try:
@@ -172,6 +185,7 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
             data = bytearray(min(entry.size, reader.size))
             reader.read_into(0, memoryview(data))
     except StorageNotFoundError as error:
+        check_there(storage)
         raise CorruptCheckpointError(
             f"{entry.path} (written by rank {entry.writer}) is gone: this checkpoint is damaged; use another one, or a "
             "copy of this file",

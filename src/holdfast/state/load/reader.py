@@ -22,6 +22,7 @@ from operator import attrgetter
 import torch
 
 from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
+from holdfast.format.contents import check_there
 from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.together import asked_again, together
@@ -91,6 +92,7 @@ def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:
     try:
         return asked_again(storage, partial(storage.open, file))
     except StorageNotFoundError as error:
+        check_there(storage)
         raise CorruptCheckpointError(
             f"{file} is gone; it holds tensor {rows[0].name!r} and {len(rows) - 1} more: this checkpoint is damaged; "
             "use another one, or a copy of this file",
