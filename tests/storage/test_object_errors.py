@@ -49,7 +49,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.seen.append(self.command)
         status, code = self.server.answer(self.command, self.path)
-        body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+        whole = code if code.startswith("<") else f"<Error><Code>{code}</Code><Message>m</Message></Error>"
+        body = b"" if self.command == "HEAD" else whole.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"1"')
@@ -158,6 +159,16 @@ def test_a_name_that_is_taken(stub, monkeypatch, status):
     with pytest.raises(StorageExistsError):
         _storage(stub.url).put("a", b"1", if_absent=True)
     assert stub.seen == ["PUT"]
+
+
+def test_a_name_that_is_no_path(stub):
+    """The client lists nothing beside an object whose name has an empty part: the error says which, and what to do."""
+    listing = """<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated><Contents>
+        <Key>run//x</Key><LastModified>2026-11-21T12:00:00.000Z</LastModified><ETag>"1"</ETag><Size>1</Size>
+        </Contents></ListBucketResult>"""
+    stub.answer = lambda method, path: (200, listing)
+    with pytest.raises(StorageError, match=r"no path.*run//x.*rename or delete it"):
+        list(_storage(stub.url).list())
 
 
 def test_quota(stub):

@@ -51,7 +51,10 @@ _NO_CREDENTIALS = (
 )  # fmt: skip
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
-_BROKEN = ("error sending request", "response body error", "connection closed", "HTTP error: connection")
+_BROKEN = (
+    "error sending request", "response body error", "connection closed", "HTTP error: connection",
+    "non-partial response",  # a page of a gateway in place of the store's answer
+)  # fmt: skip
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -157,6 +160,11 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         return StorageUnavailableError(f"{start}: the storage did not answer in time ({detail}); it may work later")
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
         return StorageUnavailableError(f"{start}: {detail}")
+    if "Encountered object with invalid path" in text:
+        return StorageError(
+            f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
+            f"client lists nothing beside it ({detail}); rename or delete it, with the tool that made it"
+        )
     if status == 400 and _CODE.search(text) is None:
         # S3 answers so to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {detail}; no reason was given: expired credentials are the usual reason")
