@@ -272,6 +272,17 @@ def test_two_runs_do_not_mix(remote, local):
         train(remote, local, 2)
 
 
+def test_a_new_run_does_not_go_on_from_what_another_one_left_on_the_disk(remote, local):
+    """A script with one local_dir for all its runs is refused, also where the new remote is empty yet."""
+    train(remote, local, 2)
+    new = remote.child("new")
+    with pytest.raises(ConfigError, match=f"was brought to {remote.uri} .* is empty.*local_dir of its own"):
+        train(new, local, 1)
+    assert steps(new) == []
+    remote.delete_tree("")
+    assert train(remote, local, 3).resumed_from.uri == f"{local}/step_00000002"  # the run's own remote was emptied
+
+
 def test_local_runs_move_to_a_remote(remote, local):
     """A run that was only local gets a remote: what it has is uploaded, as far as max_behind goes."""
     train(local, None, 3, keep=hf.Keep(last=2))

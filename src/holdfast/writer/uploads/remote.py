@@ -36,6 +36,8 @@ __all__ = ["RemoteRun"]
 
 _LOG = get_logger("writer")
 _PIECE = 8 << 20
+_IN_FRONT_OF = "in front of"
+"""Name of the note of a local side that remembers the URI of its remote."""
 
 
 def _nothing() -> None:
@@ -123,9 +125,16 @@ class RemoteRun:
         """Let the local index know of the lives that the remote knows.
 
         Raises:
-            ConfigError: the two sides hold different runs.
+            ConfigError: the two sides hold different runs, or the local one belongs to another remote.
         """
         index = self.catalog.index
+        before = local.notes.get(_IN_FRONT_OF, index.storage.uri)
+        if not (index.run_id or index.rows) and before != index.storage.uri:
+            raise ConfigError(
+                f"{local.storage.uri} holds the run that was brought to {before} ({local.run_id}), and "
+                f"{index.storage.uri} is empty: a new run needs a local_dir of its own, or this one emptied. If that "
+                "run is to go on at a new place, copy it there first (holdfast push or cp)"
+            )
         if local.run_id and index.run_id and local.run_id != index.run_id:
             raise ConfigError(
                 f"{local.storage.uri} holds another run ({local.run_id}) than {index.storage.uri} ({index.run_id}): "
@@ -137,6 +146,7 @@ class RemoteRun:
         known = {attempt.attempt: attempt for attempt in (*older.attempts, *newer.attempts)}
         local.attempts = [known[number] for number in sorted(known)]
         local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
+        local.notes[_IN_FRONT_OF] = index.storage.uri
         # One journal: what happens at the remote comes back to it with the report segments of the local side.
         local.journal.take(index.journal.waiting())
         index.journal, self.catalog.side = local.journal, "remote"
