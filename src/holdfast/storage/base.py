@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
     "Storage", "StorageTraits", "WrappedStorage", "check_condition", "check_path", "check_prefix", "check_range",
-    "check_view", "copy_bytes",
+    "check_view", "copy_bytes", "copy_over",
 ]  # fmt: skip
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
@@ -502,7 +502,7 @@ _DERIVED = {
     "list": ("delete_tree",),
     "delete": ("delete_many", "delete_tree"),
     "delete_many": ("delete_tree",),
-    "create": ("batch",),
+    "create": ("batch", "adopt", "replace"),
     "sync": ("sync_all",),
 }
 
@@ -543,7 +543,7 @@ class WrappedStorage(Storage):
         own = vars(cls).keys()
         derived = {name for operation in own & _DERIVED.keys() for name in _DERIVED[operation]}
         for name in derived - own:
-            setattr(cls, name, vars(Storage)[name])
+            setattr(cls, name, WrappedStorage._replace_through if name == "replace" else vars(Storage)[name])
 
     def __init__(self, below: Storage) -> None:
         self.below = below
@@ -576,6 +576,11 @@ class WrappedStorage(Storage):
     delete_tree = _passed_on(Storage.delete_tree)
     make_directories = _passed_on(Storage.make_directories)
     tidy = _passed_on(Storage.tidy)
+
+    def _replace_through(self, path: str, size: int) -> ReplacingWriter | None:
+        from .through import replace_through  # not above: that module imports this one
+
+        return replace_through(self, path, size)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
@@ -669,11 +674,24 @@ def check_condition(where: str, found: ObjectInfo | None, *, if_absent: bool, if
 def copy_bytes(storage: Storage, source: str, target: str) -> None:
     """Repeat an object by reading and writing its bytes, durably; an older ``target`` is replaced."""
     with storage.open(source) as reader, storage.create(target, reader.size) as writer:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, reader.size)))
-        for start in range(0, reader.size, _COPY_BYTES):
-            chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
-            reader.read_into(start, chunk)
-            writer.write(chunk)
+        _pass_bytes(reader, writer)
+
+
+def copy_over(storage: Storage, source: str, target: str) -> None:
+    """Repeat an object by its bytes in place of ``target``, which stays as it is until the new one is whole."""
+    with (
+        storage.open(source) as reader,
+        storage.replace(target, reader.size) or storage.create(target, reader.size) as writer,
+    ):
+        _pass_bytes(reader, writer)
+
+
+def _pass_bytes(reader: FileReader, writer: FileWriter) -> None:
+    buffer = memoryview(bytearray(min(_COPY_BYTES, reader.size)))
+    for start in range(0, reader.size, _COPY_BYTES):
+        chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
+        reader.read_into(start, chunk)
+        writer.write(chunk)
 
 
 def check_path(path: str) -> str:

@@ -56,7 +56,7 @@ class StagedSaves(Protocol):
     def add(self, name: str, save: str, manifest: Manifest) -> None:
         """Take a save that all ranks have staged."""
 
-    def bring(self, name: str, save: str | None) -> None:
+    def bring(self, name: str, save: str | None, parts: Sequence[Sequence[int]] = ()) -> None:
         """Bring what an earlier life has left."""
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast._log import get_logger
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, IncompleteCheckpointError
 from holdfast.format.codec import decode, loads
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import MAX_JSON, ContentsReader, in_boxes, unite
@@ -19,6 +19,7 @@ from holdfast.format.index import Index, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.schema import check_node, check_object, check_parts
 from holdfast.storage.base import Storage
+from holdfast.storage.together import asked_again
 
 from ..tree import arrays
 from ..tree.flatten import OWN
@@ -182,7 +183,7 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
         CorruptCheckpointError: a small file differs from its digest, or a rank's part is missing.
     """
-    manifest = read_manifest(storage, "")
+    manifest = asked_again(storage, lambda: read_manifest(storage, ""), IncompleteCheckpointError)
     stored = Stored(storage, manifest, _lazy_digests=own_first)
     now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
     stored.resized = now if now != manifest.world_size else None
