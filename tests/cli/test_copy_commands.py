@@ -165,6 +165,18 @@ def test_what_is_quarantined_at_the_destination_stays_so(run, tmp_path) -> None:
     assert Checkpoint(copy / "step_20").verify(deep=True).ok
 
 
+def test_another_checkpoint_without_a_manifest_is_not_replaced(tmp_path) -> None:
+    """As for checkpoints of ours and for single files: only with `--overwrite`."""
+    for name, text in (("epoch10", "worse"), ("best", "the best model of the week")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.pt").write_text(text)
+    found = as_json("cp", tmp_path / "epoch10", tmp_path / "best", code=1)
+    assert (found["error"], "model.pt" in found["message"]) == ("CheckpointExistsError", True)
+    assert (tmp_path / "best" / "model.pt").read_text() == "the best model of the week"
+    assert as_json("cp", tmp_path / "epoch10", tmp_path / "best", "--overwrite")["ok"]
+    assert as_json("cp", tmp_path / "epoch10", tmp_path / "best")["bytes_there"] == 5
+
+
 def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # noqa: F811
     """A checkpoint whose bytes differ fails by name, with status 1; `--overwrite` decides about one in the way."""
     flip(run, "step_20")
@@ -178,12 +190,14 @@ def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # no
     assert Checkpoint(tmp_path / "copy" / "step_10").step == 1
 
 
-def test_verify_reads_the_destination_again(run, tmp_path, monkeypatch) -> None:  # noqa: F811
+def test_verify_reads_the_destination_again(run, remote) -> None:  # noqa: F811
     """A destination that does not keep what it was given is found out."""
-    as_json("cp", run, tmp_path / "copy")
-    flip(tmp_path / "copy", "step_10")
-    assert as_json("cp", run, tmp_path / "copy")["ok"]
-    found = as_json("cp", run, tmp_path / "copy", "--verify", code=1)
+    as_json("cp", run, remote)
+    storage = resolve(remote)
+    path = next(info.path for info in storage.list("step_10") if info.path.endswith(".safetensors"))
+    storage.put(path, bytes(storage.stat(path).size))
+    assert as_json("cp", run, remote)["ok"]
+    found = as_json("cp", run, remote, "--verify", code=1)
     assert "not what was written" in rows(found)["step_10"]["problems"][0]
 
 
@@ -249,11 +263,11 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
         "import itertools, os\n"
         "from holdfast.copying import sending as _sending\n"
         "from holdfast.cli.main import main\n"
-        "settled, numbers = _sending.Sender._settled, itertools.count(1)\n"
+        "settled, numbers = _sending.Sender.settled, itertools.count(1)\n"
         "def slow(self, nbytes):\n"
         "    settled(self, nbytes); os.write(2, b'window\\n')\n"
         "    if next(numbers) >= 5: self._halt.wait(60)\n"
-        "_sending.Sender._settled = slow\n"
+        "_sending.Sender.settled = slow\n"
         "main()\n"
     )
     arguments = ["cp", str(tmp_path / "source" / "c"), str(tmp_path / "copy"), "--json"]

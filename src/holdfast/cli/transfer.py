@@ -33,7 +33,7 @@ def _options(command: _Command) -> _Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         click.option("--verify", is_flag=True, help="Read every byte at the destination again and compare digests."),
-        click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is in the way."),
+        click.option("--overwrite", is_flag=True, help="Replace another checkpoint, or files, that are in the way."),
     ):
         command = option(command)
     return pick_options(whole=True)(command)
