@@ -165,6 +165,85 @@ def test_what_is_quarantined_at_the_destination_stays_so(run, tmp_path) -> None:
     assert Checkpoint(copy / "step_20").verify(deep=True).ok
 
 
+def test_what_is_set_aside_at_the_source_is_sound_at_the_destination(run, tmp_path) -> None:  # noqa: F811
+    """The disk of the source rots, and a start sets the newest aside there: the backup keeps and resumes its own."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    flip(run, "step_20")
+    index_of(run).quarantine("step_20", "rot")
+    found = as_json("cp", run, copy)
+    assert "step_20" in {left["name"] for left in found["left_out"]}
+    catalog = catalog_of(copy)
+    assert (catalog.newest_sound().name, catalog.bad()) == ("step_20", {})
+    assert as_json("cp", copy, run, "--overwrite")["ok"]
+    assert "step_20" not in index_of(run).quarantined
+    assert Checkpoint(run / "step_20").verify(deep=True).ok
+
+
+def test_a_damaged_index_does_not_go_over_a_sound_one(run, tmp_path) -> None:  # noqa: F811
+    """It is the one thing that nobody has a second time; the checkpoints come all the same."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    sound = (copy / "run.json").read_bytes()
+    (run / "run.json").write_bytes(sound.replace(b"attempt", b"attmept"))
+    assert as_json("cp", run, copy)["ok"]
+    assert (copy / "run.json").read_bytes() == sound
+
+
+def test_two_damaged_copies_are_made_one_sound_one(run, tmp_path) -> None:  # noqa: F811
+    """A quarantined destination keeps what it has of it until there is something better, whatever the source is."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    index_of(copy).quarantine("step_20", "rot")
+    before = {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()}
+    flip(run, "step_20")
+    assert as_json("cp", run, copy, "--overwrite")["ok"]
+    assert {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()} == before
+    assert Checkpoint(copy / "step_20").verify(deep=True).ok
+    index_of(copy).quarantine("step_20", "rot")
+    flip(copy, "step_20")
+    before = {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()}
+    found = as_json("cp", run, copy, "--overwrite", code=1)
+    assert "digest differs" in rows(found)["step_20"]["problems"][0]
+    assert {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()} == before
+    assert "step_20" in index_of(copy).quarantined
+
+
+def test_loose_files_of_others_stay(run, tmp_path, remote) -> None:  # noqa: F811
+    """A file beside the run that somebody has written at the destination is named and stays; one that grew comes."""
+    for place, target in ((tmp_path / "copy", LocalStorage(tmp_path / "copy")), (remote, resolve(remote))):
+        (run / "notes.txt").write_text("first machine\n")
+        (run / "train.log").write_text("epoch 1\n")
+        as_json("cp", run, place)
+        target.put("notes.txt", b"three weeks of notes, written here")
+        (run / "train.log").write_text("epoch 1\nepoch 2\n")
+        found = as_json("cp", run, place, code=1)
+        assert (rows(found)["notes.txt"]["state"], rows(found)["step_20"]["state"]) == ("failed", "ok")
+        assert "--overwrite" in rows(found)["notes.txt"]["problems"][0]
+        assert target.read("notes.txt") == b"three weeks of notes, written here"
+        assert target.read("train.log") == b"epoch 1\nepoch 2\n"
+        assert as_json("cp", run, place, "--overwrite")["ok"]
+        assert target.read("notes.txt") == b"first machine\n"
+
+
+def test_a_big_loose_file_passes_through_little_memory(run, tmp_path) -> None:  # noqa: F811
+    """A log of gigabytes beside the run is copied in windows."""
+    with (run / "train.log").open("wb") as log:
+        log.truncate(40 << 20)
+    peak = []
+    real = LocalStorage.put
+
+    def put(self, path, data, **options):
+        peak.append(len(data))
+        return real(self, path, data, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "put", put)
+        as_json("cp", run, tmp_path / "copy")
+    assert (tmp_path / "copy" / "train.log").stat().st_size == 40 << 20
+    assert max(peak) <= 8 << 20
+
+
 def test_another_checkpoint_without_a_manifest_is_not_replaced(tmp_path) -> None:
     """As for checkpoints of ours and for single files: only with `--overwrite`."""
     for name, text in (("epoch10", "worse"), ("best", "the best model of the week")):

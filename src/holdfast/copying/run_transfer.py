@@ -7,19 +7,20 @@ loses nothing but older checkpoints. The index goes last, since it is rebuilt fr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
+    StorageError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import remove
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
@@ -28,8 +29,8 @@ from holdfast.run.names import VERIFIED_FILE
 from holdfast.run.reports import LOGS, REPORTS
 from holdfast.storage.base import Storage
 
-from .sending import Progress, Stop
-from .transfer import Copied, copy_checkpoint
+from .sending import WINDOW, Progress, Stop
+from .transfer import Copied, compare_files, copy_checkpoint, copy_file
 
 __all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
 
@@ -57,7 +58,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOutcome:
-    """How the copy of one checkpoint ended.
+    """How the copy of one checkpoint ended, or that of a file beside them that could not be copied.
 
     Attributes:
         name: its directory.
@@ -133,22 +134,25 @@ def copy_run(
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
         for name in plan.names:
-            if name in quarantined:
-                if not overwrite:
-                    problem = (
-                        f"{target.uri}/{name} was quarantined there ({quarantined[name]}): files of the same name and "
-                        "size would be taken for whole. Delete it there, or copy with --overwrite, which sends all of "
-                        "it again"
-                    )
-                    yield CopyOutcome(name=name, state="failed", problem=problem)
-                    continue
-                remove(target, name)
-                del quarantined[name]
-            outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
+            if name in quarantined and not overwrite:
+                problem = (
+                    f"{target.uri}/{name} was quarantined there ({quarantined[name]}): files of the same name and size "
+                    "would be taken for whole. Delete it there, or copy with --overwrite, which reads all of it and "
+                    "sends what is damaged"
+                )
+                yield CopyOutcome(name=name, state="failed", problem=problem)
+                continue
+            outcome = _copy_one(
+                source, name, target, previous, overwrite=overwrite, suspect=name in quarantined, progress=progress,
+                stop=ended,
+            )  # fmt: skip
+            if outcome.state in ("ok", "foreign"):
+                quarantined.pop(name, None)
             previous = name if outcome.state == "ok" else previous
             yield outcome
-        # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
-        _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
+        same_run = bool(theirs.run_id)  # else `_check_target` has refused it
+        yield from _copy_rest(source, target, same_run=same_run, overwrite=overwrite, stop=ended)
+        _copy_index(source, target, theirs, quarantined)
         Catalog(target).point_latest()
 
 
@@ -170,13 +174,15 @@ def _copy_one(
     previous: str | None,
     *,
     overwrite: bool,
+    suspect: bool,
     progress: Progress | None,
     stop: Stop,
 ) -> CopyOutcome:
     try:
         copied = copy_checkpoint(
-            source, name, target, name, previous=previous, overwrite=overwrite, progress=progress, stop=stop
-        )
+            source, name, target, name, previous=previous, overwrite=overwrite, suspect=suspect, progress=progress,
+            stop=stop,
+        )  # fmt: skip
     except CheckpointNotFoundError as error:
         return CopyOutcome(name=name, state="gone", problem=str(error))
     except CheckpointError as error:
@@ -201,29 +207,87 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
         )
 
 
-def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple[str, list[Any] | None]]) -> None:
-    """Copy reports, logs and loose files, all of them each time: they are small and may have grown.
+def _copy_rest(
+    source: Storage, target: Storage, *, same_run: bool, overwrite: bool, stop: Stop
+) -> Iterator[CopyOutcome]:
+    """Copy reports, logs and loose files, all of them each time: they may have grown; yield those that could not be.
 
     Args:
         source: the run.
         target: where it goes.
-        quarantined: checkpoints at the target that are never to be picked there: why, and their rows in its index.
+        same_run: the target is this run already: its reports and logs are of an earlier copy.
+        overwrite: replace loose files that differ.
+        stop: as for `copy_run`.
     """
-    for _ in range(_TRIES):
-        with contextlib.suppress(StorageNotFoundError):  # segments are merged while a run goes on: look again
-            paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
-            paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
-            for path in paths:
-                if path not in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) and not is_of_lease(path):
-                    target.put(path, source.read(path))
+    problems: dict[str, str] = {}
+    for is_last in (*(False,) * (_TRIES - 1), True):
+        paths = [(info.path, not same_run) for tree in (REPORTS, LOGS) for info in source.list(tree)]
+        paths += [(info.path, True) for info in source.list("", recursive=False) if not info.path.endswith("/")]
+        has_all = True
+        for path, is_loose in paths:
+            if path in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) or is_of_lease(path):
+                continue
+            try:
+                problem = _bring_loose(source, path, target, compares=is_loose and not overwrite, stop=stop)
+            except StorageNotFoundError:  # segments are merged while a run goes on: look again
+                has_all = is_last
+                continue
+            if problem is not None:
+                problems[path] = problem
+        if has_all:
             break
+    for path, problem in problems.items():
+        yield CopyOutcome(name=path, state="failed", problem=problem)
+
+
+def _bring_loose(source: Storage, path: str, target: Storage, *, compares: bool, stop: Stop) -> str | None:
+    """Copy a file that is no part of a checkpoint; return why that was not done.
+
+    What is the beginning of the file at the source is an earlier state of it, or what a killed copy has left.
+    """
+    try:
+        found = compare_files(source, path, target, path) if compares and target.exists(path) else "unfinished"
+        if found == "other":
+            return (
+                f"{target.uri}/{path} has other content, and was not changed: --overwrite replaces it, or move it away"
+            )
+        if found == "same":
+            return None
+        if source.stat(path).size <= WINDOW:
+            target.put(path, source.read(path))
+        else:
+            copy_file(source, path, target, path, stop=stop)
+    except StorageError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return str(error)
+    except CorruptCheckpointError:
+        return f"{source.uri}/{path} has grown while it was copied: the same command again brings it"
+    return None
+
+
+def _copy_index(source: Storage, target: Storage, theirs: RunIndex, quarantined: Mapping[str, str]) -> None:
+    """Copy run.json. What is set aside is each side's own: the other one may have a sound copy of it.
+
+    Args:
+        source: the run.
+        target: where it goes.
+        theirs: the index of the target before.
+        quarantined: checkpoints at the target that are never to be picked there, and why.
+    """
+    index = RunIndex.load(source)
+    if index.damage is not None and (index.damage == "missing" or theirs.damage is None or quarantined):
+        return  # a sound one at the target stays; without it nobody would know what was set aside
+    if index.damage is None and (quarantined or index.quarantined or index.has_changes):
+        # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
+        for name in {*index.quarantined, *(quarantined.keys() - index.rows.keys())}:
+            row = theirs.rows.get(name)
+            if row is not None:
+                index.rows[name] = row
+            else:
+                index.rows.pop(name, None)
+        index.quarantined = dict(quarantined)
+        target.put(RUN_FILE, index.to_bytes())
+        return
     with contextlib.suppress(StorageNotFoundError):
-        data = source.read(RUN_FILE)
-        index = RunIndex.load(source)
-        if quarantined or index.has_changes:
-            index.quarantined = {**{name: why for name, (why, _) in quarantined.items()}, **index.quarantined}
-            index.rows.update({name: row for name, (_, row) in quarantined.items() if row and name not in index.rows})
-            data = index.to_bytes()
-            if index.damage is not None:
-                return  # that of the target stays: without it nobody would know what was set aside
-        target.put(RUN_FILE, data)
+        target.put(RUN_FILE, source.read(RUN_FILE))
