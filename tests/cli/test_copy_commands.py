@@ -244,6 +244,18 @@ def test_a_big_loose_file_passes_through_little_memory(run, tmp_path) -> None:  
     assert max(peak) <= 8 << 20
 
 
+def test_what_is_left_out_beside_a_run_is_said(run, tmp_path) -> None:  # noqa: F811
+    """Hidden directories and links that lead out of the run; a link to a checkpoint of the run is one name more."""
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "config.yaml").write_text("lr: 1")
+    (tmp_path / "data").mkdir()
+    (run / "data").symlink_to(tmp_path / "data")
+    (run / "best").symlink_to("step_10")
+    (run / ".tmp-notes").write_text("mine")
+    found = as_json("cp", run, tmp_path / "copy")
+    assert {left["name"] for left in found["left_out"]} == {"step_30", "step_40", ".hydra", "data", ".tmp-notes"}
+
+
 def test_another_checkpoint_without_a_manifest_is_not_replaced(tmp_path) -> None:
     """As for checkpoints of ours and for single files: only with `--overwrite`."""
     for name, text in (("epoch10", "worse"), ("best", "the best model of the week")):

@@ -23,6 +23,7 @@ from holdfast.copying.transfer import (
     send_entries,
 )
 from holdfast.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -440,6 +441,30 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path, target) -> None:
     (tmp_path / "s" / "c" / ".metadata.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CorruptCheckpointError, match="symlink"):
         copy_checkpoint(source, "c", target, "c")
+
+
+@pytest.mark.parametrize("name", ["tokenizer", ".tmp-parts", ".tmp-notes.txt"])
+def test_what_a_listing_leaves_out_of_a_foreign_directory_is_said(tmp_path, target, name) -> None:
+    """A linked sub-directory, and names that no storage has: the copy would lack them, so there is none."""
+    source, mine = LocalStorage(tmp_path / "s"), tmp_path / "s" / "mine"
+    (tmp_path / "s" / "shared").mkdir(parents=True)
+    (tmp_path / "s" / "shared" / "vocab.json").write_text("{}")
+    (mine / "sub").mkdir(parents=True)
+    (mine / "model.pt").write_text("m")
+    if name == "tokenizer":
+        (mine / "sub" / name).symlink_to("../../shared")
+    elif name == ".tmp-parts":
+        (mine / "sub" / name).mkdir()
+    else:
+        (mine / "sub" / name).write_text("1")
+    with pytest.raises(CheckpointError, match=name):
+        copy_checkpoint(source, "mine", target, "c")
+    with pytest.raises(CheckpointError, match=name):
+        Checkpoint(mine).to_directory(tmp_path / "out")
+    (mine / "sub" / ".tmp-1-0123456789ab").write_text("of a writer that died")
+    (mine / "sub" / ".tmp-lock").write_text("")
+    (mine / "sub" / name).rename(tmp_path / "away")
+    assert copy_checkpoint(source, "mine", target, "c").files == 1
 
 
 def as_entry(path: str, data: bytes) -> FileEntry:

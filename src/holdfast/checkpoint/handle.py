@@ -515,7 +515,7 @@ def _copy_folders(path: str, directory: str) -> bool:
     """Make the folders of a local directory that hold nothing; tell whether there is no file to copy at all."""
     is_empty = True
     for place, folders, files in os.walk(path):
-        is_empty = is_empty and not files
+        is_empty = is_empty and not files and not any(os.path.islink(os.path.join(place, name)) for name in folders)
         if not folders and not files:
             os.makedirs(os.path.join(directory, os.path.relpath(place, path)), exist_ok=True)
     return is_empty

@@ -22,12 +22,16 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import FOLDER
+from holdfast.run.external import EXTERNAL
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.run.lease import Lease, is_of_lease, make_owner
-from holdfast.run.names import VERIFIED_FILE
+from holdfast.run.names import INCOMING, PROBE, VERIFIED_FILE
 from holdfast.run.reports import LOGS, REPORTS
-from holdfast.storage.base import Storage
+from holdfast.run.trash import TRASH
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local.local_tree import unlisted_of_others
 
 from .sending import WINDOW, Progress, Stop
 from .transfer import Copied, compare_files, copy_checkpoint, copy_file
@@ -35,6 +39,7 @@ from .transfer import Copied, compare_files, copy_checkpoint, copy_file
 __all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
 
 _TRIES = 3
+_OWN = (TRASH, EXTERNAL, FOLDER, PROBE, INCOMING)  # hidden directories of a run that are of no use elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ def plan_run(source: Storage) -> RunPlan:
             sizes[name] = sum(inside.values())
     left_out = dict.fromkeys(catalog.incomplete, "never committed: a save under way, or the remains of one")
     left_out |= dict.fromkeys(runs, "a run of its own: copy it by itself")
+    left_out |= _beside(source)
     for name, why in catalog.bad().items():
         left_out[name] = f"damaged: {why}" if name in catalog.corrupt else f"quarantined: {why}"
         sizes.pop(name, None)
@@ -98,6 +104,28 @@ def plan_run(source: Storage) -> RunPlan:
         damaged=tuple(sorted(catalog.corrupt)),
         is_run=is_run or bool(runs),
     )
+
+
+def _beside(source: Storage) -> dict[str, str]:
+    """Return directories right below a run that are of somebody else and not copied, and why."""
+    found = {}
+    for info in source.list("", recursive=False):
+        name = info.path.rstrip("/")
+        if info.path != name and name.startswith(".") and not name.startswith(_OWN):
+            found[name] = "a hidden directory: copy it by itself"
+    root = source.local_root
+    with os.scandir(root) if root is not None else contextlib.nullcontext(()) as entries:
+        for entry in entries:
+            if entry.is_symlink() and entry.is_dir() and not _lies_in(entry.path, source):
+                found[entry.name] = "a symbolic link out of the run: no link is followed"
+            elif unlisted_of_others(entry.name):
+                found[entry.name] = f"names that start with {TEMPORARY!r} are reserved: rename it"
+    return found
+
+
+def _lies_in(path: str, storage: Storage) -> bool:
+    root = os.path.realpath(storage.local_root or "/")
+    return os.path.commonpath([os.path.realpath(path), root]) == root
 
 
 def copy_run(

@@ -37,7 +37,8 @@ from holdfast.format.parts import drop_plan, is_plan, put_plan, read_plan
 from holdfast.run.lease import files_of
 from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
-from holdfast.storage.base import Storage
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local.local_tree import unlisted_of_others
 
 from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Trust, Windows
 
@@ -117,10 +118,11 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
+        CheckpointError: the source is on a disk, not ours, and has names that no storage can have.
         IncompleteCheckpointError: the source never committed.
         CheckpointExistsError: another checkpoint is at the target, or other files of the same names, and ``overwrite``
             is false; or it was put there by somebody else meanwhile, and stays.
-        CorruptCheckpointError: the source is damaged; the target gets no manifest.
+        CorruptCheckpointError: the source is damaged, or has symbolic links; the target gets no manifest.
         TransferStopped: ``stop()`` returned true.
     """
     sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
@@ -308,9 +310,28 @@ class _Copy:
             # Files that were put there by hand are copied too; remains of other saves are not.
             if path not in listed and path not in UNLISTED and (raw is None or start_id_of(path) is None):
                 files.append(self._file(path, size, None))
-        check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
+        beside = () if raw is not None else self._not_listed()
+        check_links(self._source, self._name, (*self._inside, *(file.path for file in files), *beside))
         self.copied = Copied(files=len(files), is_foreign=raw is None)
         return raw, files
+
+    def _not_listed(self) -> list[str]:
+        """Return links to directories in a foreign directory on a disk, which a listing leaves out.
+
+        Raises:
+            CheckpointError: a name in there is one that no storage can have.
+        """
+        root, links = self._source.local_root, []
+        for place, folders, files in os.walk(root / self._name) if root is not None else ():
+            for name in (*folders, *files):
+                if unlisted_of_others(name):
+                    raise CheckpointError(
+                        f"{os.path.join(place, name)} would be left out of the copy, since names that start with "
+                        f"{TEMPORARY!r} are reserved: rename it or move it away, and copy again"
+                    )
+            paths = [os.path.join(place, name) for name in folders]
+            links += [os.path.relpath(path, root / self._name) for path in paths if os.path.islink(path)]
+        return links
 
     def look_at_target(self) -> None:
         """Find what is at the target already."""

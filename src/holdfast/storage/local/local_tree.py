@@ -18,7 +18,7 @@ from .ops import Ops
 
 __all__ = [
     "NO_LOCKS", "lock_new", "lock_quietly", "locked", "make_durable", "nearest_existing", "remove_below",
-    "remove_if_empty", "sweep", "type_of_file_system",
+    "remove_if_empty", "sweep", "type_of_file_system", "unlisted_of_others",
 ]  # fmt: skip
 
 NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
@@ -107,6 +107,11 @@ def _sync_quietly(ops: Ops, directory: str) -> None:
     # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
     with contextlib.suppress(PermissionError):
         ops.fsync_dir(directory)
+
+
+def unlisted_of_others(name: str) -> bool:
+    """Tell whether a storage leaves a name out of its listings although nothing of Holdfast has it."""
+    return name.startswith(TEMPORARY) and not is_temporary_name(name) and name not in (_LOCK_NAME, _HELD_NAME)
 
 
 def sweep(ops: Ops, door: Beneath, inside: str) -> None:
