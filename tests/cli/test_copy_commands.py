@@ -121,6 +121,22 @@ def test_a_living_run_at_the_destination_is_left_alone(run, tmp_path) -> None:  
     assert "lease.json" not in names(target)
 
 
+def test_one_checkpoint_goes_into_a_run_under_its_lease(run, tmp_path) -> None:  # noqa: F811
+    """A start would sweep what is under way; so the copy waits for nobody, and is refused while somebody trains."""
+    as_json("cp", run / "step_20", tmp_path / "backup" / "step_20")
+    flip(run, "step_20")
+    index_of(run).quarantine("step_20", "rot")
+    busy = hold(run)
+    assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)["error"] == "RunBusyError"
+    busy.release()
+    found = as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)
+    assert (found["error"], "--overwrite" in found["message"]) == ("CheckpointExistsError", True)
+    assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", "--overwrite")["ok"]
+    assert catalog_of(run).newest_sound().name == "step_20"
+    assert Checkpoint(run / "step_20").verify(deep=True).ok
+    assert "lease.json" not in names(LocalStorage(run))
+
+
 def test_another_run_and_a_run_that_went_on_are_not_mixed(run, tmp_path) -> None:  # noqa: F811
     """Two runs in one directory, or attempts that would be forgotten, are refused."""
     other = LocalStorage(tmp_path / "other")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import (
@@ -36,7 +36,7 @@ from holdfast.storage.local.local_tree import unlisted_of_others
 from .sending import WINDOW, Progress, Stop
 from .transfer import Copied, compare_files, copy_checkpoint, copy_file
 
-__all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
+__all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_into_run", "copy_run", "plan_run"]
 
 _TRIES = 3
 _OWN = (TRASH, EXTERNAL, FOLDER, PROBE, INCOMING)  # hidden directories of a run that are of no use elsewhere
@@ -158,17 +158,12 @@ def copy_run(
         there = Catalog(target)
         theirs = there.index
         _check_target(Catalog(source).index, theirs, target, overwrite=overwrite)
-        there.admit(dict.fromkeys(plan.names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
+        _admit(there, plan.names, heartbeat)
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
         for name in plan.names:
             if name in quarantined and not overwrite:
-                problem = (
-                    f"{target.uri}/{name} was quarantined there ({quarantined[name]}): files of the same name and size "
-                    "would be taken for whole. Delete it there, or copy with --overwrite, which reads all of it and "
-                    "sends what is damaged"
-                )
-                yield CopyOutcome(name=name, state="failed", problem=problem)
+                yield CopyOutcome(name=name, state="failed", problem=_set_aside(target, name, quarantined[name]))
                 continue
             outcome = _copy_one(
                 source, name, target, previous, overwrite=overwrite, suspect=name in quarantined, progress=progress,
@@ -182,6 +177,56 @@ def copy_run(
         yield from _copy_rest(source, target, same_run=same_run, overwrite=overwrite, stop=ended)
         _copy_index(source, target, theirs, quarantined)
         Catalog(target).point_latest()
+
+
+def copy_into_run(
+    source: Storage,
+    name: str,
+    target: Storage,
+    directory: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Copied:
+    """Copy the checkpoint ``name`` to ``directory`` of the run ``target``, as `copy_checkpoint` does.
+
+    Holds the lease of that run meanwhile: a start would take the files of a copy under way for remains.
+
+    Raises:
+        RunBusyError: somebody writes to the run.
+        CheckpointExistsError: as `copy_checkpoint`; or it is set aside as damaged there, and ``overwrite`` is false.
+        HoldfastError: as `copy_checkpoint`.
+    """
+    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
+
+        def ended() -> bool:
+            heartbeat.check()
+            return False
+
+        there = Catalog(target)
+        why = there.index.quarantined.get(directory)
+        if why is not None and not overwrite:
+            raise CheckpointExistsError(_set_aside(target, directory, why))
+        _admit(there, [directory], heartbeat)
+        copied = copy_checkpoint(
+            source, name, target, directory, overwrite=overwrite, suspect=why is not None, progress=progress, stop=ended
+        )
+        if why is not None:
+            there.index.quarantined.pop(directory, None)
+            there.index.save()
+        Catalog(target).point_latest()
+        return copied
+
+
+def _admit(there: Catalog, names: Iterable[str], heartbeat: Heartbeat) -> None:
+    there.admit(dict.fromkeys(names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
+
+
+def _set_aside(target: Storage, name: str, why: str) -> str:
+    return (
+        f"{target.uri}/{name} was quarantined there ({why}): files of the same name and size would be taken for whole. "
+        "Delete it there, or copy with --overwrite, which reads all of it and sends what is damaged"
+    )
 
 
 def check_apart(source: Storage, target: Storage) -> None:

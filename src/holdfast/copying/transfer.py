@@ -321,8 +321,11 @@ class _Copy:
         Raises:
             CheckpointError: a name in there is one that no storage can have.
         """
-        root, links = self._source.local_root, []
-        for place, folders, files in os.walk(root / self._name) if root is not None else ():
+        root, links = self._source.local_root, list[str]()
+        if root is None:
+            return links
+        top = os.path.join(root, self._name)
+        for place, folders, files in os.walk(top):
             for name in (*folders, *files):
                 if unlisted_of_others(name):
                     raise CheckpointError(
@@ -330,7 +333,7 @@ class _Copy:
                         f"{TEMPORARY!r} are reserved: rename it or move it away, and copy again"
                     )
             paths = [os.path.join(place, name) for name in folders]
-            links += [os.path.relpath(path, root / self._name) for path in paths if os.path.islink(path)]
+            links += [os.path.relpath(path, top) for path in paths if os.path.islink(path)]
         return links
 
     def look_at_target(self) -> None:
