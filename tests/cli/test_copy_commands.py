@@ -226,11 +226,15 @@ def test_two_damaged_copies_are_made_one_sound_one(run, tmp_path) -> None:  # no
 
 
 def test_loose_files_of_others_stay(run, tmp_path, remote) -> None:  # noqa: F811
-    """A file beside the run that somebody has written at the destination is named and stays; one that grew comes."""
+    """A file that somebody has written at the destination is named and stays; one that changed at the source comes."""
     for place, target in ((tmp_path / "copy", LocalStorage(tmp_path / "copy")), (remote, resolve(remote))):
         (run / "notes.txt").write_text("first machine\n")
         (run / "train.log").write_text("epoch 1\n")
+        (run / "state.json").write_text('{"epoch": 1}')
         as_json("cp", run, place)
+        (run / "state.json").write_text('{"epoch": 2}')
+        assert as_json("cp", run, place)["ok"]
+        assert target.read("state.json") == b'{"epoch": 2}'
         target.put("notes.txt", b"three weeks of notes, written here")
         (run / "train.log").write_text("epoch 1\nepoch 2\n")
         found = as_json("cp", run, place, code=1)

@@ -24,6 +24,7 @@ from holdfast.errors import (
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER
 from holdfast.run.external import EXTERNAL
+from holdfast.run.fence import is_fence
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.run.lease import Lease, is_of_lease, make_owner
@@ -39,6 +40,7 @@ from .transfer import Copied, compare_files, copy_checkpoint, copy_file
 __all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_into_run", "copy_run", "plan_run"]
 
 _TRIES = 3
+_MARKS = "copied"  # in the notes of run.json
 _OWN = (TRASH, EXTERNAL, FOLDER, PROBE, INCOMING)  # hidden directories of a run that are of no use elsewhere
 
 
@@ -174,8 +176,10 @@ def copy_run(
             previous = name if outcome.state == "ok" else previous
             yield outcome
         same_run = bool(theirs.run_id)  # else `_check_target` has refused it
-        yield from _copy_rest(source, target, same_run=same_run, overwrite=overwrite, stop=ended)
-        _copy_index(source, target, theirs, quarantined)
+        noted = theirs.notes.get(_MARKS)
+        marks = {path: etag for path, etag in noted.items() if type(etag) is str} if type(noted) is dict else {}
+        yield from _copy_rest(source, target, marks, same_run=same_run, overwrite=overwrite, stop=ended)
+        _copy_index(source, target, theirs, quarantined, marks)
         Catalog(target).point_latest()
 
 
@@ -281,65 +285,76 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
 
 
 def _copy_rest(
-    source: Storage, target: Storage, *, same_run: bool, overwrite: bool, stop: Stop
+    source: Storage, target: Storage, marks: dict[str, str], *, same_run: bool, overwrite: bool, stop: Stop
 ) -> Iterator[CopyOutcome]:
-    """Copy reports, logs and loose files, all of them each time: they may have grown; yield those that could not be.
+    """Copy reports, logs and loose files, all of them each time: they may have changed; yield those that could not be.
 
     Args:
         source: the run.
         target: where it goes.
-        same_run: the target is this run already: its reports and logs are of an earlier copy.
-        overwrite: replace loose files that differ.
+        marks: etags of the loose files at the target as earlier copies have left them; those of this copy replace them.
+        same_run: the target is this run already: its reports, fences and logs are of an earlier copy.
+        overwrite: replace loose files that somebody else has written.
         stop: as for `copy_run`.
     """
+    trees = ("", REPORTS, LOGS)
+    infos = [info for tree in trees for info in target.list(tree, recursive=bool(tree))]
+    of_run = {info.path for info in infos if same_run and ("/" in info.path or is_fence(info.path))}
+    # What is as an earlier copy has left it is not somebody else's, whatever the source has made of it since.
+    ours = {info.path for info in infos if marks.get(info.path, "") == info.etag} | of_run
+    others = set() if overwrite else {info.path for info in infos} - ours
     problems: dict[str, str] = {}
+    found: dict[str, str] = {}
     for is_last in (*(False,) * (_TRIES - 1), True):
-        paths = [(info.path, not same_run) for tree in (REPORTS, LOGS) for info in source.list(tree)]
-        paths += [(info.path, True) for info in source.list("", recursive=False) if not info.path.endswith("/")]
+        paths = [info.path for tree in trees for info in source.list(tree, recursive=bool(tree))]
         has_all = True
-        for path, is_loose in paths:
-            if path in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) or is_of_lease(path):
+        for path in paths:
+            is_own = path in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) or is_of_lease(path)
+            if is_own or path.endswith("/"):
                 continue
             try:
-                problem = _bring_loose(source, path, target, compares=is_loose and not overwrite, stop=stop)
+                etag = _bring_loose(source, path, target, compares=path in others, stop=stop)
+                if etag is not None and "/" not in path:
+                    found[path] = etag
             except StorageNotFoundError:  # segments are merged while a run goes on: look again
                 has_all = is_last
-                continue
-            if problem is not None:
-                problems[path] = problem
+            except (CheckpointExistsError, CorruptCheckpointError) as error:
+                problems[path] = str(error)
+            except StorageError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                problems[path] = str(error)
         if has_all:
             break
+    marks.clear()
+    marks.update(found)
     for path, problem in problems.items():
         yield CopyOutcome(name=path, state="failed", problem=problem)
 
 
 def _bring_loose(source: Storage, path: str, target: Storage, *, compares: bool, stop: Stop) -> str | None:
-    """Copy a file that is no part of a checkpoint; return why that was not done.
+    """Copy a file that is no part of a checkpoint; return its etag at the target.
 
-    What is the beginning of the file at the source is an earlier state of it, or what a killed copy has left.
+    Raises:
+        CheckpointExistsError: it ``compares``, and the target has something else: neither the same nor the beginning of
+            it, which is an earlier state of the file or what a killed copy has left.
+        CorruptCheckpointError: it was written to meanwhile.
     """
-    try:
-        found = compare_files(source, path, target, path) if compares and target.exists(path) else "unfinished"
-        if found == "other":
-            return (
-                f"{target.uri}/{path} has other content, and was not changed: --overwrite replaces it, or move it away"
-            )
-        if found == "same":
-            return None
+    state = compare_files(source, path, target, path) if compares else "unfinished"
+    if state == "other":
+        raise CheckpointExistsError(
+            f"{target.uri}/{path} has other content, and was not changed: --overwrite replaces it, or move it away"
+        )
+    if state == "unfinished":
         if source.stat(path).size <= WINDOW:
-            target.put(path, source.read(path))
-        else:
-            copy_file(source, path, target, path, stop=stop)
-    except StorageError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return str(error)
-    except CorruptCheckpointError:
-        return f"{source.uri}/{path} has grown while it was copied: the same command again brings it"
-    return None
+            return target.put(path, source.read(path))
+        copy_file(source, path, target, path, stop=stop)
+    return target.stat(path).etag
 
 
-def _copy_index(source: Storage, target: Storage, theirs: RunIndex, quarantined: Mapping[str, str]) -> None:
+def _copy_index(
+    source: Storage, target: Storage, theirs: RunIndex, quarantined: Mapping[str, str], marks: Mapping[str, str]
+) -> None:
     """Copy run.json. What is set aside is each side's own: the other one may have a sound copy of it.
 
     Args:
@@ -347,11 +362,13 @@ def _copy_index(source: Storage, target: Storage, theirs: RunIndex, quarantined:
         target: where it goes.
         theirs: the index of the target before.
         quarantined: checkpoints at the target that are never to be picked there, and why.
+        marks: of `_copy_rest`; a note of the target alone.
     """
     index = RunIndex.load(source)
     if index.damage is not None and (index.damage == "missing" or theirs.damage is None or quarantined):
         return  # a sound one at the target stays; without it nobody would know what was set aside
-    if index.damage is None and (quarantined or index.quarantined or index.has_changes):
+    changes = quarantined or index.quarantined or index.has_changes or marks or _MARKS in index.notes
+    if index.damage is None and changes:
         # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
         for name in {*index.quarantined, *(quarantined.keys() - index.rows.keys())}:
             row = theirs.rows.get(name)
@@ -360,6 +377,8 @@ def _copy_index(source: Storage, target: Storage, theirs: RunIndex, quarantined:
             else:
                 index.rows.pop(name, None)
         index.quarantined = dict(quarantined)
+        index.notes = {key: value for key, value in index.notes.items() if key != _MARKS}
+        index.notes |= {_MARKS: dict(marks)} if marks else {}
         target.put(RUN_FILE, index.to_bytes())
         return
     with contextlib.suppress(StorageNotFoundError):
