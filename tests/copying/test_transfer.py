@@ -360,6 +360,7 @@ def test_a_checkpoint_of_ours_does_not_go_over_files_of_others(source, target) -
     with pytest.raises(CheckpointExistsError, match=r"model\.pt"):
         copy_checkpoint(source, "c", target, "c")
     assert content(target, "c") == {"model.pt": b"the best"}
+    target.put("d/weights.bin", b"1")
     Checkpoint.at(target, "d").set_metadata({"mine": 1})
     with pytest.raises(CheckpointExistsError, match=r"\.metadata\.json"):
         copy_checkpoint(source, "c", target, "d")
@@ -367,6 +368,18 @@ def test_a_checkpoint_of_ours_does_not_go_over_files_of_others(source, target) -
     target.put("e/model.pt", b"wo")  # of a copy that was killed
     copy_checkpoint(source, "c", target, "e")
     assert Checkpoint.at(target, "e").verify().ok
+
+
+def test_notes_that_were_put_into_a_checkpoint_by_hand_are_each_sides_own(source, target) -> None:
+    """A copy brings them; what was written into them there since stays, and is named."""
+    small(source, "c", step=1)
+    source.put("c/notes.txt", b"by hand")
+    copy_checkpoint(source, "c", target, "c")
+    assert copy_checkpoint(source, "c", target, "c").bytes_sent == 0
+    target.put("c/notes.txt", b"three weeks of notes")
+    with pytest.raises(CheckpointExistsError, match=r"notes\.txt"):
+        copy_checkpoint(source, "c", target, "c")
+    assert target.read("c/notes.txt") == b"three weeks of notes"
 
 
 def test_a_copy_that_was_planned_goes_over_what_an_earlier_one_has_left(source, target) -> None:

@@ -348,7 +348,7 @@ class _Copy:
         """Refuse to replace what no copy of this checkpoint has put at the target; find what is the same already.
 
         What a save has named is of that save. The others are compared, unless a copy that is under way has planned
-        them; of a checkpoint that is committed there, those that may have been changed since.
+        them; of a checkpoint that is committed there, those that may have been changed since, or were put in by hand.
 
         Raises:
             CheckpointExistsError: there are such files; nothing was changed.
@@ -356,12 +356,12 @@ class _Copy:
         there, others = self._there, []
         doubtful = [file for file in files if file.path in there]
         if is_committed:
-            doubtful = [file for file in doubtful if self._is_changed(file)]
+            doubtful = [file for file in doubtful if file.digest is None or self._is_changed(file)]
         else:
             doubtful = [file for file in doubtful if start_id_of(file.path) is None]
             planned_there = self._planned() if doubtful else set()
             doubtful = [file for file in doubtful if file.path not in planned_there]
-            if METADATA_FILE in there and not is_remains(there):
+            if METADATA_FILE in there and len(there) > 1 and not is_remains(there):
                 theirs = _read(self._target, join(self._directory, METADATA_FILE))
                 ours_now = _read(self._source, join(self._name, METADATA_FILE))
                 others += [METADATA_FILE] if theirs not in (None, ours_now) else []
