@@ -6,6 +6,7 @@ import re
 
 __all__ = [
     "CHANGES_FILE",
+    "GIVEN",
     "INCOMING",
     "LATEST",
     "LEASE_FILE",
@@ -29,6 +30,8 @@ INCOMING = ".incoming-"
 """First characters of the directory of files that workers have handed over and that are not taken in yet."""
 NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
 """What the name of a checkpoint begins with that Holdfast has given by itself."""
+GIVEN = re.compile(r"step_\d{8}(?:-a\d+)?(?:\.\d+)?|checkpoint_\d{6,}")
+"""The whole name of a checkpoint that Holdfast has given by itself."""
 LATEST = "latest"
 """Name of the link to the newest checkpoint, in a run on a disk; older runs may have a checkpoint of this name."""
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))

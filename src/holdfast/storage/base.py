@@ -7,6 +7,8 @@ storage, separated by "/", without "." or ".." or empty parts.
 from __future__ import annotations
 
 import functools
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
     "Storage", "StorageTraits", "WrappedStorage", "check_condition", "check_path", "check_prefix", "check_range",
-    "check_view", "copy_bytes", "copy_over",
+    "check_view", "copy_bytes", "copy_over", "is_temporary_name", "temporary_name",
 ]  # fmt: skip
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
@@ -35,6 +37,7 @@ _NOW_TRAITS = frozenset({"num_parallel", "max_file_bytes", "copies_itself", "del
 
 TEMPORARY = ".tmp-"
 """First characters of names a storage keeps to itself: never listed, refused in paths."""
+_OF_WRITERS = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -692,6 +695,16 @@ def _pass_bytes(reader: FileReader, writer: FileWriter) -> None:
         chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
         reader.read_into(start, chunk)
         writer.write(chunk)
+
+
+def temporary_name() -> str:
+    """Return a new name for what takes its own name when it is complete."""
+    return f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
+
+
+def is_temporary_name(name: str) -> bool:
+    """Tell whether `temporary_name` may have made this: anything else that starts with `TEMPORARY` is a user's."""
+    return _OF_WRITERS.fullmatch(name) is not None
 
 
 def check_path(path: str) -> str:
