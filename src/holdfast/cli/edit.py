@@ -17,11 +17,11 @@ from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
-from holdfast.run.retention import decide
+from holdfast.run.retention import Verdict, decide
 from holdfast.run.trash import Trash
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, Choice, choose, find, pick_options, reach, run_at
+from .targets import PATH, Choice, choose, find, heed_checks, pick_options, reach, run_at
 from .terminal import console, counted, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
@@ -126,7 +126,8 @@ _FOREIGN = "it is no checkpoint of Holdfast"  # the one reason that --force does
 def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
     catalog = Catalog(checkpoint.storage)
-    newest = next(iter(catalog.records()), None)
+    heed_checks(catalog)
+    newest = catalog.latest()
     holding = holders(checkpoint.storage).get(checkpoint.directory)
     reasons = [f"held by {', '.join(holding)}"] if holding else []
     with contextlib.suppress(CheckpointError):
@@ -186,8 +187,8 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 
     On a disk they go to the trash of the run, as with `holdfast rm`. The newest, pinned ones, that resumed from and
-    those that another process holds always stay. The run must not be training: its own retention deletes then. Without
-    --yes nothing is deleted.
+    those that another process holds always stay. What `holdfast verify` found damaged counts as none of them, and stays
+    too. The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
     storage = reach(run)
     catalog = run_at(storage, run)
@@ -197,8 +198,12 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
         keep = Keep.from_json(catalog.index.keep)
     else:
         raise ConfigError(f"{storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}")
-    records = {record.name: record for record in catalog.records()}
-    verdicts = decide(keep, records.values())
+    damaged = heed_checks(catalog)
+    records = {record.name: record for record in [*catalog.records(), *map(catalog.record, damaged)]}
+    verdicts = decide(keep, catalog.records())
+    verdicts += [
+        Verdict(name=name, keep=True, why=f"damaged, and no rule counts it: {damaged[name]}") for name in damaged
+    ]
     holding = holders(storage)
     held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
     rows: list[dict[str, Any]] = [
@@ -235,6 +240,7 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         trash = Trash(catalog.storage)
         trash.empty()
         catalog.trash = trash if trash.exists and not now else None
+        heed_checks(catalog)
         kept_rules = catalog.index.keep
         while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh

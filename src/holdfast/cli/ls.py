@@ -24,7 +24,7 @@ from holdfast.run.status import run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, pick_options, ranking
+from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
 from .terminal import PlainTable, Row, age, console, counted, number, print_columns, print_json, printable, table
 
 __all__ = ["ls", "show"]
@@ -76,14 +76,15 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     """Describe a run and everything under its root as JSON."""
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
-    good = catalog.records()
-    best, newest, bad_steps = best_of(catalog.sound(), metric, mode), catalog.newest_sound(), catalog.bad_steps()
+    good, bad, corrupt, bad_steps = catalog.records(), catalog.bad(), {*catalog.corrupt}, catalog.bad_steps()
+    heed_checks(catalog)
+    best, newest = best_of(catalog.sound(), metric, mode), catalog.newest_sound()
     rows = [_row(storage, record, "ok", newest=record == newest, best=record == best) for record in good]
     for row in rows:
         if row["name"] in bad_steps:
             row["bad_step"] = bad_steps[row["name"]]
-    for name, why in sorted(catalog.bad().items()):
-        state = "corrupt" if name in catalog.corrupt else "quarantined"
+    for name, why in sorted(bad.items()):
+        state = "corrupt" if name in corrupt else "quarantined"
         known = catalog.record(name) if name in index.rows else None
         rows.append({**(_row(storage, known, state) if known else _bare(storage, name, state)), "reason": why})
     for record in sorted(catalog.strangers(), key=lambda record: record.created, reverse=True):

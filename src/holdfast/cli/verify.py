@@ -47,7 +47,7 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     """
     storage, checkpoint = find(path)
     if pick.is_given:
-        checkpoint = choose(path, pick)
+        checkpoint = choose(path, pick, heeds=False)
     if checkpoint is not None:
         deep = True if deep is None else deep
         bad = RunIndex.load(checkpoint.storage).quarantined.get(checkpoint.directory)
