@@ -82,3 +82,27 @@ def test_of_damaged_ones_alone_none_is_given(damaged) -> None:
         shutil.rmtree(damaged / name)
     assert "damaged" in invoke("latest", damaged, code=1).stderr
     assert states(as_json("prune", damaged, "--keep", "last=1", "--yes")) == {3: "kept"}
+
+
+def test_a_copy_has_no_rows_of_what_it_could_not_bring(run, tmp_path) -> None:
+    """The newest there is the newest that came, and prune leaves it."""
+    flip(run, "step_3")
+    copy = tmp_path / "copy"
+    invoke("cp", run, copy, code=1)
+    marks = {row.get("step"): row.get("marks") for row in as_json("ls", copy)["checkpoints"]}
+    assert "newest" in marks[2]
+    assert invoke("latest", copy).stdout.strip().endswith("step_2")
+    invoke("prune", copy, "--keep", "last=1", "--yes", "--now")
+    assert steps_of(copy) == [2]
+
+
+@pytest.mark.parametrize("rules", ["last=1", "best=1,metric=val"])
+def test_what_lost_its_manifest_keeps_no_place(run, rules) -> None:
+    """Whatever the index of the run says: prune and rm look at what stays before they delete anything."""
+    (run / "step_3" / "manifest.json").unlink()
+    assert {row["name"]: row.get("marks") for row in as_json("ls", run)["checkpoints"]}["step_2"] == ["newest"]
+    assert "the newest of its run" in invoke("rm", run / "step_2", "--yes", code=1).stdout
+    assert states(as_json("prune", run, "--keep", rules)) == {3: "kept", 2: "kept", 1: "would go"}
+    assert "step_3  kept, damaged" in invoke("prune", run, "--keep", rules, "--yes", "--now").stdout
+    assert sorted(path.name for path in run.glob("step_*")) == ["step_2", "step_3"]
+    assert invoke("latest", run).stdout.strip().endswith("step_2")

@@ -198,12 +198,13 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
         keep = Keep.from_json(catalog.index.keep)
     else:
         raise ConfigError(f"{storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}")
+    records = {record.name: record for record in catalog.records()}
     damaged = heed_checks(catalog)
-    records = {record.name: record for record in [*catalog.records(), *map(catalog.record, damaged)]}
-    verdicts = decide(keep, catalog.records())
-    verdicts += [
-        Verdict(name=name, keep=True, why=f"damaged, and no rule counts it: {damaged[name]}") for name in damaged
-    ]
+    verdicts = _verdicts(catalog, keep)
+    for name in sorted(records.keys() - {verdict.name for verdict in verdicts}, key=list(records).index):
+        if next(storage.list(name), None) is not None:
+            why = damaged.get(name) or catalog.corrupt.get(name, "its manifest is gone")
+            verdicts.append(Verdict(name=name, keep=True, why=f"damaged, and no rule counts it: {why}"))
     holding = holders(storage)
     held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
     rows: list[dict[str, Any]] = [
@@ -233,6 +234,18 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     _say_trash(sum(row["state"] == "in the trash" for row in rows))
 
 
+def _verdicts(catalog: Catalog, keep: Keep) -> list[Verdict]:
+    """Decide what stays, once all of that was found there: a row of the index alone keeps no place."""
+    looked: set[str] = set()
+    while True:
+        verdicts = decide(keep, catalog.records())
+        staying = [verdict.name for verdict in verdicts if verdict.keep and verdict.name not in looked]
+        if not staying:
+            return verdicts
+        catalog.look_again(staying)
+        looked.update(staying)
+
+
 def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
     """Delete what the rules do not keep; return the names, and whether they are in the trash."""
     gone: set[str] = set()
@@ -241,6 +254,7 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         trash.empty()
         catalog.trash = trash if trash.exists and not now else None
         heed_checks(catalog)
+        _verdicts(catalog, keep)
         kept_rules = catalog.index.keep
         while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh

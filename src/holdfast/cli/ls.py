@@ -14,7 +14,7 @@ from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError
 from holdfast.format.contents import ContentsReader
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import files_of
@@ -76,6 +76,10 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     """Describe a run and everything under its root as JSON."""
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
+    known = {*catalog.names()}
+    while (last := catalog.newest()) is not None and not storage.exists(f"{last.name}/{MANIFEST_NAME}"):
+        catalog.look_again([last.name])  # the index is believed of the others
+    gone = known - {*catalog.names(), *catalog.corrupt, *catalog.others, *catalog.void}
     good, bad, corrupt, bad_steps = catalog.records(), catalog.bad(), {*catalog.corrupt}, catalog.bad_steps()
     heed_checks(catalog)
     best, newest = best_of(catalog.sound(), metric, mode), catalog.newest_sound()
@@ -92,7 +96,7 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
         original = catalog.guests.get(record.name)
         state = f"copy of {original}" if original else "ok" if not run else f"of run {run[:8]}"
         rows.append({**_row(storage, record, state), "run_id": run})
-    rows += [_bare(storage, name, "incomplete") for name in catalog.incomplete]
+    rows += [_bare(storage, name, "incomplete") for name in sorted({*catalog.incomplete, *gone})]
     for name in catalog.foreign:
         # A directory of runs: say which of its children can be looked into.
         rows.append(_bare(storage, name, "run" if storage.exists(f"{name}/{RUN_FILE}") else "foreign"))

@@ -214,7 +214,7 @@ def heed_checks(catalog: Catalog) -> dict[str, str]:
 
     Then none of these is the newest, or takes the place of a sound one.
     """
-    damaged = known_damaged(catalog.storage, catalog.index.rows)
+    damaged = known_damaged(catalog.storage, catalog.index.rows, catalog.found())
     catalog.corrupt.update(damaged)
     return damaged
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,7 @@ def copy_run(
         there.admit(dict.fromkeys(plan.names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
+        brought: set[str] = set()
         for name in plan.names:
             if name in quarantined:
                 if not overwrite:
@@ -146,9 +147,10 @@ def copy_run(
                 del quarantined[name]
             outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
             previous = name if outcome.state == "ok" else previous
+            brought |= {name} if outcome.state == "ok" else set()
             yield outcome
         # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
-        _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
+        _copy_rest(source, target, brought, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
         Catalog(target).point_latest()
 
 
@@ -201,12 +203,16 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
         )
 
 
-def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple[str, list[Any] | None]]) -> None:
+def _copy_rest(
+    source: Storage, target: Storage, brought: Set[str], quarantined: Mapping[str, tuple[str, list[Any] | None]]
+) -> None:
     """Copy reports, logs and loose files, all of them each time: they are small and may have grown.
 
     Args:
         source: the run.
         target: where it goes.
+        brought: checkpoints that are there now. The index gets no rows of others: it is believed without a look, so
+            that one which could not be copied would be the newest there.
         quarantined: checkpoints at the target that are never to be picked there: why, and their rows in its index.
     """
     for _ in range(_TRIES):
@@ -220,7 +226,10 @@ def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple
     with contextlib.suppress(StorageNotFoundError):
         data = source.read(RUN_FILE)
         index = RunIndex.load(source)
-        if quarantined or index.has_changes:
+        absent = index.rows.keys() - brought - index.quarantined.keys()
+        if quarantined or absent or index.has_changes:
+            for name in absent:
+                index.rows.pop(name)
             index.quarantined = {**{name: why for name, (why, _) in quarantined.items()}, **index.quarantined}
             index.rows.update({name: row for name, (_, row) in quarantined.items() if row and name not in index.rows})
             data = index.to_bytes()

@@ -94,11 +94,14 @@ def read_verified(storage: Storage, found: Collection[str] = ()) -> dict[str, Ve
         return {}
 
 
-def known_damaged(storage: Storage, names: Collection[str]) -> dict[str, str]:
-    """Return which of ``names`` were found damaged, and have the same files since, with the first problem of each."""
+def known_damaged(storage: Storage, names: Collection[str], found: Collection[str] = ()) -> dict[str, str]:
+    """Return which of ``names`` were found damaged, and have the same files since, with the first problem of each.
+
+    ``found`` is as in `read_verified`.
+    """
     return {
         name: entry.problem or "no reason is known"
-        for name, entry in read_verified(storage).items()
+        for name, entry in read_verified(storage, found).items()
         if not entry.ok and name in names and entry.files == fingerprint(storage, name)
     }
 
