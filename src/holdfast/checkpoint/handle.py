@@ -34,7 +34,7 @@ from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
-from holdfast.run.names import LATEST
+from holdfast.run.names import LATEST, refuse_run
 from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
@@ -185,6 +185,9 @@ class Checkpoint:
 
         Processes of a machine that do so at the same time share one download of a remote checkpoint; those that give
         the same path share the directory as well.
+
+        Raises:
+            CheckpointExistsError: there is a run at ``path``.
         """
         from holdfast.copying.downloads import own_download, take_turns  # not above: a training copies nothing
         from holdfast.copying.transfer import copy_checkpoint, copy_file
@@ -193,6 +196,7 @@ class Checkpoint:
             os.path.expanduser(path) if path is not None else tempfile.mkdtemp(prefix="holdfast-")
         )
         target = LocalStorage(directory)
+        refuse_run(target, "")
         if self._is_file():
             copy_file(self._storage, self._name, target, self.name)
         elif self._storage.local_root is not None:

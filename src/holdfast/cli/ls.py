@@ -76,10 +76,10 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     """Describe a run and everything under its root as JSON."""
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
-    known = {*catalog.names()}
+    listed = {*catalog.names()}
     while (last := catalog.newest()) is not None and not storage.exists(f"{last.name}/{MANIFEST_NAME}"):
         catalog.look_again([last.name])  # the index is believed of the others
-    gone = known - {*catalog.names(), *catalog.corrupt, *catalog.others, *catalog.void}
+    gone = listed - {*catalog.names(), *catalog.corrupt, *catalog.others, *catalog.void}
     good, bad, corrupt, bad_steps = catalog.records(), catalog.bad(), {*catalog.corrupt}, catalog.bad_steps()
     heed_checks(catalog)
     best, newest = best_of(catalog.sound(), metric, mode), catalog.newest_sound()

@@ -16,6 +16,7 @@ from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, copy_run, plan_run
 from holdfast.copying.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.run.names import refuse_run
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -154,6 +155,7 @@ def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -
 def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     new = Checkpoint.at(resolve(target), old.name) if target.endswith("/") else Checkpoint(target)
     check_apart(old.storage.child(old.directory), new.storage.child(new.directory))
+    refuse_run(new.storage, new.directory)
     plan = RunPlan(names=(new.directory,), total_bytes=_size(old))
 
     def steps(progress: Progress) -> Iterator[CopyOutcome]:
