@@ -16,7 +16,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import message, print_json, replace_file
+from .terminal import check_output, message, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -194,6 +194,8 @@ def _examine(
     """
     from holdfast.verify.lives import LifeFailedError
 
+    if html is not None:
+        check_output(html)
     began = time.monotonic()
     try:
         found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))

@@ -19,7 +19,18 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, poll_option, run_at
-from .terminal import Row, console, counted, message, print_columns, print_json, printable, replace_file, table
+from .terminal import (
+    Row,
+    check_output,
+    console,
+    counted,
+    message,
+    print_columns,
+    print_json,
+    printable,
+    replace_file,
+    table,
+)
 
 __all__ = ["openmetrics", "stats"]
 
@@ -88,6 +99,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
     if target is not None:
         if as_json:
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
+        check_output(target)
         _export(storage, run, target, every if watch else None)
         return
     summaries = _look(storage, run)
