@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -19,6 +19,7 @@ from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
 from holdfast.run.retention import Verdict, decide
 from holdfast.run.trash import Trash
+from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, Choice, choose, find, heed_checks, pick_options, reach, run_at
@@ -64,26 +65,33 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as_json: bool) -> None:
     """Delete checkpoints. Whole runs are not deleted.
 
-    On a disk they go to the trash of their run (.trash), which the next rm or prune empties, or the first start of the
-    run after a week; until then they take room, and --undo brings them back. In an object store there is no trash. The
-    run must not be training: its own retention deletes then. Without --yes nothing is deleted.
+    On a disk they go to the trash of their run (.trash) for a week: they take room there, and --undo brings them back.
+    After it the next rm or prune that deletes, or the next start, deletes them for good; rm and prune name them. In an
+    object store there is no trash. The run must not be training: its own retention deletes then. Without --yes nothing
+    is deleted.
     """
     if undo:
         if yes or force or now:
             raise ConfigError("--undo brings back what was deleted: leave --yes, --force and --now out")
         _undo([Checkpoint(path) for path in paths], as_json=as_json)
         return
-    emptied: set[str] = set()  # runs; told by this, not by the clock, which may be set back meanwhile
     chosen = [_checkpoint_at(path) for path in paths]
     rows = [_removal(checkpoint, force=force, now=now) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
+    runs = {checkpoint.storage.uri: checkpoint.storage for checkpoint in chosen}
+    emptied = [] if refused else _outdated(runs.values())
     if yes and not refused:
         for checkpoint, row in zip(chosen, rows, strict=True):
-            _remove(checkpoint, force=force, to_trash=row["trash"], emptied=emptied)
+            _remove(checkpoint, force=force, to_trash=row["trash"])
             row["state"] = "in the trash" if row["trash"] else "deleted"
-    _show_removed(rows, done=yes and not refused, asked=yes, as_json=as_json)
+    _show_removed(rows, emptied, done=yes and not refused, asked=yes, as_json=as_json)
     if refused:
         raise click.exceptions.Exit(1)
+
+
+def _outdated(runs: Iterable[Storage]) -> list[str]:
+    """Return what would go for good by an `rm` or `prune` besides that which it deletes: their week is over."""
+    return [f"{run.uri.rstrip('/')}/{name}" for run in runs for name in Trash(run).outdated()]
 
 
 def _checkpoint_at(path: str) -> Checkpoint:
@@ -154,16 +162,14 @@ def _bytes(checkpoint: Checkpoint) -> int:
         return 0
 
 
-def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set[str]) -> None:
+def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool) -> None:
     storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
         checkpoint.delete()
         return
     with upkeep(storage) as catalog:
         trash = Trash(storage)
-        if storage.uri not in emptied:
-            emptied.add(storage.uri)
-            trash.empty()
+        trash.empty()
         catalog.trash = trash if to_trash else None
         if name in catalog.index.rows:
             catalog.discard([name], "holdfast rm")
@@ -218,20 +224,22 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
         }
         for verdict in verdicts
     ]
+    emptied = _outdated([storage]) if any(row["state"] == "would go" for row in rows) else []
     if yes and any(row["state"] == "would go" for row in rows):
         gone, binned = _prune(run, keep, now=now)
         went = "in the trash" if binned else "deleted"
         for row in rows:
             row["state"] = went if row["name"] in gone else "kept" if row["state"] == "would go" else row["state"]
     if as_json:
-        print_json({"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes, "checkpoints": rows})
+        head = {"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes}
+        print_json({**head, "checkpoints": rows, "emptied": emptied})
         return
     out = console()
     for row in rows:
         line = printable(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}")
         out.file.write(painted(out, line, "red" if row["state"] != "kept" else "") + "\n")
     _sum([row for row in rows if row["state"] != "kept"], len(rows), done=yes)
-    _say_trash(sum(row["state"] == "in the trash" for row in rows))
+    _say_trash(sum(row["state"] == "in the trash" for row in rows), emptied, done=yes)
 
 
 def _verdicts(catalog: Catalog, keep: Keep) -> list[Verdict]:
@@ -263,11 +271,13 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         return gone, catalog.trash is not None
 
 
-def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as_json: bool) -> None:
+def _show_removed(
+    rows: Sequence[dict[str, Any]], emptied: Sequence[str], *, done: bool, asked: bool, as_json: bool
+) -> None:
     for row in rows:
         row["state"] = row["state"] if done else "refused" if row["refused"] else "would go"
     if as_json:
-        print_json({"dry_run": not done, "checkpoints": list(rows)})
+        print_json({"dry_run": not done, "checkpoints": list(rows), "emptied": emptied})
         return
     out = console()
     for row in printable(list(rows)):
@@ -277,20 +287,22 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as
     going = [row for row in rows if row["state"] != "refused"]
     _sum(going, len(rows), done=done, why_not="where one is refused" if asked else "without --yes")
     binned = sum(row["trash"] for row in going)
-    if done:
-        _say_trash(binned)
-    elif binned:
+    _say_trash(binned if done else 0, emptied, done=done)
+    if binned and not done:
         click.echo("they would go to the trash of the run, where --undo finds them (--now: delete at once)")
     if binned < len(going) and not done:
         click.echo(f"{len(going) - binned} of them would be gone for good")
 
 
-def _say_trash(number: int) -> None:
+def _say_trash(number: int, emptied: Sequence[str], *, done: bool) -> None:
+    if emptied:
+        names = ", ".join(uri.rpartition("/")[2] for uri in emptied)
+        click.echo(printable(f"{'gone' if done else 'would go'} for good: {names}, in the trash for over a week"))
     if number:
         click.echo(
-            "in the trash of the run they take the same room until the next `holdfast rm` or `prune`, or a start after "
-            "a week: `holdfast rm --undo PATH` brings one back, --now deletes at once, and so does deleting the folder "
-            ".trash of the run"
+            "in the trash of the run they take the same room for a week, and until the next `holdfast rm`, `prune` or "
+            "start after it: `holdfast rm --undo PATH` brings one back, --now deletes at once, and so does deleting "
+            "the folder .trash of the run"
         )
 
 
