@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from catalog_kit import begin, steps_of
+from catalog_kit import begin, catalog_of, steps_of
 from checkpoint_kit import build
 from test_cli import _arguments, as_json, flip, invoke  # noqa: F401
 
@@ -106,3 +106,27 @@ def test_what_lost_its_manifest_keeps_no_place(run, rules) -> None:
     assert "step_3  kept, damaged" in invoke("prune", run, "--keep", rules, "--yes", "--now").stdout
     assert sorted(path.name for path in run.glob("step_*")) == ["step_2", "step_3"]
     assert invoke("latest", run).stdout.strip().endswith("step_2")
+
+
+def test_verify_finds_what_lost_its_manifest(run) -> None:
+    """The index lists it, so it is no deletion that has begun: a problem, with or without --deep."""
+    (run / "step_2" / "manifest.json").unlink()
+    for flag in ("--deep", "--no-deep"):
+        found = as_json("verify", run, flag, code=1)
+        assert [(row["name"], row["ok"]) for row in found["checkpoints"]] == [
+            ("step_3", True), ("step_2", False), ("step_1", True),
+        ]  # fmt: skip
+    assert "manifest.json is gone" in invoke("verify", run, code=1).stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--verify",), ("--exec", "echo did {name}")])
+def test_watch_leaves_out_what_lost_its_manifest_and_says_so(run, options, caplog, capfd) -> None:
+    """It goes on with the next, and ends as the run has, with status 0."""
+    catalog = catalog_of(run)
+    catalog.index.finish({})
+    (run / "step_2" / "manifest.json").unlink()
+    said = invoke("watch", run, "--start", "first", *options).stdout + capfd.readouterr().out
+    assert "step_1" in said
+    assert "step_3" in said
+    assert "step_2" not in said
+    assert "step_2" in caplog.text

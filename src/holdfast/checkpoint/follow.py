@@ -16,6 +16,7 @@ from holdfast._units import Interval, IntervalLike, format_duration, parse_inter
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
+    IncompleteCheckpointError,
     RunBusyError,
     StorageError,
     StoragePermissionError,
@@ -115,12 +116,15 @@ def _follow(
                 try:
                     if hold_s is not None:
                         stack.enter_context(checkpoint.hold(at_most_s=hold_s))
-                    if verify and not _is_sound(checkpoint):
-                        continue
                     if checkpoint.manifest is None:
                         continue
-                except (CheckpointNotFoundError, FileNotFoundError):
-                    _log.info("%s was deleted before its turn", checkpoint.uri)
+                    if verify and not _is_sound(checkpoint):
+                        continue
+                except (CheckpointNotFoundError, IncompleteCheckpointError, FileNotFoundError) as error:
+                    if IncompleteCheckpointError in (type(error), type(error.__cause__)):
+                        _log.warning("%s is left out: its manifest is gone, or it is being deleted", checkpoint.uri)
+                    else:
+                        _log.info("%s was deleted before its turn", checkpoint.uri)
                     continue
                 yield checkpoint
             last = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -30,6 +31,10 @@ from .terminal import console, print_json, printable
 __all__ = ["verify"]
 
 _QUIET_S = 0.5
+_LOST = (
+    "its manifest.json is gone, though the index of the run has the checkpoint: no start takes it. Bring it back from "
+    "a copy, or delete what is left with `holdfast rm`"
+)
 _LEVELS = 3  # of folders within folders: save_folder of many runs, with file names that lead into sub-folders
 
 
@@ -128,7 +133,10 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
             if found.state == "missing":
                 continue  # retention, or somebody else, has deleted it since the names were listed
             if found.state == "incomplete":
-                yield _unchecked(storage, name, "incomplete")  # its deletion has begun
+                if name in RunIndex.load(storage).rows:  # read anew: an owner that deletes takes the row out first
+                    yield _row(_uri(storage, name), name, replace(found, problems=(_LOST,)), ok=False)
+                else:
+                    yield _unchecked(storage, name, "incomplete")
                 continue
             row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
