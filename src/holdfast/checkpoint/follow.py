@@ -225,11 +225,7 @@ class _Feed:
         catalog = self.watched.look()
         if catalog is None:
             return
-        index = catalog.index
-        now, finished = index.current, index.finished
-        self.is_over = finished is not None and (
-            now is None or finished.get("attempt", 0) >= now.attempt or now.ended is not None
-        )
+        self.is_over = catalog.index.has_finished
         records = catalog.records()[::-1]
         ids = {(record.name, record.checkpoint_id) for record in records}
         bad = catalog.bad_steps()

@@ -109,7 +109,7 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
         "path": storage.uri,
         "run_id": index.run_id,
         "attempts": [attempt.to_json() for attempt in index.attempts],
-        "finished": index.finished,
+        "finished": index.finished if index.has_finished else None,
         "keep": index.keep,
         "metric": metric,
         "mode": mode,
