@@ -121,8 +121,8 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     if root is not None and root.is_file():
         return storage, Checkpoint(path)
     children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
-    if not children and not (root is not None and root.is_dir()):
-        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
+    if not children:
+        _refuse_nothing(storage)
     if MANIFEST_NAME in children:
         return storage, Checkpoint(path)
     if RUN_FILE not in children and is_remains(children):
@@ -131,6 +131,17 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     if children and RUN_FILE not in children and not any(child.endswith("/") for child in children):
         return storage, Checkpoint(path)
     return storage, None
+
+
+def _refuse_nothing(storage: Storage) -> None:
+    """Refuse a place that holds nothing, and is no empty directory.
+
+    Raises:
+        CheckpointNotFoundError: saying so.
+    """
+    root = storage.local_root
+    if not (root is not None and root.is_dir()):
+        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
 
 
 def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -> Checkpoint:
@@ -198,9 +209,12 @@ def run_at(storage: Storage, path: str) -> Catalog:
 
     Raises:
         ConfigError: there is no run of Holdfast.
+        CheckpointNotFoundError: there is nothing.
     """
     catalog = Catalog(storage)
     if catalog.index.damage == "missing" and not catalog.records():
+        if next(storage.list("", recursive=False), None) is None:
+            _refuse_nothing(storage)
         inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
         inside += [record.name for record in catalog.strangers()]
         refuse_checkpoint(storage, ConfigError)

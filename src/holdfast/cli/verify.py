@@ -60,7 +60,9 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     else:
         deep = bool(deep)
         rows = list(_run(storage, deep))
-    ok = all(row["ok"] for row in rows)
+    # Of a path that is wrong nothing is checked, which must not pass for a success.
+    is_there = any(_is_checked(row) for row in rows) or storage.exists(RUN_FILE)
+    ok = is_there and all(row["ok"] for row in rows)
     if as_json:
         print_json({"path": storage.uri, "ok": ok, "deep": deep, "checkpoints": rows})
     else:
@@ -221,12 +223,17 @@ def _row(uri: str, name: str, found: Verification, *, ok: bool) -> dict[str, Any
     }
 
 
+def _is_checked(row: dict[str, Any]) -> bool:
+    return row["state"] not in ("foreign", "incomplete") or not row["ok"]
+
+
 def _print(rows: list[dict[str, Any]], deep: bool) -> None:
     from rich.text import Text
 
     out = console()
-    if not rows:
+    if not any(map(_is_checked, rows)):
         out.print("no checkpoints")
+    if not rows:
         return
     width = max(len(row["name"]) for row in rows)
     for row in rows:
@@ -240,7 +247,7 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
         for problem in row["problems"]:
             out.print(Text(f"  {problem}", style="red"))
     bad = sum(not row["ok"] for row in rows)
-    checked = sum(row["state"] != "foreign" and row["state"] != "incomplete" for row in rows)
+    checked = sum(map(_is_checked, rows))
     if len(rows) > 1:
         how = "every byte" if deep else "manifests and sizes; --deep reads every byte"
         out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))

@@ -122,9 +122,9 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     rows = [_attempt(attempts[number], last.get(number), died.get(number)) for number in sorted(attempts)]
     by_number = {row["attempt"]: row for row in rows}
     when, ends = _captured(history, made), _ends(history, _signs(history, made))
-    for before, row in pairwise(rows):
-        if row["started"] is not None and before["attempt"] in ends:
-            before["down_s"] = max(0.0, row["started"] - ends[before["attempt"]][0])
+    for row, following in pairwise(rows):
+        if following["started"] is not None and row["attempt"] in ends:
+            row["down_s"] = max(0.0, following["started"] - ends[row["attempt"]][0])
     for row in rows:
         before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
         if before is not None and row is not before:
