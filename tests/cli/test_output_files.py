@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
+import tempfile
 
 import pytest
-from catalog_kit import begin, save, steps_of
+from catalog_kit import begin, catalog_of, save, steps_of
 from command_kit import invoke
 
 from holdfast.storage import LocalStorage
@@ -60,3 +64,74 @@ def test_a_page_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeyp
             invoke(command, "--html", html, "--", "python", "train.py", code=code)
             assert not (tmp_path / "began").exists()
     assert (tmp_path / "train.py").read_text() == "open('began', 'w')\n"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run the command as a shell does, on the standard output that `sys.stdout` is; its status."""
+    from holdfast.__main__ import main
+
+    def run(*arguments: object) -> object:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["ls", "latest", "stats"])
+def test_an_output_that_is_full_is_said(run, name, command, monkeypatch, capfd) -> None:
+    """One line and status 1, whichever way a command prints, and no second error when Python ends."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command(name, run) == 1
+        sys.stdout.flush()
+        assert sys.stdout is not full
+        sys.stdout.close()
+        with contextlib.suppress(OSError):
+            full.close()
+    said = capfd.readouterr().err
+    assert said.startswith("holdfast: cannot write to standard output: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["ls", "latest", "stats"])
+def test_no_output_at_all(run, name, command, monkeypatch) -> None:
+    """`>&-`: the command does its work."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert command(name, run) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_verification_that_is_ended_tidies_up(tmp_path, monkeypatch, number) -> None:
+    """Copies of the working directory go and the lives end, as after Ctrl-C; the signals are as before afterwards."""
+    places = []
+
+    def examine(*_: object, **__: object) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as place:
+            places.append(place)
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    for name, function in (("verify-resume", "scripts.verify_script"), ("attack", "attack.attack_script")):
+        monkeypatch.setattr(f"holdfast.verify.{function}", examine)
+        invoke(name, "--", "python", "train.py", code=128 + number)
+        assert not os.path.exists(places.pop())
+        assert signal.getsignal(number) == before
+
+
+def test_figures_are_not_cut(run, monkeypatch) -> None:
+    """In a narrow terminal `stats` leaves columns out, and names them."""
+    journal = catalog_of(run).index
+    journal.register_attempt("00000002", host="h", pid=1)
+    journal.journal.add("cost", name="step_0001", step=1, durable_s=1234.5678, held_s=123.45678, lost_s=12345.678)
+    journal.save()
+    wide = invoke("stats", run).stdout
+    assert "1234.6" in wide or "1.23e+03" in wide
+    monkeypatch.setattr("holdfast.cli.terminal._PIPE_WIDTH", 50)
+    said = invoke("stats", run).stdout
+    assert "…" not in said
+    assert "..." not in said
+    assert "no room for: " in said
+    assert max(map(len, said.splitlines()[2:8])) <= 50

@@ -29,7 +29,6 @@ from .terminal import (
     print_json,
     printable,
     replace_file,
-    table,
 )
 
 __all__ = ["openmetrics", "stats"]
@@ -164,16 +163,16 @@ def _show(summary: Mapping[str, Any]) -> None:
     written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
-    made = table(
-        [("seconds", "left"), *((title, "right") for title in ("saves", "in all", "mean", "p50", "p95", "max"))]
-    )
+    columns = {"seconds": "left", **dict.fromkeys(("saves", "in all", "mean", "p50", "p95", "max"), "right")}
+    lines: list[Row] = []
     for name, title in _TIMES:
         spread = summary[name]
         if spread["count"]:
             figures = [f"{spread[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
-            made.add_row(title, str(spread["count"]), f"{spread['sum']:.4g}", *figures)
-    if made.row_count:
-        out.print(made)
+            told = [title, str(spread["count"]), f"{spread['sum']:.4g}", *figures]
+            lines.append((dict(zip(columns, told, strict=True)), "", ""))
+    if lines:
+        print_columns(out, columns, lines, droppable=["p95", "saves", "mean", "in all", "p50"])
         out.print()
     for why, times in list(summary["lost_why"].items())[:_WORST]:
         out.print(Text(f"lost {times} x: {why}", style="red"))
