@@ -154,8 +154,11 @@ def _is_good(checkpoint: Checkpoint, *, verify: bool, hold_s: float | None, stac
             problem = _damage(checkpoint) if verify else None
             if problem is None and checkpoint.manifest is None:
                 return False
-        except (CheckpointNotFoundError, IncompleteCheckpointError, FileNotFoundError):
-            _log.info("%s was deleted before its turn", checkpoint.uri)
+        except (CheckpointNotFoundError, IncompleteCheckpointError, FileNotFoundError) as error:
+            if IncompleteCheckpointError in (type(error), type(error.__cause__)):
+                _log.warning("%s is left out: its manifest is gone, or it is being deleted", checkpoint.uri)
+            else:
+                _log.info("%s was deleted before its turn", checkpoint.uri)
             return False
         except (CorruptCheckpointError, FormatVersionError) as error:
             problem = str(error)
@@ -265,11 +268,7 @@ class _Feed:
         catalog = self.watched.look()
         if catalog is None:
             return
-        index = catalog.index
-        now, finished = index.current, index.finished
-        self.is_over = finished is not None and (
-            now is None or finished.get("attempt", 0) >= now.attempt or now.ended is not None
-        )
+        self.is_over = catalog.index.has_finished
         records = catalog.records()[::-1]
         ids = {(record.name, record.checkpoint_id) for record in records}
         bad = catalog.bad_steps()

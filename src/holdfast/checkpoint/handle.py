@@ -34,7 +34,7 @@ from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
-from holdfast.run.names import LATEST
+from holdfast.run.names import LATEST, refuse_run
 from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
@@ -187,6 +187,9 @@ class Checkpoint:
         that was brought there before, only those that were changed since are read. Processes of a machine that do so at
         the same time share one download of a remote checkpoint; those that give the same path share the directory as
         well.
+
+        Raises:
+            CheckpointExistsError: there is a run at ``path``.
         """
         from holdfast.copying.downloads import own_download, take_turns  # not above: a training copies nothing
         from holdfast.copying.transfer import copy_checkpoint, copy_file
@@ -200,6 +203,7 @@ class Checkpoint:
             self.path, os.path.join(directory, self.name) if is_file else directory
         ):
             return directory  # it lies there
+        refuse_run(target, "")
         if is_file:
             copy_file(self._storage, self._name, target, self.name)
         elif self._storage.local_root is not None:

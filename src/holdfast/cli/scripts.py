@@ -5,7 +5,9 @@ Until it is done; to find out whether its resume is exact; and whether its savin
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -16,7 +18,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import message, print_json, replace_file
+from .terminal import check_output, message, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -171,6 +173,24 @@ def attack(
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _leaves_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body as Ctrl-C does: its processes are ended, and its copies removed."""
+
+    def leave(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    default = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL)
+    before = {number: signal.signal(number, leave) for number in default}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _examine(
     examine: Callable[[Callable[[str], None]], _FoundT],
     command: Sequence[str],
@@ -194,9 +214,12 @@ def _examine(
     """
     from holdfast.verify.lives import LifeFailedError
 
+    if html is not None:
+        check_output(html)
     began = time.monotonic()
     try:
-        found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
+        with _leaves_in_order():
+            found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
     except LifeFailedError as error:
         if as_json:
             print_json({**failed, "message": str(error), "command": list(command)})

@@ -17,6 +17,7 @@ from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, cop
 from holdfast.copying.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.run.index import RUN_FILE
+from holdfast.run.names import refuse_run
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -155,6 +156,7 @@ def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -
 def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     new = Checkpoint.at(resolve(target), old.name) if target.endswith("/") else Checkpoint(target)
     check_apart(old.storage.child(old.directory), new.storage.child(new.directory))
+    refuse_run(new.storage, new.directory)
     plan = RunPlan(names=(new.directory,), total_bytes=_size(old))
 
     def steps(progress: Progress) -> Iterator[CopyOutcome]:

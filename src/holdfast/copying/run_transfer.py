@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from holdfast.errors import (
@@ -163,6 +163,7 @@ def copy_run(
         _admit(there, plan.names, heartbeat)
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
+        brought: set[str] = set()
         for name in plan.names:
             if name in quarantined and not overwrite:
                 yield CopyOutcome(name=name, state="failed", problem=_set_aside(target, name, quarantined[name]))
@@ -174,12 +175,13 @@ def copy_run(
             if outcome.state in ("ok", "foreign"):
                 quarantined.pop(name, None)
             previous = name if outcome.state == "ok" else previous
+            brought |= {name} if outcome.state == "ok" else set()
             yield outcome
         same_run = bool(theirs.run_id)  # else `_check_target` has refused it
         noted = theirs.notes.get(_MARKS)
         marks = {path: etag for path, etag in noted.items() if type(etag) is str} if type(noted) is dict else {}
         yield from _copy_rest(source, target, marks, same_run=same_run, overwrite=overwrite, stop=ended)
-        _copy_index(source, target, theirs, quarantined, marks)
+        _copy_index(source, target, theirs, brought, quarantined, marks)
         Catalog(target).point_latest()
 
 
@@ -353,7 +355,12 @@ def _bring_loose(source: Storage, path: str, target: Storage, *, compares: bool,
 
 
 def _copy_index(
-    source: Storage, target: Storage, theirs: RunIndex, quarantined: Mapping[str, str], marks: Mapping[str, str]
+    source: Storage,
+    target: Storage,
+    theirs: RunIndex,
+    brought: Set[str],
+    quarantined: Mapping[str, str],
+    marks: Mapping[str, str],
 ) -> None:
     """Copy run.json. What is set aside is each side's own: the other one may have a sound copy of it.
 
@@ -361,16 +368,19 @@ def _copy_index(
         source: the run.
         target: where it goes.
         theirs: the index of the target before.
+        brought: checkpoints that are there now. The index gets no new rows of others: it is believed without a look, so
+            that one which could not be copied would be the newest there.
         quarantined: checkpoints at the target that are never to be picked there, and why.
         marks: of `_copy_rest`; a note of the target alone.
     """
     index = RunIndex.load(source)
     if index.damage is not None and (index.damage == "missing" or theirs.damage is None or quarantined):
         return  # a sound one at the target stays; without it nobody would know what was set aside
-    changes = quarantined or index.quarantined or index.has_changes or marks or _MARKS in index.notes
+    absent = index.rows.keys() - brought - quarantined.keys()
+    changes = absent or quarantined or index.quarantined or index.has_changes or marks or _MARKS in index.notes
     if index.damage is None and changes:
         # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
-        for name in {*index.quarantined, *(quarantined.keys() - index.rows.keys())}:
+        for name in {*absent, *index.quarantined, *(quarantined.keys() - index.rows.keys())}:
             row = theirs.rows.get(name)
             if row is not None:
                 index.rows[name] = row

@@ -289,7 +289,8 @@ def _document(
     shown = escape(shlex.join(command))
     report = escape("\n".join(lines))
     parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{what}: {shown}</title>',
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        f'<meta name="generator" content="holdfast"><title>{what}: {shown}</title>',
         f"<style>{_STYLE}</style><h1>{question.format(f'<code>{shown}</code>')}</h1>",
         f'<p class="{"exact" if is_good else "wrong"}"><strong>{escape(verdict.upper())}</strong></p>',
         f"<p>{text}</p>", *body, f"<h2>Report</h2><pre>{report}</pre>",
