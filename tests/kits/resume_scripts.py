@@ -252,6 +252,13 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "value is carried": (
         script(_PLAIN, ("done = {", "weight = 1.0\ndone = {"), ("loss = (", "weight *= 0.9\n        loss = weight * ("),
                ), "differs", "carried"),
+    "names of checkpoints are sorted as text": (
+        script(
+            ("path = \"out/last.pt\"", "import glob\npath = max(glob.glob(\"out/step-*.pt\"), default=\"\")"),
+            ("torch.save(state, path + \".tmp\")\n    os.replace(path + \".tmp\", path)",
+             "torch.save(state, f\"out/step-{6 * done['epoch'] + done['batch']}.pt\")"),
+        ), "goes back", "goes back",
+    ),
     "a resume of the second life begins at zero": (
         script(_BY_EPOCH, ('    done.update(state["done"])\n',
                            '    done.update(state["done"])\n    if state.get("second"):\n        done["batch"] = 0\n'
@@ -337,6 +344,17 @@ HEALTHY: dict[str, str] = {
     "unseeded Python random that nothing depends on": script(("done = {", "name = random.random()\ndone = {")),
     "keeps many files": script(("os.replace(path + \".tmp\", path)",
                                 "os.replace(path + \".tmp\", path); torch.save(1, f'out/{random.random()}.pt')")),
+    "writes the best weights at every step": script(
+        ("# stepped", "os.makedirs(\"out\", exist_ok=True)\n        torch.save(\n            "
+         "{\"model\": model.state_dict(), \"optimizer\": optimizer.state_dict()}, \"out/best.pt\")")
+    ),
+    "saves in a thread, some steps late": script(
+        ("torch.save(state, path + \".tmp\")\n    os.replace(path + \".tmp\", path)",
+         "import copy, threading\n    threading.Timer(0.02, write, [copy.deepcopy(state)]).start()"),
+        ("def load", "def write(state):\n    name = f\"{path}.{threading.get_ident()}\"\n    "
+         "torch.save(state, name)\n    os.replace(name, path)\n\n\ndef load"),
+        ("import os,", "import threading, os,"),
+    ),
     "steps with a closure": script(
         ("        loss = (forward(x) - y).pow(2).mean()\n        optimizer.zero_grad()\n        loss.backward()\n"
          "        optimizer.step()\n",

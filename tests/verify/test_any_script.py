@@ -18,7 +18,7 @@ from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_r
 from holdfast.verify.matching import Finding, find_state, from_checkpoint
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
-from holdfast.verify.trace import Record
+from holdfast.verify.trace import Record, saves_after
 from holdfast.verify.words import advice
 
 
@@ -27,7 +27,12 @@ def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:
     return verify_script(["python", "train.py"], cwd=tmp_path, timeout_s=60, starter=starter, **options)
 
 
-QUICK = ("does not look for its checkpoint", "optimizer is not saved", "epoch begins again in its middle")
+QUICK = (
+    "does not look for its checkpoint",
+    "names of checkpoints are sorted as text",
+    "optimizer is not saved",
+    "epoch begins again in its middle",
+)
 
 
 @pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in WRONG])
@@ -117,6 +122,16 @@ def test_what_comes_before_it_loads_is_no_training_of_another_optimizer():
     assert from_checkpoint(both, life, killed_at=6) is life
     life = rows(90, 0, 91, 2, 72, 3, optimizers="010101", put=3)
     assert from_checkpoint(both, life, killed_at=6) is life
+
+
+def test_saves_that_a_life_passed_over_are_counted_by_kind():
+    """Logs and small files count for nothing, and of two kinds of large files the one that was written less often."""
+    saves = [("out/step-#.pt", step, 4000) for step in (3, 6, 9, 12)]
+    assert saves_after([], 0) == 0
+    assert saves_after(saves, 3) == 3
+    assert saves_after([*saves, ("out/rows.bin", 13, 100)], 12) == 0
+    assert saves_after([*saves, *(("out/best.pt", step, 3000) for step in range(1, 14))], 9) == 1
+    assert saves_after([*saves, ("out/start.pt", 0, 8000), ("out/epoch-#.pt", 6, 4000)], 3) == 1
 
 
 # ---- real processes

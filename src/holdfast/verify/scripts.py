@@ -19,7 +19,7 @@ from .lives import Command, Life, LifeFailedError, Process, check_script, run_li
 from .matching import EARLY, Finding, Match, compare_fresh, match_life
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
-from .trace import LifePlan, Moment, Records, saved_after, stages
+from .trace import LifePlan, Moment, Records, saved_after, saves_after, stages
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
@@ -36,6 +36,7 @@ _ANEW = (
     "starts over",
 )
 """What can be said of a script of which two uninterrupted lives differ."""  # fmt: skip
+_PASSED_OVER = 3  # saves that a life has to miss before it is said that it went back: the newest may not be whole yet
 _TORN = ("zip", "EOF", "end of", "truncated", "corrupt", "central directory", "unpickl", "incomplete", "JSONDecode")
 
 
@@ -261,6 +262,8 @@ class _Lives:
     def _killed(self, chosen: Sequence[KillAt]) -> list[tuple[int, int, Finding]]:
         """Run the lives that are killed and the last one; return (life, rank, finding), those of one life."""
         died, wrote, proven, early = 0, False, 0, 0
+        from_newest, back = False, list[tuple[int, int, Finding]]()
+        killed: tuple[int, OutputWatch] | None = None  # the life before, by the step it counted from
         fresh = Records()
         noise: Finding | None = None
         unsaved: list[tuple[int, int, Finding]] = []
@@ -282,6 +285,7 @@ class _Lives:
                 found = [compare_fresh(one, records[rank], to_end=to_end) for rank, one in self._reference.items()]
                 noise = next((one for one in found if one is not None), None)
                 proven = died = len(records[0].steps) - 1 if 0 in records else 0
+                killed = 0, watch
                 self._note(life, kill, 0, len(records[0].steps))
                 if not life.killed:
                     return [(0, 0, noise)] if noise is not None else []
@@ -312,11 +316,21 @@ class _Lives:
             if findings:
                 return self._confirmed(findings, proven)
             self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
+            if killed is not None and began and not early:
+                passed_over = saves_after(killed[1].written, began - killed[0])
+                from_newest = from_newest or (passed_over == 0 and bool(killed[1].written))
+                if passed_over >= _PASSED_OVER and not back:
+                    facts = {"died": died, "passed_over": passed_over}
+                    back = [(number, 0, Finding(kind="goes back", step=began, at_resume=True, facts=facts))]
+            killed = (began or 0, watch) if life.killed else None
             if not life.killed:
                 if any(plan):
                     self._notes.append("it came to its end before all planned kills: it makes steps before it loads")
                 break
             died = (began or 0) + made - 1
+        # Saves in the background end some steps late: who never went on from the newest file may wait for none.
+        if back and from_newest:
+            return back
         return [] if any(life.began for life in self._lives) else unsaved
 
     def _match(

@@ -317,6 +317,15 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
         "decide it by `ck.global_step` or `ck.epoch`, after entering",
     ),
     "generators": _generators,
+    "goes back": (
+        "a life that was killed after step {died} is resumed from step {step}, although it had finished {passed_over} "
+        "saves after that",
+        "the newest checkpoint is looked for by names sorted as text (step-8 comes after step-16), by a clock, "
+        "or in a file that does not name it; or the newer ones cannot be loaded, and the error is caught",
+        "choose by the number: `max(paths, key=lambda path: int(path.stem.rpartition('-')[2]))`, or write numbers "
+        "with zeros in front; let an error of the newest checkpoint end the script, or print it",
+        "`Checkpointer` goes on from the newest whole checkpoint, and says which ones it passes over and why",
+    ),
     "learning rate": _learning_rate,
     "loss scale": (
         "the loss scale is not that of step {step}",

@@ -129,6 +129,8 @@ class OutputWatch:
     Attributes:
         due: see `lives.Watch`.
         changes: for each change, how many steps rank 0 had begun.
+        written: each file that was finished: its path, with # for the numbers in it, how many steps had been begun, and
+            its bytes.
         missed: there were more changes than the kernel keeps (fs.inotify.max_queued_events): some were not seen.
         num_found: how many files were finished, since the first step, in a new directory before it was watched. They
             count as finished when it was made: what a save in the background wrote later is placed some steps early.
@@ -141,6 +143,7 @@ class OutputWatch:
     _mask = _CLOSE_WRITE | _MOVED_TO | _CREATE
 
     def __init__(self, root: Path, *, trace: Path | None = None) -> None:
+        self._root = root
         self.due: float | None = None
         self._leases = _gives_leases(root.parent)
         self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -149,6 +152,7 @@ class OutputWatch:
         self._folders: dict[int, Path] = {}
         self.num_found, self.missed = 0, False
         self.changes: list[int] = []
+        self.written: list[tuple[str, int, int]] = []
         self._rows: Counter[str] = Counter()
         self._trace = -1
         if trace is not None:
@@ -216,8 +220,10 @@ class OutputWatch:
             return
         if path.name.endswith(_NO_STATE) or "tfevents" in path.name:
             return
-        if path.exists():
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
             self.changes.append(self._begun())
+            self.written.append((_VARIABLE.sub("#", os.path.relpath(path, self._root)), self._begun(), size))
 
     def _begun(self) -> int:
         """Return how many steps rank 0 had begun at the change that is being read."""
@@ -316,7 +322,7 @@ class ChangeWatch(OutputWatch):
     _mask = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
 
     def __init__(self, root: Path, aim: Aim | None = None, *, trace: Path | None = None) -> None:
-        self._root, self._aim, self._times = root, aim or Aim(), 0
+        self._aim, self._times = aim or Aim(), 0
         self.unwritten: dict[Path, list[int]] = {}
         self.seen: list[Change] = []
         super().__init__(root, trace=trace)
