@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "saves_after", "stages"]
+__all__ = ["BESIDE", "LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "saves_after", "stages"]
+
+BESIDE = "not in the state"
+"""First part of the paths of items for modules that train beside a state; compared where both lives have them."""
 
 Row = dict[str, Any]
 """A line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
