@@ -223,6 +223,22 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "averaged copy is not saved": (
         script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
                ("# stepped", "ema.update_parameters(model)")), "differs", "other modules"),
+    "weight decay begins its schedule anew, beside an averaged copy": (
+        script(("# made", "calls, ema = 0, torch.optim.swa_utils.AveragedModel(model)"),
+               ("# stepped", "ema.update_parameters(model)"),
+               ('"order": order,', '"order": order, "ema": ema.state_dict(),'),
+               ('    order = state["order"]\n',
+                '    order = state["order"]\n    ema.load_state_dict(state["ema"])\n'),
+               ("        optimizer.step()\n", "        calls += 1\n"
+                "        optimizer.param_groups[0]['weight_decay'] = 0.01 * calls\n        optimizer.step()\n")),
+        "differs", "options"),
+    "averaged copy counts its updates anew": (
+        script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
+               ("# stepped", "ema.update_parameters(model)"),
+               ('"order": order,', '"order": order, "ema": ema.module.state_dict(),'),
+               ('    order = state["order"]\n',
+                '    order = state["order"]\n    ema.module.load_state_dict(state["ema"])\n')),
+        "differs", "other modules"),
     "generators are not saved": (
         script((_DATA, ""), _BY_EPOCH), "differs", "generators"),
     "order of the epoch is drawn anew": (

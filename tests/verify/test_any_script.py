@@ -15,7 +15,7 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
-from holdfast.verify.matching import Finding, find_state, from_checkpoint
+from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
 from holdfast.verify.trace import Record, saves_after
@@ -85,6 +85,33 @@ def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:
         for weight, was, number in zip(weights, left, numbers, strict=True)
     ]
     return Record(rank=0, steps=steps)
+
+
+def stepped(weights: list[int], averages: list[int], decays: list[float]) -> Record:
+    """Steps with an averaged copy beside the weights, and options of the optimizer."""
+    record = rows(*weights)
+    for step, average, decay in zip(record.steps, averages, decays, strict=True):
+        step |= {"e": average, "en": 1, "opt": {"weight_decay": [decay]}}
+        step |= {"x": [1], "d": [], "gn": 1, "r": {}, "scale": []}
+    return record
+
+
+def test_an_averaged_copy_is_blamed_only_where_the_weights_are_right():
+    """It follows them: other weights are the work of the step before, by other options of the optimizer if it had such.
+
+    Other options that leave the same weights are no difference.
+    """
+    whole = stepped([0, 1, 2, 3, 4], [10, 11, 12, 13, 14], [0.1, 0.2, 0.3, 0.4, 0.5])
+
+    def found(*life) -> list[tuple[str, int, bool]]:
+        match = match_life(whole, stepped(*life), killed_at=3, saved=True, to_end=True)
+        return [(finding.kind, finding.step, finding.at_resume) for finding in match.findings]
+
+    assert found([2, 73, 74], [12, 83, 84], [0.1, 0.2, 0.3]) == [("options", 2, True)]
+    assert found([2, 3, 74], [12, 13, 84], [0.3, 0.1, 0.2]) == [("options", 3, False)]
+    assert found([2, 73, 74], [12, 83, 84], [0.3, 0.4, 0.5]) == [("unexplained", 3, False)]
+    assert found([2, 3, 4], [12, 83, 84], [0.3, 0.4, 0.5]) == [("other modules", 3, False)]
+    assert found([2, 3, 4], [12, 13, 14], [0.1, 0.2, 0.3]) == []
 
 
 @pytest.mark.parametrize(

@@ -541,6 +541,7 @@ class Observer:
             "n": self._num_rows, "o": trained.number, "now": time.time(),
             "w": sample, "wv": raw, "was": trained.left if self._num_rows <= _EARLY else None,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "opt": _options(optimizer),
             "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
             "ee": trained.others.each() if 0 < len(trained.other_tensors) <= _NUM_NAMED else None,
             "r": self._generators(), "ep": self._num_ended,
@@ -710,6 +711,17 @@ def _makes_state(optimizer: Any) -> bool:
 def _weights(optimizer: Any) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _options(optimizer: Any) -> dict[str, list[Any]]:
+    """Return the numbers that the groups of an optimizer have beside the learning rate: weight_decay, betas."""
+    found: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            parts = value if isinstance(value, (tuple, list)) else (value,)
+            if name not in ("params", "lr") and parts and all(type(part) in (int, float) for part in parts):
+                found.setdefault(str(name), []).append(value)
+    return found
 
 
 def stateful_objects() -> list[Any]:
