@@ -15,6 +15,7 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
+from holdfast.verify.lives import LifeFailedError
 from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
@@ -299,6 +300,43 @@ def test_what_is_verified_ends_with_the_verifier(tmp_path):
         assert select.select([watched], [], [], 20)[0], "it goes on without its verifier"
     finally:
         os.close(watched)
+
+
+def test_what_leads_out_of_the_working_directory_is_found_from_a_copy(tmp_path):
+    """A link and the script itself by relative paths, as by hand; a pipe is no part of a copy, nor is a real file.
+
+    Other relative paths are not: where it fails, that is said.
+    """
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_text("hello")
+    work = tmp_path / "work"
+    (work / "out").mkdir(parents=True)
+    (work / "out" / "last").write_text("mine")
+    os.mkfifo(work / "pipe")
+    (work / "data").symlink_to("../data")
+    (work / "newest").symlink_to(work / "out" / "last")
+    (work / "out" / "up").symlink_to("../out/last")
+    (work / "out" / "beside").symlink_to("../../work/out/last")
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nassert open('data/x').read() == 'hello' and not os.path.exists('pipe')\n"
+        "open('newest', 'w').write('its own')\n"
+        "assert open('out/up').read() == open('out/beside').read() == 'its own'\n"
+        "assert os.readlink('out/up') == 'last'\nfor path in sys.argv[1:]: open(path)\n"
+    )
+    with pytest.raises(NothingToVerifyError, match="made 0 step"):
+        verify_script(["python", "../train.py"], cwd=work, timeout_s=60, starter=forked)
+    assert (work / "out" / "last").read_text() == "mine"
+    with pytest.raises(LifeFailedError, match=r"\.\./data/x leads to another place: give an absolute path"):
+        verify_script(["python", "../train.py", "../data/x"], cwd=work, timeout_s=60, starter=forked)
+
+
+def test_a_command_with_half_a_quote_is_an_error_of_usage(tmp_path):
+    """Status 2 and one line."""
+    (tmp_path / "train.py").touch()
+    ended = run(tmp_path, "--resume", "python 'train.py", "--", sys.executable, "train.py")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert '"python \'train.py" is no command for a shell: No closing quotation' in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_assert_resumes(tmp_path):

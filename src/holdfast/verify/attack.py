@@ -165,7 +165,7 @@ class _Attack:
         lives: list[tuple[Life, ChangeWatch]] = []
         for _ in range(_REFERENCES):
             chain = self._chain()
-            with self._watch(chain) as watch:
+            with self._watch(chain) as watch, self._chains.explained():
                 life = self._life(chain, watch, whole=True)
                 watch.read()
             self._end(chain)

@@ -7,15 +7,15 @@ by the same command, and matched by content (`matching`).
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lives import Command, Life, LifeFailedError, Process, check_script, run_life
+from .lives import Command, Life, LifeFailedError, Process, check_script, run_life, split_command
 from .matching import EARLY, Finding, Match, compare_fresh, match_life
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
@@ -124,7 +124,7 @@ def verify_script(
         )
         (home / "a").mkdir(exist_ok=True)
         chains.make("a")
-        with OutputWatch(home / "a", trace=home / "a.trace") as watch:
+        with OutputWatch(home / "a", trace=home / "a.trace") as watch, chains.explained():
             first = twins.life("a", 0, end, None, observe_to=steps, observe=True, watch=watch)
         if first.rows:
             examined = twins.examine(choose_by_rows(kills, seed), first)
@@ -171,12 +171,13 @@ def assert_resumes(
     Raises:
         ResumeDivergedError: the resume is not exact; the message names the first difference, its cause and the fix.
         AssertionError: the script failed by itself, or made no step that can be seen.
+        ConfigError: an argument is wrong.
 
     Example:
         >>> assert_resumes("python train.py --epochs 2", kills=1)               # doctest: +SKIP
     """
-    parts = shlex.split(command) if isinstance(command, str) else list(command)
-    again = shlex.split(resume) if isinstance(resume, str) else resume
+    parts = split_command(command) if isinstance(command, str) else list(command)
+    again = split_command(resume) if isinstance(resume, str) else resume
     report = verify_script(
         parts, kills=kills, resume=again, steps=steps, terminate=terminate, timeout_s=timeout_s, env=env, cwd=cwd,
         keep_in=keep_in,
@@ -212,6 +213,15 @@ class Chains:
         """Make the copy for the chain called ``name``."""
         self._places[name] = self._cwd if self._workplace is None else self._workplace.copy(name)
         (self.home / name / "run").mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add to the failure of a life what its command does not find in a copy."""
+        try:
+            yield
+        except LifeFailedError as error:
+            hint = "" if self._workplace is None else self._workplace.hint(self._command)
+            raise type(error)(f"{error}{hint}") from error
 
     def command(self, name: str, *, again: bool = False) -> Process:
         """Return what starts a life of a chain."""
