@@ -302,6 +302,18 @@ def test_what_is_verified_ends_with_the_verifier(tmp_path):
         os.close(watched)
 
 
+def test_a_training_that_was_finished_before_is_named(tmp_path):
+    """Run by hand, then verified in the same folder: not PYTHONPATH is to be looked at first, but the checkpoint."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "last.pt").touch()
+    text = "import os\nraise SystemExit(%s * os.path.exists('out/last.pt'))"
+    said = "ended with status 0: if it has taken out/last.pt .* verify it in a folder without that"
+    with pytest.raises(NothingToVerifyError, match=said):
+        verified(tmp_path, text % 0)
+    with pytest.raises(LifeFailedError, match="exit status 3, and printed nothing"):
+        verified(tmp_path, text % 3)
+
+
 def test_what_leads_out_of_the_working_directory_is_found_from_a_copy(tmp_path):
     """A link and the script itself by relative paths, as by hand; a pipe is no part of a copy, nor is a real file.
 

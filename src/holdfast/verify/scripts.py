@@ -37,6 +37,8 @@ _ANEW = (
 )
 """What can be said of a script of which two uninterrupted lives differ."""  # fmt: skip
 _PASSED_OVER = 3  # saves that a life has to miss before it is said that it went back: the newest may not be whole yet
+_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tar", ".safetensors", ".distcp", ".pkl", ".npz")
+_NO_CHECKPOINTS = ("venv", "node_modules", "site-packages", "__pycache__")
 _TORN = ("zip", "EOF", "end of", "truncated", "corrupt", "central directory", "unpickl", "incomplete", "JSONDecode")
 
 
@@ -223,6 +225,16 @@ class Chains:
             hint = "" if self._workplace is None else self._workplace.hint(self._command)
             raise type(error)(f"{error}{hint}") from error
 
+    def checkpoints_before(self) -> list[str]:
+        """Name what may be a checkpoint in the working directory, before any life: three of the newest files."""
+        found = []
+        for folder, folders, files in os.walk(self._cwd):
+            folders[:] = [name for name in folders if name not in _NO_CHECKPOINTS and name[0] != "."]
+            found += [Path(folder, name) for name in files if name.endswith(_CHECKPOINTS)]
+        ages = {path: path.stat().st_mtime for path in found if path.exists()}
+        newest = sorted(ages, key=lambda path: -ages[path])[:3]
+        return [os.fspath(path.relative_to(self._cwd)) for path in newest]
+
     def command(self, name: str, *, again: bool = False) -> Process:
         """Return what starts a life of a chain."""
         place = self._places[name]
@@ -250,7 +262,7 @@ class _Lives:
         self._chains, self._timeout_s, self._steps = chains, timeout_s, steps
         self._terminate, self._say = terminate, say
         self._first = first
-        self._reference = check_records(first.plan.records(), first)
+        self._reference = check_records(first.plan.records(), first, chains)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
         self._saves = saved_after(self._reference[0], watch.changes)
         self._lives: list[LifeReport] = []
@@ -330,8 +342,8 @@ class _Lives:
                 passed_over = saves_after(killed[1].written, began - killed[0])
                 from_newest = from_newest or (passed_over == 0 and bool(killed[1].written))
                 if passed_over >= _PASSED_OVER and not back:
-                    facts = {"died": died, "passed_over": passed_over}
-                    back = [(number, 0, Finding(kind="goes back", step=began, at_resume=True, facts=facts))]
+                    older = {"died": died, "passed_over": passed_over}
+                    back = [(number, 0, Finding(kind="goes back", step=began, at_resume=True, facts=older))]
             killed = (began or 0, watch) if life.killed else None
             if not life.killed:
                 if any(plan):
@@ -411,8 +423,8 @@ class _Lives:
         )  # fmt: skip
 
 
-def check_records(records: Records, first: Life) -> Records:
-    """Return the records of a life that can be verified.
+def check_records(records: Records, first: Life, chains: Chains) -> Records:
+    """Return the records of a life that can be verified, the first one of ``chains``.
 
     Raises:
         NothingToVerifyError: too few steps were seen.
@@ -423,9 +435,16 @@ def check_records(records: Records, first: Life) -> Records:
             raise LifeFailedError(f"the steps of the script could not be observed: {record.error}. Please report this")
     made = len(records[0].steps)
     if made < 2:
+        before = chains.checkpoints_before() if first.status == 0 else []
+        ended = (
+            f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made before, "
+            "verify it in a folder without that. Else, steps"
+            if before
+            else "Steps"
+        )
         raise NothingToVerifyError(
             f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
-            "are needed to resume in between. Steps are seen where torch.optim.Optimizer.step is called in an "
+            f"are needed to resume in between. {ended} are seen where torch.optim.Optimizer.step is called in an "
             f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
         )
     return records
