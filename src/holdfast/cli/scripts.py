@@ -6,7 +6,6 @@ Until it is done; to find out whether its resume is exact; and whether its savin
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,12 +114,13 @@ def verify_resume(
     python train.py. It runs in copies of the working directory. Exit status: 0 the resume is exact, 1 it is not or the
     script failed, 2 usage.
     """
+    from holdfast.verify.lives import split_command
     from holdfast.verify.report import page
     from holdfast.verify.scripts import verify_script
 
     _examine(
         lambda say: verify_script(
-            command, kills=kills, resume=None if resume is None else shlex.split(resume), steps=steps,
+            command, kills=kills, resume=None if resume is None else split_command(resume), steps=steps,
             terminate=terminate, every=every, seed=seed, timeout_s=timeout_s, keep_in=keep_in, in_place=in_place,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
         ),
@@ -160,11 +160,12 @@ def attack(
     failed, 2 usage.
     """
     from holdfast.verify.attack import attack_script
+    from holdfast.verify.lives import split_command
     from holdfast.verify.report import survival_page
 
     _examine(
         lambda say: attack_script(
-            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else shlex.split(resume),
+            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else split_command(resume),
             seed=seed, timeout_s=timeout_s, cold=cold, keep_in=keep_in,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
         ),

@@ -25,7 +25,7 @@ __all__ = ["LifeReport", "Report", "of_examined", "of_findings", "page", "surviv
 
 _VERDICTS = {
     "starts over": "starts over", "cannot resume": "cannot resume", "no training": "ends without training",
-    "not repeatable": "not repeatable",
+    "not repeatable": "not repeatable", "goes back": "goes back",
 }  # fmt: skip
 _SHOWN = 10
 
@@ -59,7 +59,8 @@ class Report:
 
     Attributes:
         command: program and arguments.
-        verdict: "exact", "differs", "starts over", "cannot resume", "ends without training" or "not repeatable".
+        verdict: "exact", "differs", "starts over", "goes back", "cannot resume", "ends without training" or
+            "not repeatable".
         checkpointer: the script has a `Checkpointer`, and its whole state was compared.
         steps: of the uninterrupted life.
         items: values compared at each step.
