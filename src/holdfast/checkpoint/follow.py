@@ -174,13 +174,16 @@ def _damage(checkpoint: Checkpoint) -> str | None:
 
     Raises:
         CheckpointNotFoundError: it was deleted.
+        IncompleteCheckpointError: its manifest is gone.
         StorageError: it could not be read.
     """
     found = verify(checkpoint.storage, checkpoint.directory, deep=True, beside=False)
     problem = "; ".join(found.problems[:3])
     if found.state == "unreadable":
         raise StorageError(f"{checkpoint.uri} {problem}")
-    if found.state in ("missing", "incomplete", "foreign"):
+    if found.state == "incomplete":
+        raise IncompleteCheckpointError(problem)
+    if found.state in ("missing", "foreign"):
         raise CheckpointNotFoundError(problem)
     return None if found.ok else problem
 
