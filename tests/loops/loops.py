@@ -593,3 +593,36 @@ def mixed_precision_and_averaged_weights(path: Any, tick: Tick) -> Ended:
             if score < best["score"]:
                 best["score"], best["weights"] = score, copy.deepcopy(model.state_dict())
     return ended(model=model.state_dict(), swa=averaged.state_dict(), scale=scaler.get_scale(), best=best)
+
+
+@loop
+def data_sets_one_after_another(path: Any, tick: Tick) -> Ended:
+    """Two data sets in each epoch, a batch tried again after an error, averaged weights brought in at the very end."""
+    torch.manual_seed(25)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    loaders = {"clean": DataLoader(table(6), 3, shuffle=True), "noisy": DataLoader(table(9), 3, shuffle=True)}
+    state = {"model": model, "optimizer": optimizer, "averaged": averaged, "failures": 0}
+    with holdfast.Checkpointer(path, state, every=2) as ck:
+        for _ in ck.epochs(2):
+            for name, loader in loaders.items():
+                for x, y in ck.batches(loader, name=name):
+                    while True:
+                        try:
+                            fit(model, optimizer, x + 0.1 * torch.randn_like(x), y)
+                            if ck.global_step % 4 == state["failures"]:
+                                raise MemoryError
+                            break
+                        except MemoryError:
+                            state["failures"] += 1
+                        tick()
+                    ck.step()
+                    averaged.update_parameters(model)
+                    tick()
+        for weight, mean in zip(model.parameters(), averaged.module.parameters(), strict=True):
+            weight.data.copy_(mean)
+        tick()
+    found = holdfast.load(ck.latest(), only="model")["model"]
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    return ended(model=model.state_dict(), failures=state["failures"])
