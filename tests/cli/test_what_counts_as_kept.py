@@ -77,11 +77,12 @@ def test_what_was_repaired_counts_again(damaged) -> None:
 
 
 def test_of_damaged_ones_alone_none_is_given(damaged) -> None:
-    """`latest` has status 1, and prune has nothing to delete."""
+    """`latest` has status 1, prune has nothing to delete, and rm asks for --force: the last one may be repaired."""
     for name in ("step_1", "step_2"):
         shutil.rmtree(damaged / name)
     assert "damaged" in invoke("latest", damaged, code=1).stderr
     assert states(as_json("prune", damaged, "--keep", "last=1", "--yes")) == {3: "kept"}
+    assert "the newest of its run" in invoke("rm", damaged / "step_3", "--yes", code=1).stdout
 
 
 def test_a_copy_has_no_rows_of_what_it_could_not_bring(run, tmp_path) -> None:

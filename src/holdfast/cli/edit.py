@@ -134,8 +134,9 @@ _FOREIGN = "it is no checkpoint of Holdfast"  # the one reason that --force does
 def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
     catalog = Catalog(checkpoint.storage)
+    last = catalog.newest()
     heed_checks(catalog)
-    newest = catalog.latest()
+    newest = catalog.latest() or last  # where none is good, the last may be repaired
     holding = holders(checkpoint.storage).get(checkpoint.directory)
     reasons = [f"held by {', '.join(holding)}"] if holding else []
     with contextlib.suppress(CheckpointError):
