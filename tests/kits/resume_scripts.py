@@ -133,6 +133,9 @@ _SEEDED = """    seeded = torch.Generator().manual_seed(done["epoch"])
 _BY_EPOCH = (_SKIP, _SEEDED)
 _OWN_BATCHES = """    batches = ((torch.randn(8, 4), torch.randn(8, 1)) for _ in range(6 - done["batch"]))
 """
+_OWN_ORDER = """    chosen = torch.randperm(48, generator=gen).split(8)[done["batch"]:]
+    batches = [(data.tensors[0][some], data.tensors[1][some]) for some in chosen]
+"""
 _NUMPY_BATCHES = """    batches = []
     for _ in range(6 - done["batch"]):
         chosen = np.random.randint(0, 48, 8)
@@ -259,6 +262,9 @@ WRONG: dict[str, tuple[str, str, str]] = {
                            '        next(batches)\n'), _PLAIN), "differs", "data left out"),
     "own batches from a generator that begins anew": (
         script((_SKIP, _OWN_BATCHES), (_DATA, ""), _PLAIN), "differs", "data again"),
+    "own order from a generator of one's own, which begins anew": (
+        script((_SKIP, _OWN_ORDER), ("# made", "gen = torch.Generator().manual_seed(1)"), _PLAIN),
+        "differs", "data again"),
     "own batches from NumPy": (
         script((_SKIP, _NUMPY_BATCHES), _PLAIN), "differs", "own data"),
     "hidden state is carried": (

@@ -300,6 +300,14 @@ def test_hangs_are_looked_for_only_where_steps_are_counted(tmp_path: Path) -> No
     assert (status, out) == (0, "fine\n")
 
 
+@pytest.mark.slow
+def test_that_a_given_limit_finds_no_hang_is_said_once(tmp_path: Path) -> None:
+    """A script that enters no run is waited for, and whoever has given --hang knows it."""
+    status, _, err = finished("import time; time.sleep(26)", tmp_path, "--hang", "1s")
+    assert status == 0
+    assert err.count("until then --hang finds no hang") == 1
+
+
 def test_nproc_gives_the_environment_of_torchrun_and_restarts_all_ranks(tmp_path: Path) -> None:
     """Rank 1 dies; rank 0, which would wait for it for ever, is ended, and both start again."""
     script = """
@@ -534,9 +542,12 @@ def test_a_script_that_ignores_signals_is_waited_for_and_the_third_says_how_to_e
     assert err.count("kill -KILL -- -" + (tmp_path / "up").read_text()) == 1
 
 
-@pytest.mark.parametrize(("command", "advice"), [("train.py", "-- python train.py"), ("a && b", "bash -c 'a && b'")])
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [("train.py", "-- python train.py`"), ("pyth train.py", "run -- pyth train.py`"), ("a && b", "bash -c 'a && b'`")],
+)
 def test_a_command_that_is_no_program_is_told_what_it_should_be(tmp_path: Path, command: str, advice: str) -> None:
-    """A script without its interpreter, and a line for a shell."""
+    """A script without its interpreter, a whole command in quotes, and a line for a shell."""
     line = [sys.executable, "-m", "holdfast", "run", command]
     found = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
     assert found.returncode == 2

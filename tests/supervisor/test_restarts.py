@@ -61,6 +61,17 @@ def test_one_error_before_the_first_step_three_times_ends_it() -> None:
     assert after(deaths(*rows)) == Again(5.0)
 
 
+def test_ten_deaths_that_no_save_could_have_helped_are_not_laid_to_saves() -> None:
+    """A script that has entered no run, or never made a step, and each time with another message."""
+    rows = [{"cause": "exit status 1", "error": f"OSError: /tmp/{letter}/x"} for letter in "abcdefghij"]
+    end = after(deaths(*rows))
+    assert isinstance(end, End)
+    assert "the last with exit status 1: OSError: /tmp/j/x; how far the script came is not known" in end.why
+    end = after(deaths(*({**row, "step": 20, "durable": {"run": 20}} for row in rows)))
+    assert isinstance(end, End)
+    assert "10 lives in a row have ended before their first step, the last with" in end.why
+
+
 def test_progress_begins_the_count_anew() -> None:
     """Two deaths at a step, one new durable step, two more deaths there: no end, and a short pause again."""
     lives = deaths(at(23, 20), at(23, 20), at(23, 21), at(23, 21))

@@ -77,6 +77,26 @@ def test_without_a_loader_nothing_is_said_of_epochs():
     assert "in the middle of an epoch" in loader.why
 
 
+@pytest.mark.parametrize(("has_loader", "blamed"), [(True, ["order"]), (False, ["position in the data", "order"])])
+def test_an_order_that_begins_anew_is_not_taken_for_a_lost_position(has_loader: bool, blamed: list[str]):
+    """Three epochs of four steps: the life goes on in the third one, at the right place, in the order of the first."""
+
+    def record(first: int, *data: int) -> Record:
+        record = rows(*range(first, first + len(data)))
+        for step, value in zip(record.steps, data, strict=True):
+            step |= {"x": [value], "d": [[0, value]] if has_loader else [], "gn": 1, "r": {}, "scale": []}
+            step |= {"en": 1, "ep": step["w"] // 4 if has_loader else 0}
+        return record
+
+    match = match_life(record(0, *range(20, 32)), record(10, 22, 23), killed_at=10, saved=True, to_end=False)
+    assert [(finding.kind, finding.step) for finding in match.findings] == [("data again", 10)]
+    cause = advice(match.findings[0])
+    assert "again on those of step 2" in cause.text
+    assert [word for word in ("position in the data", "order") if word in cause.why] == blamed
+    assert "generator" in cause.why
+    assert has_loader or "`generator.get_state()`" in cause.without
+
+
 def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:
     """Steps of SGD by their weights, which something else than a step has changed before the step ``put``."""
     left = [None, *[weight if place != put else -1 for place, weight in enumerate(weights[1:], 1)]]

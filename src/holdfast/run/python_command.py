@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["PythonCommand", "run_as_main", "script_folder"]
+__all__ = ["PythonCommand", "meant", "run_as_main", "script_folder"]
 
 _FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")  # that an interpreter which is prepared for it can be started with as well
 
@@ -50,6 +50,29 @@ class PythonCommand:
         if not rest or rest[0].startswith("-") or not _is_source(rest[0]):
             return None
         return cls(command[:place], rest, is_module=False)
+
+
+def meant(command: Sequence[str], before: str) -> str:
+    """Say what was probably meant by a command that cannot be started.
+
+    Args:
+        command: the command.
+        before: what comes before it on the line.
+
+    Example:
+        >>> meant(["python train.py"], "holdfast run -- ")
+        '; it is one word with its quotes: `holdfast run -- python train.py`'
+    """
+    import shlex
+
+    program = command[0]
+    if len(program.split()) > 1 and not os.path.isfile(program):
+        if re.search(r"""[|&;<>()$`*?~#'"\n\\]|^\w+=""", program):
+            return f"; a line for a shell is run as `{before}bash -c {shlex.quote(program)}`"
+        return f"; it is one word with its quotes: `{before}{' '.join([program, *map(shlex.quote, command[1:])])}`"
+    if program.endswith(".py"):
+        return f"; a script is run as `{before}python {shlex.join(command)}`"
+    return ""
 
 
 def run_as_main(argv: Sequence[str], *, is_module: bool = False) -> None:

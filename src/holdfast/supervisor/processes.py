@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE, read_reports
 from holdfast.run.process import is_running, is_zombie
-from holdfast.run.python_command import PythonCommand
+from holdfast.run.python_command import PythonCommand, meant
 
 __all__ = [
     "LifeProcesses", "Spare", "describe_status", "first_error", "shell_status",
@@ -77,7 +77,7 @@ class LifeProcesses:
                 self.end()
                 self.reap()
                 raise ConfigError(
-                    f"{command[0]!r} cannot be started: {error.strerror or error}{_advice(command)}"
+                    f"{command[0]!r} cannot be started: {error.strerror or error}{meant(command, 'holdfast run -- ')}"
                 ) from error
             self._processes.append(process)
 
@@ -283,16 +283,6 @@ def _environment() -> dict[str, str]:
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {name: value for name, value in os.environ.items() if name != VARIABLE}
     return {**ours, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _advice(command: Sequence[str]) -> str:
-    """Say what was probably meant by a command that cannot be started."""
-    program = command[0]
-    if program.endswith(".py"):
-        return f"; a script is run as `holdfast run -- python {shlex.join(command)}`"
-    if len(program.split()) > 1:
-        return f"; a line for a shell is run as `holdfast run -- bash -c {shlex.quote(program)}`"
-    return ""
 
 
 def _of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str]:

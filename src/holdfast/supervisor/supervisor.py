@@ -43,6 +43,7 @@ _HANG_S = 300.0  # least time without a boundary that is a hang
 _FIRST_S = 1800.0  # until the first boundary of a life
 _HANG_STEPS = 10
 _ASLEEP_S = 20.0  # between two looks
+_UNCOUNTED_S = 20.0  # least time without a run, until it is said that --hang has nothing to look at
 _OTHERS_S = 5.0  # for the other ranks to end after one has died
 _STOPS = frozenset(getattr(signal, name) for name in STOPS)
 _FOR_REQUEUE = frozenset({signal.SIGTERM, signal.SIGUSR1})
@@ -82,6 +83,7 @@ class Supervisor:
         self._stops = 0  # how often it was asked for
         self._requeue = REQUEUE_STATUS
         self._continued = 0.0  # when we were last continued after a Ctrl-Z
+        self._is_uncounted_said = False
         self._hangs = 0  # in a row: each gives the next life four times the time
         self._before: LifeProcesses | None = None
         self._spare: Spare | None = None
@@ -187,7 +189,8 @@ class Supervisor:
 
     def _watch(self, processes: LifeProcesses, folder: Path) -> str | None:
         """Wait for the end of a life; return the stacks if it hung and was ended, else None."""
-        others_until, looked = float("inf"), time.monotonic()
+        others_until, began = float("inf"), time.monotonic()
+        looked = began
         while not processes.poll():
             self._take_signals(processes)
             now, reports = time.monotonic(), self._read(folder)
@@ -203,6 +206,7 @@ class Supervisor:
             running = [report for report in reports if report.rank not in processes.statuses and report.is_there]
             if (hang := self._hang(running, processes)) is not None:
                 return hang
+            self._say_uncounted(reports, now - began)
             self._get_ready(folder)
             self._kept.look(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
@@ -284,6 +288,16 @@ class Supervisor:
                     f"(step {report.step}; the limit was {format_duration(limit_s)})"
                 )
         return None
+
+    def _say_uncounted(self, reports: Sequence[RunReport], seconds: float) -> None:
+        """Say once that the limit which was given limits nothing, where a life has counted no steps for longer."""
+        has_none = all(report.step < 0 for report in reports)
+        if self._hang_s and has_none and seconds > max(self._hang_s, _UNCOUNTED_S) and not self._is_uncounted_said:
+            self._is_uncounted_said = True
+            _say(
+                f"the script has entered no run that counts its steps for {format_duration(seconds)}: until then "
+                "--hang finds no hang (a Checkpointer counts them, and a Trainer with a save_folder of directories)"
+            )
 
     def _last_status(self, worst: int, reports: Sequence[RunReport]) -> int | None:
         """Return the exit status if a life that has ended by itself was the last one."""
@@ -606,6 +620,15 @@ def after(deaths: Sequence[Death]) -> Again | End:
             what = f"{last[-1].cause}: {last[-1].error}" if last[-1].error else last[-1].cause
             return End(f"{_SAME} lives in a row have ended {where} ({what}){unknown}")
     if len(idle) >= _IDLE:
+        end = idle[-1]
+        what = f"{end.cause}: {end.error}" if end.error else end.cause
+        if not any(death.is_known for death in idle):
+            return End(
+                f"{_IDLE} lives in a row have ended, the last with {what}; how far the script came is not known, it "
+                "has entered no run"
+            )
+        if not any(death.trained for death in idle):
+            return End(f"{_IDLE} lives in a row have ended before their first step, the last with {what}")
         return End(
             f"{_IDLE} lives in a row have ended without a new durable step: saves are too far apart for this rate of "
             'failures (every="auto" finds the best interval, rescue= keeps the steps between)'

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
 from holdfast.run.process import is_zombie
-from holdfast.run.python_command import PythonCommand
+from holdfast.run.python_command import PythonCommand, meant
 
 from .trace import LifePlan, Row
 
@@ -137,11 +137,8 @@ class Command:
                     stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc, which takes no lock
                 )  # fmt: skip
             except OSError as error:
-                program = self._command[0]
-                advice = (
-                    f"; a script is run as `-- python {shlex.join(self._command)}`" if program.endswith(".py") else ""
-                )
-                raise ConfigError(f"{program!r} cannot be started: {error.strerror or error}{advice}") from error
+                why = f"{error.strerror or error}{meant(self._command, '-- ')}"
+                raise ConfigError(f"{self._command[0]!r} cannot be started: {why}") from error
         return self._process.pid
 
     def wait(self) -> int:

@@ -387,8 +387,10 @@ def _data(reference: Record, life: Record, number: int, left: Step, right: Step,
     begins = [place for place in places if place in starts]
     place = min(begins or places, key=lambda one: abs(one - number))
     facts["place"] = place
+    began, other_began = (max(start for start in starts if start <= one) for one in (number, place))
     if begins and number not in starts:
-        facts["epoch_began"] = max(start for start in starts if start <= number)
+        facts["epoch_began"] = began
+    facts["same_place"] = began != other_began and number - began == place - other_began
     return Finding(kind="data again" if place < number else "data left out", facts=facts, **at)
 
 

@@ -130,8 +130,18 @@ def _data_again(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
             f"the order is drawn from the generator of {' and '.join(facts['drawn'])}, which begins anew with the "
             "process: the order of the first epoch comes again, for the generator is not saved"
         )
+    elif facts.get("same_place"):
+        cause = (
+            "the position in the epoch is right, and the order is that of an earlier epoch: the generator that it is "
+            "drawn from (of a sampler, or of the script's own), or the number of the epoch that seeds it, is not saved"
+        )
     else:
         cause = "the position in the data is not saved, or an older one than the weights"
+        if not facts["loader_seen"]:
+            cause += (
+                "; or the position is right, and the order is that of an earlier epoch: the generator that it is drawn "
+                "from (a `torch.Generator` or `random.Random` of the script's own) is not saved, and begins anew"
+            )
     if facts["place"] == 0 and facts.get("epoch_began"):
         cause += "; the order is that of the first epoch again (its seed does not know the epoch: `sampler.set_epoch`)"
     mending = _of_position() if facts["loader_seen"] else _own_data(finding, facts)[2:]
@@ -196,9 +206,10 @@ def _own_data(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     return (
         f"step {finding.step} trains on other data than in the uninterrupted run; no DataLoader handed them out",
         cause,
-        "save the state of the generators (`torch.get_rng_state()`, `numpy.random.get_state()`, `random.getstate()`), "
-        "and of whatever the batches come from",
-        "generators are saved always; give what makes the batches a `state_dict` and put it into the state",
+        "save the state of the generators (`torch.get_rng_state()`, `numpy.random.get_state()`, `random.getstate()`, "
+        "`generator.get_state()` of one of your own), and of whatever the batches come from",
+        "generators are saved always, but for those of your own: put them into the state, and what makes the batches, "
+        "with a `state_dict`",
     )
 
 
