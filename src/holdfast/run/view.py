@@ -301,7 +301,7 @@ class RunView:
 
     def settle(self) -> None:
         """Save the index with the changes of other processes, so that they are not read again."""
-        if self._external.has_taken:
+        if self._external.taken:
             self.index.save()
             self._external.settle()
 
