@@ -15,6 +15,7 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast._suggest import suggests
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
+from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter
@@ -27,8 +28,6 @@ from .save_target import open_place
 
 if TYPE_CHECKING:
     import torch
-
-    from holdfast.model_files import Content, ModelFiles
 
 __all__ = ["SaveHandle", "load", "save", "save_async"]
 
@@ -314,8 +313,6 @@ def load(
 def _beside(given: Any, state: Mapping[str, Any], *, overwrite: bool) -> ModelFiles | None:
     if given is None:
         return None
-    from holdfast.model_files import model_files_of  # not above: few checkpoints have any
-
     model_files = model_files_of(given, state)
     if model_files is not None and overwrite:
         raise ConfigError(
