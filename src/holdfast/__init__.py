@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
     from .trainers.function.types import ReportedCheckpoint as ReportedCheckpoint
     from .trainers.function.types import ReportedCheckpointStatus as ReportedCheckpointStatus
-    from .trainers.function.worker._session import TrainContext as TrainContext
+    from .trainers.function.worker.session import TrainContext as TrainContext
     from .trainers.function.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .trainers.function.worker.session import get_checkpoint as get_checkpoint
     from .trainers.function.worker.session import get_context as get_context
@@ -67,55 +67,32 @@ if TYPE_CHECKING:
     from .trainers.function.worker.session import world_size as world_size
     from .trainers.loop.trainer import Trainer as Trainer
 
-_HOME = {
-    "Checkpoint": "checkpoint.handle",
-    "Verification": "checkpoint.handle",
-    "follow": "checkpoint.follow",
-    "Checkpointer": "checkpointer",
-    "PerRank": "checkpointer",
-    "RNG": "checkpointer",
-    "SaveHandle": "checkpointer.functions",
-    "attrs": "checkpointer",
-    "load": "checkpointer.functions",
-    "save": "checkpointer.functions",
-    "save_async": "checkpointer.functions",
-    "CheckpointConfig": "trainers.function.config",
-    "CheckpointStrategy": "trainers.function.config",
-    "FailureConfig": "trainers.function.config",
-    "Guard": "config",
-    "Keep": "config",
-    "Mirror": "config",
-    "RunConfig": "trainers.function.config",
-    "ScalingConfig": "trainers.function.config",
-    "ValidationConfig": "trainers.function.config",
-    "ValidationTaskConfig": "trainers.function.config",
-    "ModelFiles": "model_files",
-    "Exported": "interop.export",
-    "export": "interop.export",
-    "Imported": "interop.import_",
-    "import_checkpoint": "interop.import_",
-    "Result": "trainers.function.control.result",
-    "get_all_reported_checkpoints": "trainers.function.worker.session",
-    "get_checkpoint": "trainers.function.worker.session",
-    "get_context": "trainers.function.worker.session",
-    "load_checkpoint": "trainers.function.worker.session",
-    "report": "trainers.function.worker.session",
-    "save_checkpoint": "trainers.function.worker.session",
-    "should_save": "trainers.function.worker.session",
-    "CheckpointUploadMode": "trainers.function.types",
-    "ReportedCheckpoint": "trainers.function.types",
-    "ReportedCheckpointStatus": "trainers.function.types",
-    "Trainer": "trainers.loop.trainer",
-    "CheckpointConsistencyMode": "trainers.function.types",
-    "TrainContext": "trainers.function.worker._session",
-    "UserCallback": "trainers.function.types",
-    "ValidationFn": "trainers.function.config",
-    "local_rank": "trainers.function.worker.session",
-    "world_rank": "trainers.function.worker.session",
-    "world_size": "trainers.function.worker.session",
-    **dict.fromkeys(("ControllerError", "SessionMisuseError", "WorkerGroupError"), "errors"),
-    **dict.fromkeys(_errors.__all__, "errors"),
-}
+_NAMES: dict[str, tuple[str, ...]] = {
+    "checkpoint.handle": ("Checkpoint", "Verification"),
+    "checkpoint.follow": ("follow",),
+    "checkpointer": ("Checkpointer", "PerRank", "RNG", "attrs"),
+    "checkpointer.functions": ("SaveHandle", "load", "save", "save_async"),
+    "trainers.function.config": (
+        "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "RunConfig", "ScalingConfig", "ValidationConfig",
+        "ValidationFn", "ValidationTaskConfig",
+    ),
+    "config": ("Guard", "Keep", "Mirror"),
+    "model_files": ("ModelFiles",),
+    "interop.export": ("Exported", "export"),
+    "interop.import_": ("Imported", "import_checkpoint"),
+    "trainers.function.control.result": ("Result",),
+    "trainers.function.worker.session": (
+        "TrainContext", "get_all_reported_checkpoints", "get_checkpoint", "get_context", "load_checkpoint",
+        "local_rank", "report", "save_checkpoint", "should_save", "world_rank", "world_size",
+    ),
+    "trainers.function.types": (
+        "CheckpointConsistencyMode", "CheckpointUploadMode", "ReportedCheckpoint", "ReportedCheckpointStatus",
+        "UserCallback",
+    ),
+    "trainers.loop.trainer": ("Trainer",),
+    "errors": ("ControllerError", "SessionMisuseError", "WorkerGroupError", *_errors.__all__),
+}  # fmt: skip
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
 __all__ = sorted(_HOME)  # noqa: PLE0605
 answer_imports()

@@ -10,7 +10,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["run"]:
-        from .supervisor.early import hold
+        from .supervisor import hold
 
         hold()  # before anything else is imported: a signal meanwhile is for the script, and must not end us
     from .cli.main import main as command_line

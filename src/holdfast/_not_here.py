@@ -1,17 +1,22 @@
-"""Names and arguments that scripts for other trainers know and Holdfast does not have: what to do instead of each."""
+"""What was meant where a name or an argument is not here.
+
+Some are known from other trainers, and Holdfast does not have them: what to do instead of each. Others are misspelt:
+Python says which argument was meant from 3.13 on only, and for names alike only.
+"""
 
 from __future__ import annotations
 
 import functools
 import opcode
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, TypeVar, cast
 
 from .errors import ConfigError
 
-__all__ = ["NOT_HERE", "answer_imports", "answering", "missing", "removed"]
+__all__ = ["NOT_HERE", "answer_imports", "answering", "closest", "missing", "removed", "suggests", "suggests_fields"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -184,3 +189,50 @@ def removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
         return cls
 
     return decorate
+
+
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the name that was probably meant, None if none is alike."""
+    from difflib import get_close_matches  # here and below: slow to import, and `import holdfast` needs them not
+
+    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def suggests(*, also: Mapping[str, str] | None = None) -> Callable[[_F], _F]:
+    """Make a function name the argument that was meant when it is called with an unknown one.
+
+    Args:
+        also: names that other libraries use -> the argument here.
+    """
+    import inspect
+
+    def decorate(function: _F) -> _F:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except TypeError as error:
+                found = _UNEXPECTED.search(str(error))
+                inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+                if found is None or inside or found[1] in known:  # raised by the body, not by the call
+                    raise
+                meant = (also or {}).get(found[1]) or closest(found[1], known)
+                said = f"did you mean {meant}=?" if meant else f"the arguments are {', '.join(known)}"
+                message = re.sub(r"\. Did you mean .*", "", str(error))
+            raise TypeError(f"{message}: {said}")
+
+        return called  # type: ignore[return-value]
+
+    return decorate
+
+
+def suggests_fields(cls: type[_T]) -> type[_T]:
+    """Let a dataclass name the field that was meant, as `suggests` does."""
+    setattr(cls, "__init__", suggests()(cls.__init__))  # noqa: B010 - a plain assignment is refused by type checkers
+    return cls

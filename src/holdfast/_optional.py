@@ -1,6 +1,6 @@
 """Packages that only some users need: the command that brings one, and what installed ones offer by entry points.
 
-Metadata of packages is read only when a name is given. Schemes of storages are found by `holdfast.storage.plugins`.
+Metadata of packages is read only when a name is given. Schemes of storages are found by `holdfast.storage.resolve`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def offered(group: str, name: str, *, what: str) -> Callable[..., Any]:
     """
     from importlib.metadata import entry_points  # not above: slow to import, rarely needed
 
-    from ._suggest import closest
+    from ._not_here import closest
 
     found = {entry.name: entry for entry in entry_points(group=group)}
     entry = found.get(name)

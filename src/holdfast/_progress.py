@@ -35,7 +35,7 @@ def progress_bar(
         ...     progress(50)
     """
     if not (sys.stderr.isatty() if show is None else show):
-        yield _ignore
+        yield lambda nbytes: None
         return
     bar = _Bar(label, total, after_s, counts=counts)
     try:
@@ -57,10 +57,6 @@ def sized_progress_bar(label: str, *, after_s: float = 0.5) -> Iterator[Callable
                 total[0] = new_total
 
         yield progress
-
-
-def _ignore(nbytes: int) -> None:
-    pass
 
 
 class _Bar:

@@ -10,15 +10,9 @@ from datetime import timedelta
 from .errors import ConfigError
 
 __all__ = [
-    "Interval",
-    "IntervalLike",
-    "format_bytes",
-    "format_duration",
-    "parse_bytes",
-    "parse_interval",
-    "parse_intervals",
+    "Interval", "IntervalLike", "format_bytes", "format_duration", "parse_bytes", "parse_interval", "parse_intervals",
     "parse_span",
-]
+]  # fmt: skip
 
 UNITS = ("ba", "ep", "sp", "tok", "sec")
 GRAMMAR = (

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from holdfast._suggest import suggests_fields
-
+from ._not_here import suggests_fields
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 

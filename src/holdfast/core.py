@@ -15,17 +15,6 @@ from .trainers.loop.training.evaluator import DataSpec, Evaluator
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
-    "EMA",
-    "Algorithm",
-    "Callback",
-    "DataSpec",
-    "Evaluator",
-    "Event",
-    "LabelSmoothing",
-    "Precision",
-    "State",
-    "Time",
-    "TimeUnit",
-    "Timestamp",
-    "Trainer",
-]
+    "EMA", "Algorithm", "Callback", "DataSpec", "Evaluator", "Event", "LabelSmoothing", "Precision", "State", "Time",
+    "TimeUnit", "Timestamp", "Trainer",
+]  # fmt: skip

@@ -42,36 +42,13 @@ from typing import Any
 from ._outgoing import masked, visible
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "ConfigError",
-    "CorruptCheckpointError",
-    "DroppedSaveError",
-    "FormatVersionError",
-    "HoldfastError",
-    "IncompleteCheckpointError",
-    "MissingExtraError",
-    "NotLocalError",
-    "ReportMismatchError",
-    "RunBusyError",
-    "RunNotFoundError",
-    "SessionError",
-    "StateMismatchError",
-    "StorageConflictError",
-    "StorageError",
-    "StorageExistsError",
-    "StorageFullError",
-    "StorageNotFoundError",
-    "StoragePermissionError",
-    "StorageUnavailableError",
-    "TornSaveError",
-    "TrainingError",
-    "TrainingFailedError",
-    "UnknownMetricError",
-    "UnsupportedStateError",
-    "WorkerHangError",
-]
+    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "ConfigError", "CorruptCheckpointError",
+    "DroppedSaveError", "FormatVersionError", "HoldfastError", "IncompleteCheckpointError", "MissingExtraError",
+    "NotLocalError", "ReportMismatchError", "RunBusyError", "RunNotFoundError", "SessionError", "StateMismatchError",
+    "StorageConflictError", "StorageError", "StorageExistsError", "StorageFullError", "StorageNotFoundError",
+    "StoragePermissionError", "StorageUnavailableError", "TornSaveError", "TrainingError", "TrainingFailedError",
+    "UnknownMetricError", "UnsupportedStateError", "WorkerHangError",
+]  # fmt: skip
 
 
 class HoldfastError(Exception):

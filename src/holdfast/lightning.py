@@ -30,16 +30,9 @@ from .trainers.function.types import CheckpointUploadMode
 from .trainers.function.worker.session import report
 
 __all__ = [
-    "HoldfastCallback",
-    "HoldfastCheckpointIO",
-    "RayDDPStrategy",
-    "RayDeepSpeedStrategy",
-    "RayFSDPStrategy",
-    "RayLightningEnvironment",
-    "RayTrainReportCallback",
-    "ReportCallback",
-    "prepare_trainer",
-]
+    "HoldfastCallback", "HoldfastCheckpointIO", "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy",
+    "RayLightningEnvironment", "RayTrainReportCallback", "ReportCallback", "prepare_trainer",
+]  # fmt: skip
 
 _LOG = get_logger("frameworks")
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")

@@ -8,11 +8,6 @@ from .trainers.loop.saving.uploads import RemoteUploaderDownloader
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
-    "ConsoleLogger",
-    "JSONLLogger",
-    "Logger",
-    "LoggerDestination",
-    "ProgressBar",
-    "RemoteUploaderDownloader",
+    "ConsoleLogger", "JSONLLogger", "Logger", "LoggerDestination", "ProgressBar", "RemoteUploaderDownloader",
     "TensorBoardLogger",
-]
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,24 +33,12 @@ _SGD: Any = inspect.unwrap(SGD.step)
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
-    "ComposerScheduler",
-    "ConstantScheduler",
-    "ConstantWithWarmupScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "DecoupledAdamW",
-    "DecoupledSGDW",
-    "ExponentialScheduler",
-    "LinearScheduler",
-    "LinearWithWarmupScheduler",
-    "MultiStepScheduler",
-    "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler",
-    "PolynomialWithWarmupScheduler",
-    "StepScheduler",
+    "ComposerScheduler", "ConstantScheduler", "ConstantWithWarmupScheduler", "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler", "CosineAnnealingWithWarmupScheduler", "DecoupledAdamW", "DecoupledSGDW",
+    "ExponentialScheduler", "LinearScheduler", "LinearWithWarmupScheduler", "MultiStepScheduler",
+    "MultiStepWithWarmupScheduler", "PolynomialScheduler", "PolynomialWithWarmupScheduler", "StepScheduler",
     "compile_composer_scheduler",
-]
+]  # fmt: skip
 
 
 class DecoupledAdamW(AdamW):
@@ -111,8 +99,9 @@ def _decoupled(optimizer: torch.optim.Optimizer, step: Any, closure: Callable[[]
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])
         keep = 1 - group["weight_decay"] * (group["lr"] / first if first else 1.0)
-        for parameter in _with_gradient(group):
-            parameter.mul_(keep)
+        for parameter in group["params"] if group["weight_decay"] != 0 else ():
+            if parameter.grad is not None:
+                parameter.mul_(keep)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
@@ -122,8 +111,3 @@ def _decoupled(optimizer: torch.optim.Optimizer, step: Any, closure: Callable[[]
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     return loss
-
-
-def _with_gradient(group: dict[str, Any]) -> Iterator[torch.Tensor]:
-    if group["weight_decay"] != 0:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None)

@@ -22,14 +22,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "PreparedLoader",
-    "TorchTrainer",
-    "enable_reproducibility",
-    "get_device",
-    "get_devices",
-    "prepare_data_loader",
+    "PreparedLoader", "TorchTrainer", "enable_reproducibility", "get_device", "get_devices", "prepare_data_loader",
     "prepare_model",
-]
+]  # fmt: skip
 
 _HOME = {
     "PreparedLoader": "trainers.loader",

@@ -18,7 +18,7 @@ from .frameworks import DirectoryCheckpoints
 from .frameworks.finished import all_written, report_finished
 from .frameworks.model_directory import model_files
 from .trainers.function.config import ValidationTaskConfig
-from .trainers.function.worker._session import current_session
+from .trainers.function.worker.session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "model_files", "prepare_trainer"]
 

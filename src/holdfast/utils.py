@@ -9,9 +9,5 @@ from .trainers.loop.saving.functions import load_checkpoint, save_checkpoint
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [
-    "LibcloudObjectStore",
-    "ObjectStore",
-    "load_checkpoint",
-    "maybe_create_object_store_from_uri",
-    "save_checkpoint",
-]
+    "LibcloudObjectStore", "ObjectStore", "load_checkpoint", "maybe_create_object_store_from_uri", "save_checkpoint",
+]  # fmt: skip

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +202,12 @@ def test_a_failed_save_does_not_keep_a_life_from_its_end(tmp_path: Path) -> None
 
 
 def test_without_batches_step_is_the_boundary(tmp_path: Path) -> None:
-    """A loop of its own: the state is that of the moment of ck.step()."""
+    """A loop of its own: the state is that of the moment of ck.step(); the end of the run is saved beside."""
     with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
         for _ in range(2):
             ck.step()
             ck.state["n"] += 1
-    assert [hf.load(one)["n"] for one in ck.checkpoints()] == [1, 0]
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(2, 2), (2, 1), (1, 0)]
 
 
 def test_waiting_between_two_steps_of_a_batch_saves_no_half_of_it(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_a_save_that_saves_nothing_is_said_once(tmp_path: Path, caplog: pytest.L
             ck.save()
             ck.save()
             assert num_said() == 1
-    assert kit.steps(tmp_path) == [2, 4]
+    assert kit.steps(tmp_path) == [2, 4, 4, 4]  # the changes are saved where the run is left
 
 
 def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:
@@ -403,6 +404,61 @@ def test_batches_drawn_by_another_thread_leave_the_boundary_with_step(tmp_path: 
             ck.step()
             assert ck.stats.saves >= ck.global_step - 1
     assert len(ck.checkpoints()) == len(drawn) == 4
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_that_draws_ahead_is_said(tmp_path: Path, waits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """How many batches it has in hand at a step is chance, so there is no place; one that is waited for has one."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck, ThreadPoolExecutor(1) as other:
+        batches = iter(ck.batches(kit.loader(), ahead=0 if waits else 3))
+        if not waits:
+            other.submit(lambda: [next(batches) for _ in range(3)]).result()
+        for _ in range(3):
+            if waits:
+                other.submit(next, batches).result()
+            ck.step()
+    assert sum("drawn by another thread" in text for text in said(caplog)) == (not waits)
+
+
+@pytest.mark.parametrize("by_thread", [True, False])
+def test_steps_on_another_loader_when_one_is_done(
+    tmp_path: Path, by_thread: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is at its end gives nothing more, in this life or a resumed one: that is no thread that draws ahead."""
+
+    def through(batches: Any) -> Iterator[Any]:
+        drawn = iter(batches)
+        while (batch := (other.submit(next, drawn, None).result() if by_thread else next(drawn, None))) is not None:
+            yield batch
+
+    for steps in (4, 6):
+        run = hf.Checkpointer(tmp_path, {"n": 0}, every=1)
+        with ThreadPoolExecutor(1) as other, contextlib.suppress(Killed), run as ck:
+            for _ in ck.epochs(1):
+                for name in ("one", "two"):
+                    for _ in through(ck.batches(kit.loader(9), name=name)):
+                        ck.step()
+                        if ck.global_step == steps == 4:
+                            ck.wait()
+                            raise Killed
+    assert ck.global_step == 6
+    assert not [text for text in said(caplog) if "drawn by another thread" in text]
+
+
+@pytest.mark.parametrize(("ahead", "told"), [(1, "pass ahead=2"), (2, ""), (3, "repeat some that were trained")])
+def test_an_ahead_that_does_not_fit_is_said(
+    tmp_path: Path, ahead: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop with two batches in hand: with another number a resume would leave out or repeat some."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck:
+        batches = iter(ck.batches(kit.loader(), ahead=ahead))
+        hand = [next(batches), next(batches)]
+        for batch in batches:
+            hand = [*hand[1:], batch]
+            ck.step()
+    messages = [text for text in said(caplog) if "drawn before a step" in text]
+    assert len(messages) == bool(told)
+    assert all(told in text for text in messages)
 
 
 def test_the_index_goes_on_after_a_resume() -> None:

@@ -92,3 +92,25 @@ def test_a_resume_shows_it(tmp_path, monkeypatch) -> None:
     with hf.Checkpointer(uri, {"model": model}, every=None) as ck:
         assert ck.resumed_from is not None
     assert "load step_00000001" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_run_that_early_stopping_has_finished_says_what_comes_again(
+    within: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last epoch is entered again, so that "nothing to do" is not true, unless the loop over batches ends it."""
+    num_evaluated = []
+    for _ in range(2):
+        with hf.Checkpointer(tmp_path, {}, every=None) as ck:
+            for epoch in ck.epochs(9):
+                for number, _ in ck.enumerate(kit.loader(6)):
+                    ck.step()
+                    if within and epoch and number == 0:
+                        break
+                num_evaluated.append(epoch)
+                if epoch == 1:
+                    break
+    said = capsys.readouterr().err
+    assert num_evaluated == [0, 1, 1]
+    assert ("this run had finished (1 epochs, step 3): nothing to do" in said) == within
+    assert ("this run had finished (1 epochs, step 4), at the end of epoch 1, which was left" in said) == (not within)

@@ -95,6 +95,26 @@ def test_attributes_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "restored into ck.state: trainer/lr, trainer/log" in capsys.readouterr().err
 
 
+def test_load_sets_attributes_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of `hf.load` as of a resume: a list stays the same object, what is skipped stays, what cannot be set is said."""
+
+    class Fixed:
+        kept = property(lambda self: [7])
+
+    def make(number: int) -> tuple[SimpleNamespace, dict[str, Any]]:
+        owner = SimpleNamespace(best=number, history=[number], weight=torch.full((1,), float(number)), lr=number)
+        attrs = hf.attrs(owner, "best", "history", "weight", "lr")
+        return owner, {"deep": {"owner": attrs}, "fixed": hf.attrs(Fixed(), "kept")}
+
+    hf.save(tmp_path / "one", make(3)[1])
+    owner, state = make(0)
+    history = owner.history
+    hf.load(tmp_path / "one", state, skip="deep/owner/lr")
+    assert (owner.best, owner.history, owner.weight.item(), owner.lr) == (3, [3], 3.0, 0)
+    assert owner.history is history
+    assert "NOT restored: fixed/kept (cannot be assigned: AttributeError" in caplog.text
+
+
 def test_a_property_that_gives_copies(tmp_path: Path) -> None:
     """The state of a bit generator of NumPy, and what holds tensors, is a copy when asked for: it is assigned."""
 

@@ -105,6 +105,22 @@ def test_a_value_that_is_no_metric_is_refused_by_name(tmp_path: Path) -> None:
         ck.step(model=torch.nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("value", [10**5000, {"inner": [1, -(10**5000)]}], ids=["alone", "inside"])
+def test_an_integer_of_too_many_digits_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    """Python does not write it as text: said as of any other value, wherever a metric comes in; the run goes on."""
+    said = r"metric 'big(\.inner)?' is an integer of 1661\d bits.*give a float"
+    with pytest.raises(hf.ConfigError, match=said):
+        hf.save(tmp_path / "one", {"w": 1}, metrics={"big": value})
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}, every=1) as ck:
+        for call in (ck.step, ck.report, ck.save):
+            with pytest.raises(hf.ConfigError, match=said):
+                call(big=value)
+        ck.step(fine=10**400)
+    assert ck.latest().metrics == {"fine": 10**400}
+    with pytest.raises(hf.ConfigError, match=r"metric 'big' is"):
+        ck.latest().report(big=value)
+
+
 def test_a_bad_metric_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is refused at its own step, by name; one that cannot be read later is left out alone, and its step is said."""
 

@@ -45,8 +45,9 @@ def train(root: Path, killer: Killer, *, steps: int = 3) -> tuple[dict[str, Any]
         for step in range(1, steps + 1):
             saved[f"step_{step:08d}"] = {"weights": state["weights"].clone(), "notes": [*state["notes"]]}
             ck.step(loss=float(step))
-            state["weights"] += 1
-            state["notes"].append(step)
+            if step < steps:  # what comes after the last save would be saved once more
+                state["weights"] += 1
+                state["notes"].append(step)
     return saved, {"skipped": ck.stats.skipped, "saves": ck.stats.saves}
 
 

@@ -15,7 +15,6 @@ from test_cli import run  # noqa: F401 - a fixture
 
 import holdfast as hf
 from holdfast import Checkpoint
-from holdfast.cli import sweep as sweep_module
 from holdfast.cli.main import cli
 from holdfast.run.heartbeat import upkeep
 from holdfast.storage import LocalStorage
@@ -147,7 +146,7 @@ def test_moving(run, trained, tmp_path, monkeypatch) -> None:  # noqa: F811
         def find(self):
             return [SimpleNamespace(path="a/b", started=1.0, upload_id="x")]
 
-    monkeypatch.setattr(sweep_module, "UnfinishedUploads", Uploads)
+    monkeypatch.setattr("holdfast.storage.object.client.UnfinishedUploads", Uploads)
     check("sweep", told("sweep", "memory://bucket", "--json"))
 
 

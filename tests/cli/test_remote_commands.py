@@ -18,7 +18,7 @@ from test_cli import as_json, invoke
 from holdfast import Checkpoint
 from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import LocalStorage, resolve
-from holdfast.storage.object.unfinished import UnfinishedUploads
+from holdfast.storage.object.client import UnfinishedUploads
 from holdfast.testing import Fault, FaultProxy
 
 # The largest goes through the windows of a copy more than once.

@@ -2,13 +2,15 @@
 
 A released format version gets its own folder, made once with the release that introduced it and never again:
 ``python tests/data/golden.py 1.0``. It has to load for ever. What was added to a version has a folder, too:
-``1.0-other_state`` has what an optimizer keeps under keys that are no parameters.
+``1.0-other_state`` has what an optimizer keeps under keys that are no parameters; ``1.0-ranks`` what each of two ranks
+stores of its own without being asked (``torchrun --nproc-per-node 2 tests/data/golden.py 1.0-ranks``).
 """
 
 from __future__ import annotations
 
 import collections
 import datetime
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,20 @@ class Tied(torch.nn.Module):
         self.register_buffer("count", torch.tensor(7))
 
 
-def state(version: str) -> dict[str, Any]:
+class Average:
+    """An object with a tensor."""
+
+    def __init__(self, total: float = 0.0) -> None:
+        self.total = torch.tensor([total])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def state(version: str, rank: int = 0) -> dict[str, Any]:
     """Return the same state every time, as far as a version can hold it."""
     model = Tied()
     with torch.no_grad():
@@ -45,7 +60,11 @@ def state(version: str) -> dict[str, Any]:
             "exp_avg": torch.full_like(param, 0.5 + number),
             "exp_avg_sq": torch.full_like(param, 0.25 + number),
         }
-    if version != "1.0":
+    of_ranks: dict[str, Any] = {}
+    if version == "1.0-ranks":
+        nested = {"a/b": {1: rank}, "same": "text", "weight": torch.zeros(1)}
+        of_ranks = {"position": 10 * rank, "nested": nested, "average": Average(rank + 0.5)}
+    elif version != "1.0":
         optimizer.state.update({"k": 3, ("layer", 4): {"factors": [torch.arange(2.0)]}})
     point = collections.namedtuple("point", ["x", "y"])
     return {
@@ -75,9 +94,13 @@ def state(version: str) -> dict[str, Any]:
             "torch": [torch.float32, torch.device("cpu"), torch.Size([1, 2])],
             "numpy": np.float32(0.1),
         },
-        "mine": hf.PerRank({"rank": 0, "cache": torch.ones(2)}),
+        "mine": hf.PerRank({"rank": rank, "cache": torch.ones(2)}),
+        **of_ranks,
     }
 
 
 if __name__ == "__main__":
-    hf.save(HERE / sys.argv[1], state(sys.argv[1]), step=42, metrics={"loss": 0.5, "bad": float("nan")})
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    number = int(os.environ.get("RANK", "0"))
+    hf.save(HERE / sys.argv[1], state(sys.argv[1], number), step=42, metrics={"loss": 0.5, "bad": float("nan")})

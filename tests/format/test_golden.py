@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.state.load.restore import load_state
+from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 
 DATA = Path(__file__).parent.parent / "data"
@@ -55,4 +57,18 @@ def test_golden_checkpoint_restores_objects(version: str) -> None:
         others = {
             key if type(key) is str else key[0]: kept for key, kept in one.state.items() if not torch.is_tensor(key)
         }
-        assert_state_equal(others, {} if version == "1.0" else {"k": 3, "layer": {"factors": [torch.arange(2.0)]}})
+        kept_beside = {"k": 3, "layer": {"factors": [torch.arange(2.0)]}} if version == "1.0-other_state" else {}
+        assert_state_equal(others, kept_beside)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_golden_checkpoint_of_two_ranks_gives_each_its_own(rank: int) -> None:
+    """Plain data and small objects that differ between the ranks, deep in a container too."""
+    expected, live = golden.state("1.0-ranks", rank), golden.state("1.0-ranks", 7)
+    loaded = load_state(LocalStorage(DATA / "1.0-ranks"), live, rank=rank, world_size=2)
+    assert_state_equal(live["average"].total, expected["average"].total)
+    assert_state_equal(live["mine"].value["rank"], 7)  # plain data is in what is returned
+    for name in ("position", "nested", "plain"):
+        assert_state_equal(loaded.state[name], expected[name])
+    assert loaded.state["mine"].value["rank"] == rank
+    assert loaded.notes == []

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import holdfast as hf
 from holdfast.dcp import HoldfastReader
 from holdfast.errors import StorageError
-from holdfast.interop.sink import ExportFolder
+from holdfast.interop.blobs import ExportFolder
 from holdfast.state.save.torch_file import from_plain
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import assert_state_equal

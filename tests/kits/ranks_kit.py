@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.testing.crash import ForkServer, Outcome, _find
+from holdfast.testing.faults import ForkServer, Outcome, _find
 
 _HERE = str(Path(__file__).resolve())
 _LIMIT_S = 150.0  # of what takes seconds where nobody else has the cores

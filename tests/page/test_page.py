@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from page_kit import HOSTILE, killed, log_rows, train
 
 import holdfast as hf
-from holdfast.page.document import render
+from holdfast.page import render
 from holdfast.page.facts import clock, collect, grouped, run_facts, thin
 from holdfast.storage import resolve
 

@@ -10,7 +10,7 @@ from process_kit import wait_until
 
 import holdfast as hf
 from holdfast._units import format_bytes
-from holdfast.page.document import render
+from holdfast.page import render
 from holdfast.page.facts import collect
 from holdfast.storage import resolve
 

@@ -362,3 +362,18 @@ def whole_tensors(root: str) -> dict[str, Any]:
         "named": tied.weight.full_tensor().tolist(),
         "said": [record.getMessage() for record in said.buffer if "put" in record.getMessage()],
     }
+
+
+def change_after_the_last_save(root: str) -> list[str]:
+    """A life whose last step is saved changes weights, another one changes nothing; returns what is said."""
+    said = logging.handlers.BufferingHandler(100)
+    logging.getLogger("holdfast").addHandler(said)
+    for changes in (True, False):
+        state, model = ddp_state()
+        with hf.Checkpointer(f"{root}/{changes}", state, every=2, keep=None) as ck:
+            while ck.global_step < 2:
+                ck.step(loss=one_step(state, ck.global_step))
+            if changes:
+                for parameter in model.parameters():
+                    parameter.data.fill_(1.0)
+    return [record.getMessage() for record in said.buffer]

@@ -136,3 +136,11 @@ def test_what_is_bad_for_one_rank_is_bad_for_all(ranks, tmp_path):
     assert [one["start"] for one in found] == [2, 2]
     assert found[0]["from"] == "step_00000002"
     assert "rank 1: bytes differ" in catalog_of(tmp_path).index.quarantined["step_00000004"]
+
+
+def test_what_changes_after_the_last_save_of_several_ranks_is_said(ranks, tmp_path):
+    """They save a step once, for no rank knows whether the others have changed something: rank 0 says it, once."""
+    first, other = ranks.checked(f"{CASES}:change_after_the_last_save", str(tmp_path))
+    assert [text.partition(" (")[0] for text in first] == ["holdfast: model changed after step 2 was saved"]
+    assert other == []
+    assert steps_of(tmp_path / "True") == steps_of(tmp_path / "False") == [2]

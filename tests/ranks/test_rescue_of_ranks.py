@@ -69,7 +69,7 @@ def test_a_rank_whose_body_raises_does_not_wait_for_the_others(ranks: RankServer
     [
         {"total": 10, "every": 5},
         {"total": 10},
-        pytest.param({"total": 10, "width": 1300}, id="no memory for a third copy"),
+        pytest.param({"total": 10, "width": 1800}, id="no memory for a third copy"),
         {"total": 30, "save_at": 10},
     ],
     ids=", ".join,
@@ -122,7 +122,7 @@ def test_ranks_keep_by_time_what_rank_0_asks_for(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("width", [16, 1100])
+@pytest.mark.parametrize("width", [16, 1800])
 def test_ranks_killed_at_random_moments(ranks: RankServer, tmp_path: Path, width: int) -> None:
     """One rank or both, at any moment: no more than the step in flight is lost, and the end is bitwise the twin's."""
     chance = random.Random(width)

@@ -98,7 +98,8 @@ def life(storage, saves=0, **options):
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch):
     """Every process finds out anew what a store can do; here all writers are this one's children."""
-    from holdfast.storage.object import conditions, object_storage
+    from holdfast.storage.object import client as conditions
+    from holdfast.storage.object import object_storage
 
     monkeypatch.setattr(conditions, "_known", {})
     monkeypatch.setattr(object_storage, "_have_none", set())

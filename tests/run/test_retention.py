@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import holdfast as hf
 from holdfast.config import Keep
-from holdfast.run.record import Record
+from holdfast.run.record import Record, pack
 from holdfast.run.retention import decide, rank
 
 
@@ -152,6 +153,12 @@ def test_among_equals_the_newer_wins_and_the_worthless_fill_up() -> None:
         "a1s3",
         "a1s4",
     }
+
+
+def test_a_record_with_an_integer_that_cannot_be_written_is_named() -> None:
+    """A manifest may have one; the row of the index is text."""
+    with pytest.raises(hf.ConfigError, match="checkpoint 'step_7': a metric is an integer of so many digits"):
+        pack(Record(name="step_7", attempt=1, step=7, metrics={"big": 10**5000}))
 
 
 def test_a_huge_integer_metric_is_a_number_like_others() -> None:

@@ -418,21 +418,68 @@ class Transposed(nn.Module):
             self.decoder.weight = nn.Parameter(self.encoder.weight.data.t())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_memory_that_two_tensors_share_is_looked_at_again(caplog, tied):
-    """What was stored apart does not fit into it, and that is said; what was stored from such memory does."""
-    place = memory_uri()
+def shared_memory(kind, *, tied):
+    """Two values in memory that they share, if ``tied``; for windows, one value whose elements do."""
+    if kind == "transposed":
+        return {"model": Transposed(tied=tied)}
     flat = torch.arange(6.0)
-    windows = flat.unfold(0, 3, 1) if tied else torch.arange(12.0).view(4, 3)
-    part = flat[:3] if tied else torch.full((3,), torch.nan)
-    hf.save(place, {"model": Transposed(tied=tied), "flat": flat, "part": part, "windows": windows})
-    live, again = torch.zeros(6), torch.zeros(6).unfold(0, 3, 1)
-    hf.load(place, {"model": Transposed(tied=True), "flat": live, "part": live[:3], "windows": again})
-    if tied:
-        assert caplog.text == ""
-    else:
-        for name in ("model/encoder.weight", "flat", "windows"):
-            assert f"{name} (its memory in the state is shared" in caplog.text
+    if kind == "windows":
+        return {"a": flat.unfold(0, 3, 1) if tied else torch.arange(12.0).view(4, 3)}
+    cut = {"begin": slice(0, 3), "offset": slice(2, 5), "one": slice(3, 4), "backwards": slice(None, None, -1)}
+    if kind.startswith("array"):
+        array = flat.numpy().astype(">f4" if "foreign" in kind else "<f4")
+        part = array[cut[kind.split()[-1]]]
+        return {"a": array, "b": part if tied else (part + 100).astype(part.dtype)}
+    part = flat[cut[kind.split()[-1]]]
+    other = part.numpy() if kind.startswith("both") else part
+    return {"a": flat, "b": other if tied else other + 100}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "transposed", "windows", "begin", "offset", "one", "both offset", "array begin", "array offset",
+        "array backwards", "array foreign one",
+    ],
+)  # fmt: skip
+def test_memory_that_values_share_in_part(caplog, kind):
+    """What was stored from such memory comes back; what was stored apart is refused before anything has changed."""
+    together, apart = memory_uri(), memory_uri()
+    hf.save(together, shared_memory(kind, tied=True))
+    hf.save(apart, shared_memory(kind, tied=False))
+    live = shared_memory(kind, tied=True)
+    for value in live.values():
+        value.encoder.weight.data.zero_() if kind == "transposed" else value.__setitem__(..., 0)
+    before = hf.load(hf.save(memory_uri(), live))
+    with pytest.raises(hf.StateMismatchError, match="memory in the state"):
+        hf.load(apart, live)
+    assert_same(hf.load(hf.save(memory_uri(), live)), before)
+    hf.load(together, live)
+    after = hf.load(hf.save(memory_uri(), live))
+    assert_same(after, hf.load(together))
+    assert caplog.text == ""
+    hf.load(apart, live, strict=False)
+    assert "memory in the state" in caplog.text
+    assert_same(hf.load(hf.save(memory_uri(), live)), after)
+
+
+def test_an_array_under_two_names(caplog):
+    """One array stored once fits into one array; two that were stored apart do not, as with tensors."""
+    one, two = memory_uri(), memory_uri()
+    array = np.arange(3.0)
+    hf.save(one, {"a": array, "b": array})
+    hf.save(two, {"a": array, "b": array + 1})
+    live = np.zeros(3)
+    hf.load(one, {"a": live, "b": live})
+    assert live.tolist() == [0, 1, 2]
+    for other in (live, torch.from_numpy(live)):
+        with pytest.raises(hf.StateMismatchError, match=r"tied in the state to what is|a tensor in the"):
+            hf.load(two, {"a": live, "b": other})
+    fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    hf.save(one, {"a": fortran, "b": fortran}, overwrite=True)  # two copies
+    live = np.zeros_like(fortran)
+    hf.load(one, {"a": live, "b": live})
+    assert live.tolist() == fortran.tolist()
 
 
 def test_an_array_of_another_type_or_shape_is_refused():

@@ -131,6 +131,91 @@ def test_own_class():
     assert_same([again.shadow, again.best, again.seen], [own.shadow, own.best, own.seen])
 
 
+class Average:
+    """Keeps tensors and plain data, nested."""
+
+    def __init__(self, start=0.0):
+        self.state = {"decay": start, "shadow": {"a": torch.full((2,), start), "b": [torch.full((1,), start), start]}}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("choice", "loaded"),
+    [
+        ({"skip": "ema/decay"}, "abc"),
+        ({"skip": ["ema/shadow/b", "n"]}, "da"),
+        ({"skip": "ema/shadow/b/0"}, "dac"),
+        ({"skip": "*/a"}, "dbc"),
+        ({"only": "ema/decay"}, "d"),
+        ({"only": ["ema/shadow/*"], "skip": "ema/shadow/a"}, "bc"),
+        ({"only": "old/decay", "rename": {"old": "ema"}}, "d"),
+        ({"only": "n"}, ""),
+        ({"skip": "ema/shadow"}, "d"),
+        ({"only": "*"}, "dabc"),
+    ],
+)
+def test_a_part_of_an_object_is_loaded(choice, loaded):
+    """What ``only`` does not name, or ``skip`` does, within an object: it keeps what its own ``state_dict`` gives."""
+    name = "old" if "rename" in choice else "ema"
+    place, live = memory_uri(), {"ema": Average(7.0), "n": 7}
+    hf.save(place, {name: Average(1.0), "n": 1})
+    hf.load(place, live, **choice)
+    state = live["ema"].state
+    values = state["decay"], state["shadow"]["a"][0], *state["shadow"]["b"]
+    assert [float(value) for value in values] == [1.0 if key in loaded else 7.0 for key in "dabc"]
+
+
+def test_a_part_of_a_metric_and_of_a_scheduler_is_loaded():
+    """The learning rate that the script gives now counts, and not the stored one; a metric keeps one of its sums."""
+
+    def make(rate, updates):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+        metric = torchmetrics.MeanMetric()
+        metric.update(torch.full((updates,), rate))
+        return {"scheduler": lr_scheduler.StepLR(optimizer, 2), "mean": metric}
+
+    place, saved, live = memory_uri(), make(0.5, 2), make(0.1, 4)
+    saved["scheduler"].last_epoch = 3
+    hf.save(place, saved)
+    hf.load(place, live, skip=["scheduler/base_lrs", "mean//weight"])
+    assert (live["scheduler"].last_epoch, live["scheduler"].base_lrs) == (3, [0.1])
+    assert (live["mean"].mean_value, live["mean"].weight) == (0.5 * 2, 4)
+
+
+def test_what_an_object_cannot_have_in_part_is_refused():
+    """Names within an object, parts of a list or of an optimizer that loads its state itself: never without effect."""
+    place = memory_uri()
+    hf.save(place, {"ema": Average(1.0), "kept": [torch.ones(1), torch.ones(2)]})
+    for choice in ({"only": "kept/0"}, {"skip": "kept/1"}):
+        with pytest.raises(hf.StateMismatchError, match="kept: only= or skip= takes a part of a list"):
+            hf.load(place, {"ema": Average(), "kept": []}, **choice)
+    with pytest.raises(hf.StateMismatchError, match="ema/shadow/a: rename gives it another name within a Average"):
+        hf.load(place, {"ema": Average(), "kept": []}, rename={"ema/shadow/*": "ema/average/*"})
+
+    def with_optimizer(rate, hook):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        if hook:
+            optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "extra": 1})
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    hf.save(place, with_optimizer(0.1, hook=False), overwrite=True)
+    live = with_optimizer(0.5, hook=True)
+    with pytest.raises(hf.StateMismatchError, match=r"optimizer: only= or skip= takes a part of a SGD"):
+        hf.load(place, live, skip="optimizer/param_groups")
+    hf.load(place, live, skip="optimizer")
+    hf.save(place, with_optimizer(0.1, hook=True), overwrite=True)
+    hf.load(place, live, skip="optimizer/param_groups")
+    assert live["optimizer"].param_groups[0]["lr"] == 0.5
+
+
 def test_state_dict_saved_in_place_of_an_object():
     """What was saved as ``scheduler.state_dict()`` or ``model.state_dict()`` loads into the objects themselves."""
     model, own = net(0), Own()

@@ -76,11 +76,11 @@ def test_each_rank_writes_its_share_only(storage):
     assert sum(sizes) == 10 * 64 * 65 * 4
     assert max(sizes) - min(sizes) <= 64 * 64 * 4
     roles = [sorted(entry.role for entry in manifest.files if entry.writer == rank) for rank in range(4)]
-    assert roles == [["digests", "index", "state", "tensors"]] + [["digests", "index", "tensors"]] * 3
+    assert roles == [["digests", "index", "state", "tensors"]] + [["digests", "index", "rank", "tensors"]] * 3
 
 
 def test_what_differs_between_ranks_comes_from_rank_zero_or_is_kept_for_each(storage):
-    """Buffers, loose tensors and plain data are rank 0's; PerRank values come back on their own rank."""
+    """Buffers and loose tensors are rank 0's; plain data and PerRank values come back on their own rank."""
 
     def state(rank, **changes):
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_what_differs_between_ranks_comes_from_rank_zero_or_is_kept_for_each(sto
     save_parts(storage, "one", saved)
     for rank in range(3):
         found = load_rank(storage, "one", rank=rank).state
-        assert (found["n"], found["t"].item(), found["model"]["body.1.running_mean"][0].item()) == (0, 0.0, 0.0)
+        assert (found["n"], found["t"].item(), found["model"]["body.1.running_mean"][0].item()) == (rank, 0.0, 0.0)
         assert found["mine"]["n"] == rank
         assert torch.equal(found["mine"]["t"], saved[rank]["mine"].value["t"])
         live = state(rank, n=9)
@@ -103,6 +103,63 @@ def test_what_differs_between_ranks_comes_from_rank_zero_or_is_kept_for_each(sto
         assert_same(live["mine"].value["net"].state_dict(), saved[rank]["mine"].value["net"].state_dict())
         assert torch.equal(live["mine"].value["t"], saved[rank]["mine"].value["t"])
         assert loaded.not_restored == []
+
+
+def test_values_per_rank_whose_paths_spell_alike_are_kept_apart(storage):
+    """As "a/b" and "b" in "a", 1 and "1", or names that Holdfast uses itself; the ranks hold them in another order."""
+
+    def state(rank, number=0):
+        pairs = [("a/b", 1), ("a", {"b": 2}), (1, 3), ("1", 4), ("own values", 5), ("['a/b']", 6), ("n", 7), ("a~2", 8)]
+        marked = {
+            key: {"b": hf.PerRank([rank, 2 + number])} if key == "a" else hf.PerRank([rank, value + number])
+            for key, value in (pairs if rank == 0 else pairs[::-1])
+        }
+        return {"deep": marked, **{key: value for key, value in marked.items() if type(key) is str}, "plain": rank}
+
+    save_parts(storage, "one", [state(rank) for rank in range(2)])
+    for rank in range(2):
+        expected, into = state(rank), state(rank, 90)
+        found = load_rank(storage, "one", rank=rank).state
+        loaded = load_rank(storage, "one", into, rank=rank).state
+        for key in ("a/b", "1", "own values", "['a/b']", "n", "a~2"):
+            assert found[key] == found["deep"][key] == loaded[key].value == expected[key].value, key
+        assert found["deep"][1] == [rank, 3]
+        assert found["a"]["b"] == found["deep"]["a"]["b"] == loaded["deep"]["a"]["b"].value == [rank, 2]
+        assert found["plain"] == rank
+
+
+def test_what_a_rank_has_more_or_less_than_rank_zero(storage):
+    """A rank gets back what it gave, however long its list is; where it gave nothing it is given rank 0's."""
+    torch.manual_seed(0)
+    more = {"weights": torch.ones(2)}
+    one = {"net": nn.Linear(1, 1), "sizes": [1, 2, 3], "best": {"epoch": 4, **more}, "only": "zero", "pair": (0, more)}
+    two = {"net": one["net"], "sizes": [], "best": {"epoch": 5}, "mine": (1, 2), "pair": (1, more)}
+    save_parts(storage, "one", [one, two])
+    found = load_rank(storage, "one", rank=1).state
+    del found["net"]
+    number, kept = found.pop("pair")
+    assert (number, kept.keys()) == (0, more.keys())
+    assert found == {"sizes": [], "best": {"epoch": 5}, "mine": (1, 2), "only": "zero"}
+
+
+def test_a_value_with_something_per_rank_in_it_is_taken_at_its_word(storage):
+    """Who marks a part of an object as PerRank has said what differs: the rest is that of rank 0."""
+
+    class Loader:
+        def __init__(self, rank):
+            self.state = {"epoch": rank, "position": hf.PerRank(rank)}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    save_parts(storage, "one", [{"loader": Loader(rank), "both": (Loader(rank), rank)} for rank in range(2)])
+    live = {"loader": Loader(9), "both": (Loader(9), 9)}
+    loaded = load_rank(storage, "one", live, rank=1)
+    assert live["loader"].state == live["both"][0].state == {"epoch": 0, "position": 1}
+    assert loaded.state["both"][1] == 0
 
 
 def test_generators_come_back_on_their_rank(storage):

@@ -14,7 +14,7 @@ from object_kit import BUCKET, KEY, moto, s3_environment
 
 import holdfast as hf
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.function.worker._session import StorageContext
+from holdfast.trainers.function.worker.session import StorageContext
 
 fs = pytest.importorskip("pyarrow.fs")
 

@@ -20,7 +20,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.storage import LocalStorage, Storage, from_description, resolve
-from holdfast.storage.adapters.errors import translate_client
+from holdfast.storage.adapters.common import translate_client
 from holdfast.testing import StorageTests
 
 fsspec = pytest.importorskip("fsspec")

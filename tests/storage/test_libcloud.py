@@ -24,7 +24,7 @@ pytest.importorskip("libcloud")
 pytest.importorskip("fasteners")
 
 from holdfast.storage import LibcloudObjectStore
-from holdfast.storage.adapters.errors import translate_client
+from holdfast.storage.adapters.common import translate_client
 
 _numbers = itertools.count()
 SECRET = "s3cr3t-of-the-tests"

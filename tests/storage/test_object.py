@@ -146,7 +146,7 @@ class TestWithoutConditionalWrites(StorageTests):
 
     def test_said(self, storage: Storage, caplog, monkeypatch) -> None:
         """A store that ignores conditions is found out at the first conditional put, and said once."""
-        from holdfast.storage.object import conditions
+        from holdfast.storage.object import client as conditions
 
         monkeypatch.setattr(conditions, "_known", {})
         storage.put("a", b"1", if_absent=True)

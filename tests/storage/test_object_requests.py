@@ -71,7 +71,7 @@ def test_loading_a_checkpoint(proxy, storage):
 
 def test_the_trial_of_conditions_leaves_nothing(proxy, storage, monkeypatch):
     """Whether a store keeps conditions is tried once; what killed processes left of such trials goes with it."""
-    from holdfast.storage.object import conditions
+    from holdfast.storage.object import client as conditions
 
     monkeypatch.setattr(conditions, "_known", {})
     obs, key = storage._obs, f"{storage._prefix}/.tmp-probe/dead"
@@ -87,7 +87,7 @@ def test_the_trial_of_conditions_leaves_nothing(proxy, storage, monkeypatch):
 
 def test_credentials_that_may_not_delete_leave_one_probe(proxy, storage, monkeypatch):
     """Who may write and not delete leaves an object behind, once: later processes try it on the same one."""
-    from holdfast.storage.object import conditions
+    from holdfast.storage.object import client as conditions
 
     monkeypatch.setattr(conditions, "_OLD", conditions.timedelta(seconds=-60))
     monkeypatch.setattr(conditions, "_with_old_ones", lambda storage, folder, key: [key])
@@ -102,7 +102,7 @@ def test_credentials_that_may_not_delete_leave_one_probe(proxy, storage, monkeyp
 
 def test_a_slow_store_holds_up_no_other_one(proxy, storage, monkeypatch):
     """Each store is asked by itself, once, however many threads want to know."""
-    from holdfast.storage.object import conditions
+    from holdfast.storage.object import client as conditions
 
     asked, go_on, slow_is_asked = [], threading.Event(), threading.Event()
 
@@ -157,7 +157,7 @@ def test_an_upload_whose_beginning_fails_is_given_up(storage, monkeypatch):
 
 def test_a_lost_answer_to_the_trial(proxy, storage, monkeypatch):
     """A trial whose first answer was lost meets its own object, and still finds that conditions are kept."""
-    from holdfast.storage.object import conditions
+    from holdfast.storage.object import client as conditions
 
     monkeypatch.setattr(conditions, "_known", {})
     proxy.inject(Fault(kind="503", at=0, carried_out=True))
@@ -199,7 +199,7 @@ def test_answers_that_end_early(proxy, storage, kind):
 @pytest.mark.parametrize("compares", ["bare", "nothing right"])
 def test_a_store_that_compares_etags_without_their_quotes(storage, monkeypatch, compares):
     """Etags are sent as the store wants them, as radosgw does; one that refuses every etag keeps no conditions."""
-    from holdfast.storage.object import conditions
+    from holdfast.storage.object import client as conditions
 
     def refuses(client, key, mode):
         tag = None if mode == "create" else mode["e_tag"]

@@ -21,7 +21,7 @@ from holdfast.storage import (
     from_description,
     resolve,
 )
-from holdfast.storage.plugins import schemes
+from holdfast.storage.resolve import schemes
 from holdfast.testing import StorageTests
 
 BOX = ROOT / "examples" / "plugin"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.supervisor.restarts import Again, Death, End, after
+from holdfast.supervisor.supervisor import Again, Death, End, after
 
 
 def deaths(*rows: dict[str, Any]) -> list[Death]:

@@ -16,9 +16,9 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
 from holdfast.verify.matching import Finding, find_state, from_checkpoint
-from holdfast.verify.records import Record
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
+from holdfast.verify.trace import Record
 from holdfast.verify.words import advice
 
 
@@ -65,10 +65,10 @@ def test_without_a_loader_nothing_is_said_of_epochs():
     """Data of the beginning again, by an order of the script's own: its generator is named, no DataLoader."""
     facts = {"drawn": ["torch"], "place": 0, "epochs": [], "epoch_began": 0, "loaders": {}}
     own = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": False}))
-    assert "generator of torch" in own.cause
-    assert "DataLoader" not in own.cause + own.without
+    assert "generator of torch" in own.why
+    assert "DataLoader" not in own.why + own.without
     loader = advice(Finding(kind="data again", step=12, facts={**facts, "loader_seen": True}))
-    assert "in the middle of an epoch" in loader.cause
+    assert "in the middle of an epoch" in loader.why
 
 
 def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:

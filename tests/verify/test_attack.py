@@ -17,12 +17,10 @@ from unittest import mock
 import pytest
 
 from holdfast.verify.lives import Command, run_life
-from holdfast.verify.page import survival_page
-from holdfast.verify.plan import LifePlan
-from holdfast.verify.power import cut_power, make_durable, sees_power_cuts, unwritten
-from holdfast.verify.records import Record
+from holdfast.verify.report import survival_page
 from holdfast.verify.survival import Kill, Trial, ends_of_saves, judge, save_changes
-from holdfast.verify.workplace import Aim, Change, ChangeWatch
+from holdfast.verify.trace import LifePlan, Record
+from holdfast.verify.workplace import Aim, Change, ChangeWatch, cut_power, make_durable, sees_power_cuts, unwritten
 
 # ---- the judgement
 

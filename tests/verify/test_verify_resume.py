@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, verify_resume_script
-from holdfast.verify.causes import likely_causes
-from holdfast.verify.comparison import first_difference, unsteady
-from holdfast.verify.plan import Moment
+from holdfast.verify.comparison import first_difference, likely_causes, unsteady
 from holdfast.verify.resume import Kill, choose, examine
+from holdfast.verify.trace import Moment
 
 
 class Sgd:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError, S
 from holdfast.format.commit import read_manifest
 from holdfast.format.digest import CHUNK, chunk_digests
 from holdfast.format.verify import verify_files
-from holdfast.storage import LocalStorage, MemoryStorage, Storage
+from holdfast.storage import FileWriter, LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
@@ -179,6 +180,46 @@ def test_nothing_is_written_or_digested_before_it_is_there(tmp_path: Path, local
         future.result(60)
     assert [storage.read(f"{job.directory}/{plan.path}") for plan in job.files] == contents
     assert verify_files(storage, job.directory, read_manifest(storage, job.directory)) == []
+
+
+class _Watched(MemoryStorage):
+    """Tells when a file is begun, and when its first bytes are written."""
+
+    def __init__(self) -> None:
+        super().__init__("watched")
+        self.begun, self.written = threading.Event(), threading.Event()
+
+    def create(self, path: str, size: int) -> FileWriter:
+        inner, written = super().create(path, size), self.written
+
+        class Writer(FileWriter):
+            def write(self, view: memoryview) -> None:
+                written.set()
+                inner.write(view)
+
+            def close(self) -> None:
+                inner.close()
+
+            def abort(self) -> None:
+                inner.abort()
+
+        self.begun.set()
+        return Writer()
+
+
+def test_a_file_that_is_begun_waits_for_its_bytes() -> None:
+    """The first file is open and its bytes are not there yet: nothing is written until they are."""
+    storage, contents = _Watched(), [kit.noise(1, 5000)]
+    with kit.fill([bytes(5000)]) as arena, WriterClient.start(storage) as client:
+        job = kit.make_job(contents)
+        future = client.submit(storage, job, [b"{}"], arena, filled=0)
+        assert storage.begun.wait(60)
+        assert not storage.written.wait(0.2)
+        plan = job.files[0]
+        arena.view[plan.arena_offset : plan.arena_offset + plan.size] = contents[0]
+        client.fill(future.job_no, plan.arena_offset + plan.size)
+        future.result(60)
+    assert storage.read(f"{job.directory}/{plan.path}") == contents[0]
 
 
 def test_unchanged_ranges(local: tuple[Storage, WriterClient]) -> None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError
-from holdfast.trainers.function.engines.local.child import Inbox
 from holdfast.writer.frames import Channel, FrameDecoder, Message, encode
 from holdfast.writer.ranks.link import MAX_MESSAGE, Link
 
@@ -127,19 +126,21 @@ def test_all_who_read_sockets_refuse_the_same() -> None:
                     read(ours)
 
 
-def test_a_hostile_frame_ends_an_inbox_after_what_came_before_it() -> None:
+def test_a_hostile_frame_ends_what_reads_without_waiting_after_what_came_before_it() -> None:
     """Who reads from many hears the good messages of each, and then that one cannot be understood."""
     for data in (frame(b"nonsense"), b"\xff\xff\xff\xff"):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            inbox = Inbox(ours)
+            channel = Channel(ours, "a worker")
+            assert not channel.read()
+            assert channel.drained
             theirs.sendall(encode({"on": "good"}))
-            assert [one.header for one in inbox.read()] == [{"on": "good"}]
-            assert not inbox.ended
+            assert [one.header for one in channel.read()] == [{"on": "good"}]
+            assert not channel.ended
             theirs.sendall(data)
-            assert not inbox.read()
-            assert inbox.ended
-            assert "a worker sent" in inbox.broken
+            assert not channel.read()
+            assert channel.ended
+            assert "a worker sent" in channel.broken
 
 
 def test_the_control_channel_takes_no_attachments() -> None:
@@ -171,11 +172,11 @@ def test_a_channel_closes_the_descriptors_of_a_frame_that_never_ends() -> None:
     channel.close()
 
 
-@pytest.mark.parametrize("inbox", [False, True])
-def test_last_words_are_read_though_nothing_can_be_sent_any_more(inbox: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_last_words_are_read_though_nothing_can_be_sent_any_more(waits: bool) -> None:
     """The other side says why it ends and is gone with ours unread: it is heard, and what is sent then is refused."""
     ours, theirs = socket.socketpair()
-    channel, reader = Channel(ours), Inbox(ours)
+    channel = Channel(ours)
     read, write = os.pipe()
     channel.send({"do": "begin"}, [bytes(16 << 20)])  # more than the socket takes: the rest waits in the channel
     channel.send({"do": "log"}, fds=[write])
@@ -187,12 +188,12 @@ def test_last_words_are_read_though_nothing_can_be_sent_any_more(inbox: bool) ->
         channel.send({"do": "more"})
     assert os.read(read, 1) == b""  # the end of file: what was never sent is not held either
     os.close(read)
-    if inbox:
-        assert [one.header for one in reader.read()] == [{"on": "failed"}]
-        assert reader.ended
-    else:
+    if waits:
         message = channel.receive()
         assert message is not None
         assert message.header == {"on": "failed"}
         assert channel.receive() is None
+    else:
+        assert [one.header for one in channel.read()] == [{"on": "failed"}]
+        assert channel.ended
     channel.close()

@@ -22,7 +22,7 @@ from .console import show_rollback
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .pending_saves import passing_error, state_of
-from .progress import Progress
+from .progress import RESERVED, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
 from .verification import Watcher
@@ -264,11 +264,12 @@ class StepBoundary:
         layout = self._snapshotter.layout
         return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
 
-    def save(self, *, force: bool = False) -> None:
+    def save(self, *, force: bool = False, again: bool = False) -> None:
         """Save the current step, unless it is saved already.
 
         Args:
             force: wait for a busy writer, also with ``when_busy="skip"``.
+            again: save it also if it is saved.
         """
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
@@ -276,7 +277,7 @@ class StepBoundary:
         step = self._progress.step
         with self._session.life.waits():
             self._warm_up()
-            is_saved = self._session.saves.last_step == step or self._start_save(force=force)
+            is_saved = (self._session.saves.last_step == step and not again) or self._start_save(force=force)
             # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
             self.pace.saved()
             if is_saved:
@@ -325,9 +326,10 @@ class StepBoundary:
         elif session.leads and not (self._said_saved or self._comes_again):
             self._said_saved = True
             _LOG.warning(
-                "step %d is saved already (%s), so ck.save() saves nothing: if the state was changed since then, the "
-                "change is in no checkpoint. Make it before the step is saved (before ck.step(), or in the body over "
-                "ck.batches()), or keep it beside the run: holdfast.save(path, state)",
+                "step %d is saved already (%s), so ck.save() saves nothing: what was changed since then is saved with "
+                "the next step, or, by a process alone, where the run is left. To have it sooner, make the change "
+                "before the step is saved (before ck.step(), or in the body over ck.batches()), or keep it beside the "
+                "run: holdfast.save(path, state)",
                 step, session.saves.last_name,
             )  # fmt: skip
 
@@ -457,9 +459,10 @@ class StepBoundary:
         session, step = self._session, self._progress.step
         with session.life.waits():
             session.settle()
-        is_new = step > 0 and session.saves.last_step != step
+        has_changed = self._has_changed()
+        is_new = step > 0 and (session.saves.last_step != step or has_changed)
         if is_new:
-            self.save(force=True)
+            self.save(force=True, again=has_changed)
         session.life.leaves()  # no device is waited for any more
         if is_new:
             session.settle()
@@ -478,6 +481,26 @@ class StepBoundary:
         self._wait_for_remote()
         finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
+
+    def _has_changed(self) -> bool:
+        """Tell whether the last step is saved, and the rest of the body has changed the state.
+
+        Not where the run is to stop: it goes on from that step, and what comes after it is done by the next life.
+        """
+        session, step = self._session, self._progress.step
+        if step <= 0 or session.saves.last_step != step or self.pace.stop_asked:
+            return False
+        with session.life.waits():
+            changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
+        if changed and session.team is None:
+            _LOG.info("%s changed after step %d was saved: it is saved again", changed, step)
+        elif changed and session.leads:
+            _LOG.warning(
+                "%s changed after step %d was saved (%s), and several ranks save a step once: the change is in no "
+                "checkpoint. Make it before the step is saved (in the body over ck.batches() or ck.epochs()), or keep "
+                "it beside the run: holdfast.save(path, state)", changed, step, session.saves.last_name,
+            )  # fmt: skip
+        return bool(changed) and session.team is None
 
     def end_after(self, reason: str, *, is_silent: bool = False) -> None:
         """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised.

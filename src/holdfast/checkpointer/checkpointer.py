@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._not_here import suggests
 from holdfast._ranks import current_ranks
-from holdfast._suggest import suggests
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
 from holdfast.errors import ConfigError, SessionError
@@ -593,6 +593,8 @@ class Checkpointer:
             self._course.saves_at = frozenset(step for step in again if step > progress.step)
         if started.has_generators:
             self._generators = rng.capture()
+        if session.saves.last_step == progress.step:
+            snapshotter.remember(self._full_state())  # else nobody asks whether it has changed since
         self._owner = os.getpid()
         self._signals.install()
         self._worker_seeds.begin()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
+from holdfast._not_here import suggests
 from holdfast._ranks import RankInfo, current_ranks
-from holdfast._suggest import suggests
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
 from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.state.load.put_back import set_attributes
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter
@@ -29,7 +30,7 @@ from .save_target import open_place
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SaveHandle", "load", "save", "save_async"]
+__all__ = ["SaveHandle", "begin_save", "load", "save", "save_async"]
 
 _LOG = get_logger("state")
 _LOAD_S = 600.0  # that ranks which load together wait for each other
@@ -164,6 +165,26 @@ def save_async(
         SessionError: a signal handler interrupted `save_async` and calls it again: there is one copy, and it is half
             made. Let the handler set a flag, or call `save`.
     """
+    return begin_save(
+        path, state, step=step, metrics=metrics, overwrite=overwrite, ranks=ranks, unsupported=unsupported, alike=alike,
+        model_files=model_files,
+    )  # fmt: skip
+
+
+def begin_save(
+    path: str | os.PathLike[str] | Checkpoint,
+    state: Mapping[Any, Any],
+    *,
+    step: int | None,
+    metrics: Mapping[str, Any] | None,
+    overwrite: bool,
+    ranks: str,
+    unsupported: str,
+    alike: Alike = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> SaveHandle:
+    """Do as `save_async` does; ``fields`` are more of the manifest, such as "attempt" and "extra"."""
     global _copying
     beside = _beside(model_files, state, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
@@ -185,8 +206,9 @@ def save_async(
             begun = time.perf_counter()
             try:
                 _pending[arena] = future = place.submit(
-                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True
-                )
+                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True,
+                    fields=fields,
+                )  # fmt: skip
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
                 snapshotter.close()
@@ -215,9 +237,10 @@ def load(
 ) -> Any:
     """Load a checkpoint.
 
-    With ``into`` tensors are restored in place, objects through their ``load_state_dict``, and the mapping is
-    returned with the stored plain data in it. Without it, nested dicts with new tensors come back. What a run adds to
-    its checkpoints (`holdfast`: step, data position, generators) is left out of ``into`` unless ``only`` names it.
+    With ``into`` tensors are restored in place, objects through their ``load_state_dict``, the attributes that
+    `holdfast.attrs` names are set, and the mapping is returned with the stored plain data in it. Without it, nested
+    dicts with new tensors come back. What a run adds to its checkpoints (`holdfast`: step, data position, generators)
+    is left out of ``into`` unless ``only`` names it.
 
     Args:
         source: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
@@ -304,6 +327,7 @@ def load(
     (loaded,) = outcome
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
+    loaded.not_restored += set_attributes(into, loaded.state)
     if (left := loaded.not_restored) and (info.rank == 0 or not together or is_apart):
         what = listed(f"{path} ({why})" for path, why in left)
         _LOG.warning("%s: NOT restored: %s", checkpoint.uri, what)

@@ -13,6 +13,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
+from holdfast.run.record import check_length
 from holdfast.state.tree.spread import is_spread, local_tensor
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
@@ -123,7 +124,7 @@ def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
         ConfigError: a value is no metric; it names the metric and its step.
     """
     try:
-        return {name: value if type(value) in _PLAIN else _take(value, name) for name, value in metrics.items()}
+        return {name: value if type(value) in _SHORT else _take(value, name) for name, value in metrics.items()}
     except ConfigError as error:
         raise ConfigError(f"step {step}: {error}") from None
 
@@ -160,10 +161,12 @@ def _on_this_rank(value: Any, name: str) -> torch.Tensor:
     return local_tensor(value)
 
 
-_PLAIN = (float, int, str, bool, type(None))
+_SHORT = (float, str, bool, type(None))
+_PLAIN = (*_SHORT, int)
 
 
 def _plain(value: Any, name: str) -> Any:
+    check_length(value, name)
     if type(value) in _PLAIN:
         return value
     for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are

@@ -51,6 +51,7 @@ class Progress:
         begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
         added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
+        has_own_place: whoever makes the steps keeps the place in the data, in the state: `ck.batches` is not missed.
         ledger: what was trained on, compared with what resumed loaders give.
         judge: judges the metric that a guard watches; its window is part of the state.
         place: with a judge, the batches of the last step.
@@ -73,6 +74,8 @@ class Progress:
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
         self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: 1 + the number of batches drawn ahead
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
+        self._drawn_at_step: dict[str, int] = {}  # its batches drawn at the last step
+        self._drawn_by: dict[str, threading.Thread] = {}  # who has drawn the last one
         self._failures: dict[str, int] = {}  # where a loader has failed last in this pass
         self._left: set[str] = set()  # loaders whose loop was left in this epoch, and is not gone on with
         self._reopened: set[str] = set()  # loaders whose pass was gone on with in this epoch
@@ -88,7 +91,7 @@ class Progress:
         self._late_steps = 0  # of this pass, after its last batch
         self.added: Callable[[], list[str]] = list
         self._added_before: list[str] = []
-        self.counted_by_user = False
+        self.counted_by_user = self.has_own_place = False
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
@@ -109,8 +112,16 @@ class Progress:
                 place.append(BatchSpan(name, self.epoch, self._trained[name][1], at[1]))
             if len(draws) < 3:
                 draws.append(self._drawn[name] - sum(draws))
-                if len(draws) == 3 and draws[1] > max(1, draws[2]) and marks.maxlen == 1:
-                    self._say_ahead(name, *draws[1:])
+                if len(draws) == 3:
+                    self._say_ahead(name, *draws[1:], ahead=(marks.maxlen or 1) - 1)
+            drawn_before, self._drawn_at_step[name] = self._drawn_at_step.get(name), self._drawn[name]
+            is_idle = drawn_before == self._drawn[name] and not self._live[name].done
+            if is_idle and self._drawn_by.get(name, self._stepper) is not self._stepper:
+                self._remind(
+                    f"the batches of {name!r} are drawn by another thread than the one that trains, ahead of it: how "
+                    "many are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. "
+                    "Draw each batch in the loop that trains it, and let the DataLoader work ahead (num_workers=)"
+                )
             self._trained[name] = at
         self.place = tuple(place)
         if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
@@ -125,7 +136,7 @@ class Progress:
             # A full-batch loop: what follows the last step of an epoch belongs to it, as in a body over batches.
             is_last = self.epoch_steps == (self._steps_an_epoch or 1)
             self._body, self._body_thread = "", threading.get_ident() if is_last else _NOBODY
-        if self.epoch_steps == 2 and self._by_epochs and not self._live:
+        if self.epoch_steps == 2 and self._by_epochs and not self._live and not self.has_own_place:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
@@ -368,6 +379,7 @@ class Progress:
         self._index = self._drawn[name]
         self._drawn[name] += 1
         self.num_drawn += 1
+        self._drawn_by[name] = threading.current_thread()
         marks.append((self._live[name].samples, self._drawn[name]))
         if marks.maxlen == 1:
             self._body, self._body_thread = name, threading.get_ident()
@@ -444,6 +456,11 @@ class Progress:
     def after_pass(self) -> bool:
         """True between the last batch of an epoch and the beginning of the next one."""
         return any(batches.done for batches in self._live.values())
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True where an earlier life has trained all batches of the current epoch, and has not left it."""
+        return any(position["epoch"] == self.epoch and position["done"] for position in self._positions.values())
 
     @property
     def batch(self) -> int:
@@ -538,14 +555,24 @@ class Progress:
             "that it changed). Call ck.step() first: an evaluation, report or save belongs after it"
         )
 
-    def _say_ahead(self, name: str, first: int, second: int) -> None:
-        self._remind(
-            f"{first} batches of {name!r} were drawn before a step and {second} before the next one. If the loop "
-            "leaves batches out (`continue` before ck.step()), all is well: they count as done with the next step. If "
-            "the loop draws ahead, a resume would leave out what was drawn and not trained: pass "
-            f"ck.batches(loader, ahead={first - max(1, second)}) with ck.step() as the last line of the body, or draw "
-            "each batch where it is trained"
-        )
+    def _say_ahead(self, name: str, first: int, second: int, *, ahead: int) -> None:
+        """Say that more, or fewer, batches are drawn ahead of the step than the script has said."""
+        found = first - max(1, second)
+        if found > 0 and not ahead:
+            self._remind(
+                f"{first} batches of {name!r} were drawn before a step and {second} before the next one. If the loop "
+                "leaves batches out (`continue` before ck.step()), all is well: they count as done with the next step. "
+                "If the loop draws ahead, a resume would leave out what was drawn and not trained: pass "
+                f"ck.batches(loader, ahead={found}) with ck.step() as the last line of the body, or draw each batch "
+                "where it is trained"
+            )
+        elif ahead and 0 <= found != ahead and not self._live[name].done:
+            what = "leave out some that were not" if found > ahead else "repeat some that were"
+            self._remind(
+                f"ahead={ahead}, and {first} batches of {name!r} were drawn before a step and {second} before the next "
+                f"one. Unless the loop leaves batches out, {found} are drawn ahead, and a resume would {what} trained: "
+                f"pass ahead={found}"
+            )
 
     def _remind_of_epochs(self) -> None:
         if not self.counted_by_user:
@@ -562,6 +589,7 @@ class Progress:
 
     def _forget_passes(self) -> None:
         self._live, self._drawn, self._trained, self._marks, self._draws = {}, {}, {}, {}, {}
+        self._drawn_at_step, self._drawn_by = {}, {}
         self._body, self._body_thread = "", _NOBODY
         self._late_steps = 0
         self._left, self._reopened, self._failures = set(), set(), {}

@@ -96,15 +96,18 @@ class SaveTarget:
         overwrite: bool,
         unsupported: str,
         aside: bool = False,
+        fields: Mapping[str, Any] | None = None,
     ) -> Future[Any]:
         """Copy the state and hand it to the writer; inside `broadcast_errors`. For ``aside`` see `Snapshotter.submit`.
+
+        ``fields`` are more of the manifest.
 
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
         """
         joint = self.team is not None
         self._check_free(overwrite=overwrite)
-        fields = manifest_fields(
+        manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
             step=step,
             epoch=None,
@@ -114,7 +117,7 @@ class SaveTarget:
         job = SaveJob(
             directory=self.target.directory,
             save_id=self.save_id,
-            manifest=fields,
+            manifest={**manifest, **(fields or {})},
             overwrite=overwrite,
             part=joint,
             joint=joint,

@@ -586,9 +586,13 @@ def _start_block(
     if opened.waited_s > 1:
         notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
     if finished is not None:
+        done = f"{f'{finished} epochs, ' if finished else ''}step {progress.step}"
         notes.append(
-            f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step}): nothing to do "
-            "unless more is asked for"
+            f"this run had finished ({done}), at the end of epoch {finished}, which was left by `break`: ck.epochs() "
+            "enters it again without batches, and what the body does behind them comes once more, unless it asks at "
+            "its head whether to stop"
+            if finished == progress.epoch and progress.is_at_end_of_epoch
+            else f"this run had finished ({done}): nothing to do unless more is asked for"
         )
     if threading.current_thread() is not threading.main_thread():
         notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")

@@ -13,7 +13,7 @@ from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
 from .targets import PATH, Choice, choose, find, pick_options
-from .terminal import console, fits, number, print_json, printable, table
+from .terminal import console, fits, number, print_json, printable, say, table
 
 if TYPE_CHECKING:
     from holdfast.interop.diff import CheckpointDifference, Missing, TensorChange
@@ -103,28 +103,22 @@ def _document(difference: CheckpointDifference) -> dict[str, Any]:
 
 
 def _print(difference: CheckpointDifference) -> None:
-    from rich.text import Text
-
     out = console()
-
-    def say(text: str, style: str = "") -> None:
-        out.print(Text(printable(text), style=style), soft_wrap=True)
-
-    say(f"A  {difference.a.uri}", "bold")
-    say(f"B  {difference.b.uri}", "bold")
+    say(out, f"A  {difference.a.uri}", "bold")
+    say(out, f"B  {difference.b.uri}", "bold")
     noted = [(name, *difference.about[name]) for name in _NOTED]
     noted += [(name, *values) for name, values in difference.about.items() if name not in (*_NOTED, "total_bytes")]
     for name, left, right in noted:
         if left != right:
-            say(f"  {name}: {number(left)} → {number(right)}", "dim")
-    _list(say, difference.metrics, lambda change: f"  metric {change.name}: {number(change.a)} → {number(change.b)}")
-    _list(say, difference.metadata, lambda change: f"  metadata {change.name}: {number(change.a)} → {number(change.b)}")
-    _list(say, difference.only_in_a, lambda entry: f"- only in A: {_missing(entry)}", "red")
-    _list(say, difference.only_in_b, lambda entry: f"+ only in B: {_missing(entry)}", "green")
-    _list(say, difference.kinds, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
-    _list(say, difference.plain, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+            say(out, f"  {name}: {number(left)} → {number(right)}", "dim")
+    _list(out, difference.metrics, lambda change: f"  metric {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(out, difference.metadata, lambda change: f"  metadata {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(out, difference.only_in_a, lambda entry: f"- only in A: {_missing(entry)}", "red")
+    _list(out, difference.only_in_b, lambda entry: f"+ only in B: {_missing(entry)}", "green")
+    _list(out, difference.kinds, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+    _list(out, difference.plain, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
     _list(
-        say, difference.files, lambda change: f"! file {change.name}: {_file(change.a)} → {_file(change.b)}", "yellow"
+        out, difference.files, lambda change: f"! file {change.name}: {_file(change.a)} → {_file(change.b)}", "yellow"
     )
     _tensors(out, difference)
     tensors = f"{difference.compared} tensors" + (
@@ -132,7 +126,7 @@ def _print(difference: CheckpointDifference) -> None:
     )
     within = f", {len(difference.within)} of them within the tolerance" if difference.within else ""
     if difference.same:
-        say(f"the same: {tensors}{within}", "green")
+        say(out, f"the same: {tensors}{within}", "green")
         return
     counts = (
         (len(difference.tensors), f"of {tensors}{within}"),
@@ -142,7 +136,7 @@ def _print(difference: CheckpointDifference) -> None:
         (len(difference.files), "files"),
     )
     read = f"; {format_bytes(difference.bytes_read)} read" if difference.bytes_read else ""
-    say(f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{read}", "bold")
+    say(out, f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{read}", "bold")
 
 
 def _tensors(out: Any, difference: CheckpointDifference) -> None:
@@ -195,8 +189,8 @@ def _file(digest: str | None) -> str:
     return "not there" if digest is None else digest[:13]
 
 
-def _list(say: Callable[[str, str], None], rows: Sequence[Any], text: Callable[[Any], str], style: str = "") -> None:
+def _list(out: Any, rows: Sequence[Any], text: Callable[[Any], str], style: str = "") -> None:
     for row in rows[:_SHOWN]:
-        say(text(row), style)
+        say(out, text(row), style)
     if len(rows) > _SHOWN:
-        say(f"  ... and {len(rows) - _SHOWN} more (--json lists all)", "dim")
+        say(out, f"  ... and {len(rows) - _SHOWN} more (--json lists all)", "dim")

@@ -17,7 +17,6 @@ from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
-from holdfast.run.record import Record
 from holdfast.run.retention import decide
 from holdfast.run.trash import Trash
 from holdfast.storage.resolve import resolve
@@ -133,21 +132,18 @@ def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any
     with contextlib.suppress(CheckpointError):
         reasons += ["pinned"] if checkpoint.is_pinned else []
     reasons += ["the newest of its run"] if newest is not None and newest.name == checkpoint.directory else []
-    foreign = checkpoint.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
+    of_run = {*catalog.index.rows, *catalog.bad(), *catalog.others}
+    foreign = checkpoint.directory not in {*of_run, *catalog.incomplete}
     reasons += [_FOREIGN] if foreign else []
+    has_trash = catalog.index.damage != "missing" and checkpoint.directory in of_run and Trash(catalog.storage).exists
     return {
         "checkpoint": checkpoint.uri,
         "name": checkpoint.name,
         "bytes": _bytes(checkpoint),
         "state": "kept",
-        "trash": not now and _has_trash(catalog, checkpoint.directory),
+        "trash": not now and has_trash,
         "refused": None if force and not foreign else ", ".join(reasons) or None,
     }
-
-
-def _has_trash(catalog: Catalog, name: str) -> bool:
-    known = {*catalog.index.rows, *catalog.bad(), *catalog.others}
-    return catalog.index.damage != "missing" and name in known and Trash(catalog.storage).exists
 
 
 def _bytes(checkpoint: Checkpoint) -> int:
@@ -195,14 +191,22 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     """
     storage = reach(run)
     catalog = run_at(storage, run)
-    keep = _rules(rules, catalog)
+    if rules is not None:
+        keep = keep_from_text(rules, option="--keep")
+    elif catalog.index.keep is not None:
+        keep = Keep.from_json(catalog.index.keep)
+    else:
+        raise ConfigError(f"{storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}")
     records = {record.name: record for record in catalog.records()}
     verdicts = decide(keep, records.values())
     holding = holders(storage)
     held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
-            **_row(storage.uri, records[verdict.name]),
+            "name": verdict.name,
+            "checkpoint": f"{storage.uri.rstrip('/')}/{verdict.name}",
+            "step": records[verdict.name].step,
+            "bytes": records[verdict.name].size - records[verdict.name].reused,
             "state": "kept" if verdict.keep or held[verdict.name] else "would go",
             "why": f"held by {', '.join(who)}" if (who := held.get(verdict.name)) else verdict.why,
         }
@@ -237,25 +241,6 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         catalog.index.keep = kept_rules  # it shows what the run itself goes by
         catalog.index.save()
         return gone, catalog.trash is not None
-
-
-def _rules(text: str | None, catalog: Catalog) -> Keep:
-    if text is None:
-        if catalog.index.keep is None:
-            raise ConfigError(
-                f"{catalog.storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}"
-            )
-        return Keep.from_json(catalog.index.keep)
-    return keep_from_text(text, option="--keep")
-
-
-def _row(uri: str, record: Record) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "checkpoint": f"{uri.rstrip('/')}/{record.name}",
-        "step": record.step,
-        "bytes": record.size - record.reused,
-    }
 
 
 def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import shutil
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import click
 
-from holdfast._outgoing import strict
 from holdfast.errors import ConfigError, UnknownMetricError
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER, read_rings
@@ -25,7 +23,7 @@ from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, complete_metric, reach, run_at, span_option
-from .terminal import console, fits, number, print_json, printable, table
+from .terminal import console, fits, number, print_json, print_line, printable, table
 
 __all__ = ["log"]
 
@@ -87,9 +85,9 @@ def log(
     if plot is not None:
         _plot(rows, plot)
         return
-    shown = rows[-tail:] if tail else rows
+    is_bounded = tail is None and (follow or (kind == "table" and not as_json))
+    shown = rows[-tail:] if tail else rows[-_TAIL:] if is_bounded else rows
     if follow:
-        shown = shown[-30:] if tail is None else shown
         _follow(catalog.storage, run, rows, shown, names, kind=kind, only=bool(metrics), pause_s=pause_s)
         return
     if as_json:
@@ -98,11 +96,11 @@ def log(
         print_json({**about, "deaths": _events(catalog, "died"), "guard": _events(catalog, "guard")})
     elif kind == "jsonl":
         for row in shown:
-            click.echo(json.dumps(strict(_picked(row, names)), allow_nan=False, default=str))
+            print_line(_picked(row, names))
     elif kind == "csv":
         _csv(shown, names)
     else:
-        _table(shown[-30:] if tail is None else shown, names, len(rows))
+        _table(shown, names, len(rows))
         for found in _events(catalog, "guard"):
             click.echo(printable(f"attempt {found['attempt']}, step {found['step']}: the guard: {found['why']}"))
         for death in _events(catalog, "died"):
@@ -125,7 +123,7 @@ def _follow(
         for row in fresh:
             picked = _picked(row, names) if only or kind == "csv" else row
             if kind == "jsonl":
-                click.echo(json.dumps(strict(picked), allow_nan=False, default=str))
+                print_line(picked)
             elif kind == "csv":
                 _csv([row], names, header=False)
             elif picked["metrics"]:
@@ -278,7 +276,7 @@ def _print_ledger(catalog: Catalog, tail: int | None, *, as_json: bool, as_lines
         print_json({"path": catalog.storage.uri, "batches": rows})
     elif as_lines:
         for row in rows:
-            click.echo(json.dumps(row))
+            print_line(row)
     elif not rows:
         click.echo(f"no batch is noted under {root}/{FOLDER}: the run took none from ck.batches")
     else:

@@ -11,26 +11,19 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
-from .attack import attack
-from .average import average
+from .convert import average, export, import_
 from .diff import diff
 from .doctor import doctor
 from .edit import pin, prune, rm, unpin
-from .export import export
-from .import_ import import_
-from .latest import best, latest
+from .follow import best, latest, watch
 from .log import log
-from .ls import ls
+from .ls import ls, show
 from .page import page
-from .run import run
-from .show import show
+from .scripts import attack, run, verify_resume
 from .stats import stats
-from .sweep import sweep
 from .terminal import message, print_json
-from .transfer import cp, pull, push
+from .transfer import cp, pull, push, sweep
 from .verify import verify
-from .verify_resume import verify_resume
-from .watch import watch
 
 __all__ = ["cli", "main"]
 

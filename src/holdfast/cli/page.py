@@ -10,11 +10,11 @@ import click
 
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
-from holdfast.page.document import render
+from holdfast.page import render
 from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, span_option
+from .targets import PATH, poll_option
 from .terminal import message, print_json, printable, replace_file
 
 __all__ = ["page"]
@@ -40,12 +40,11 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
             raise ConfigError("--json prints once: leave --watch out")
         print_json(collect())
         return
-    every = span_option("--poll", poll)
-    if every < 1:
-        raise ConfigError(f"--poll {poll}: give at least one second")
+    every = poll_option(poll)
     facts = collect()
-    size = _write(output, facts, every if watch else None)
-    click.echo(f"{printable(output)}: {format_bytes(size)}")
+    data = render(facts, reload_s=every if watch else None).encode()
+    replace_file(output, data)
+    click.echo(f"{printable(output)}: {format_bytes(len(data))}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
@@ -54,7 +53,7 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
             click.echo(message(f"holdfast: {error}"), err=True)
             continue
         if _essence(fresh) != _essence(facts):
-            _write(output, fresh, every)
+            replace_file(output, render(fresh, reload_s=every).encode())
         facts = fresh
 
 
@@ -62,9 +61,3 @@ def _essence(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in facts.items() if name not in ("written", "goodput")
     }  # they move by themselves
-
-
-def _write(output: str, facts: dict[str, Any], reload_s: float | None) -> int:
-    data = render(facts, reload_s=reload_s).encode()
-    replace_file(output, data)
-    return len(data)

@@ -31,7 +31,7 @@ from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.together import together
 
-from .probes import Finding, ProbeDeadline, bad, good, warn
+from .doctor import Finding, ProbeDeadline, bad, good, warn
 
 __all__ = ["LEFT", "ended_by_sigterm", "probe_disk", "probe_store", "skew_of"]
 
@@ -49,13 +49,6 @@ _FEW_BYTES, _FEW_INODES = 1 << 30, 10_000
 _FAR = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "9p", "virtiofs", "afs"}
 _VOLATILE = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the writable layer of a container"}
 Progress = Callable[[int], object]
-
-
-def _existing(path: Path) -> Path:
-    """Return a directory, or the nearest one above it that is there."""
-    while not path.is_dir():
-        path = path.parent
-    return path
 
 
 @contextlib.contextmanager
@@ -110,7 +103,9 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
     """Yield the findings about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
-    place = _existing(path)
+    place = path  # or the nearest directory above it that is there
+    while not place.is_dir():
+        place = place.parent
     kind, device, options = _file_system(place)
     where = str(place) + ("" if place == path else f" (nearest directory above {path}, which is not there yet)")
     yield _kind(kind, device, options, where)

@@ -18,7 +18,7 @@ from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, run_at, span_option
+from .targets import PATH, poll_option, run_at
 from .terminal import Row, console, counted, message, print_columns, print_json, printable, replace_file, table
 
 __all__ = ["openmetrics", "stats"]
@@ -84,9 +84,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
     storage = resolve(run)
     if watch and target is None:
         raise ConfigError("--watch writes a file again and again: name it with --openmetrics FILE")
-    every = span_option("--poll", poll)
-    if every < 1:
-        raise ConfigError(f"--poll {poll}: give at least one second")
+    every = poll_option(poll)
     if target is not None:
         if as_json:
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
@@ -237,20 +235,18 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
                 raise
             click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
-            figures = [(_labels(summary), _figures(summary)) for summary in summaries]
+            figures = [_figures(summary) for summary in summaries]
             replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
             if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)
 
 
-def _labels(summary: Mapping[str, Any]) -> dict[str, str]:
+def _figures(summary: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return labels and figures of a run, as `openmetrics` takes them."""
     name = summary["name"] or summary["path"].rstrip("/").rpartition("/")[2] or summary["path"]
-    return {"run": name, "run_id": summary["run_id"]}
-
-
-def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    parts, names = summary["goodput"] or {}, {"held_s": "saving_held", "slowed_s": "saving_slowed"}
+    return {"run": name, "run_id": summary["run_id"]}, {
         "step": summary["newest_step"],
         "last_durable_timestamp_seconds": summary["newest_time"],
         "training": int(summary["state"] == "training"),
@@ -269,14 +265,10 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         "attempts": len(summary["attempts"]),
         "failures": summary["failures"],
         "lost_steps": summary["lost_steps"],
-        **_goodput_figures(summary["goodput"] or {}),
+        "goodput_ratio": parts.get("ratio"),
+        "wall_seconds": parts.get("wall_s"),
+        **{f"{names.get(part, part.removesuffix('_s'))}_seconds": parts.get(part) for part, _ in _PARTS},
     }
-
-
-def _goodput_figures(parts: Mapping[str, float]) -> dict[str, Any]:
-    names = {"held_s": "saving_held", "slowed_s": "saving_slowed"}
-    shares = {f"{names.get(name, name.removesuffix('_s'))}_seconds": parts.get(name) for name, _ in _PARTS}
-    return {"goodput_ratio": parts.get("ratio"), "wall_seconds": parts.get("wall_s"), **shares}
 
 
 def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]], *, is_classic: bool = False) -> str:

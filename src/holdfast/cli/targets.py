@@ -27,19 +27,9 @@ from holdfast.storage.resolve import resolve
 from .terminal import printable
 
 __all__ = [
-    "PATH",
-    "Choice",
-    "bad_step_in",
-    "choose",
-    "complete_metric",
-    "find",
-    "pick_options",
-    "ranking",
-    "reach",
-    "run_at",
-    "span_option",
-    "warn_of_quarantine",
-]
+    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "pick_options", "poll_option", "ranking",
+    "reach", "run_at", "span_option", "warn_of_quarantine",
+]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
 _Command = Callable[..., None]
@@ -265,6 +255,18 @@ def complete_metric(context: click.Context, parameter: click.Parameter, incomple
     except HoldfastError:
         return []
     return sorted(name for name in names if name.startswith(incomplete) and name.isprintable() and name[0] != "_")
+
+
+def poll_option(text: str) -> float:
+    """Return the seconds between two looks that ``--poll`` asks for.
+
+    Raises:
+        ConfigError: it is no time, or less than a second.
+    """
+    every = span_option("--poll", text)
+    if every < 1:
+        raise ConfigError(f"--poll {text}: give at least one second")
+    return every
 
 
 def span_option(option: str, text: str) -> float:

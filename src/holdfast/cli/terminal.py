@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable",
-    "age",
-    "console",
-    "counted",
-    "fits",
-    "message",
-    "number",
-    "painted",
-    "print_columns",
-    "print_json",
-    "printable",
-    "replace_file",
-    "table",
-]
+    "PlainTable", "age", "console", "counted", "fits", "message", "number", "painted", "print_columns", "print_json",
+    "print_line", "printable", "replace_file", "say", "table",
+]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
 
@@ -143,6 +132,18 @@ class PlainTable:
 def painted(out: Console, text: str, style: str) -> str:
     """Give a printable text a colour, or "dim", where ``out`` shows that: in a tenth of the time of rich."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if style and text and out.is_terminal and not out.no_color else text
+
+
+def say(out: Console, text: str, style: str = "") -> None:
+    """Print a text that may hold what strangers have written; a pipe gets it as one line."""
+    from rich.text import Text
+
+    out.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def print_line(row: Mapping[str, Any]) -> None:
+    """Print a row of JSON lines."""
+    click.echo(json.dumps(strict(row), allow_nan=False, default=str))
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``holdfast push``, ``pull`` and ``cp``: checkpoints and whole runs from one storage to another."""
+"""``holdfast push``, ``pull`` and ``cp`` from one storage to another; ``sweep`` what killed uploads have left there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, Conf
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, Choice, choose, find, pick_options, reach, warn_of_quarantine
-from .terminal import console, print_json, printable
+from .targets import PATH, Choice, choose, find, pick_options, reach, span_option, warn_of_quarantine
+from .terminal import age, console, counted, print_json, printable
 
-__all__ = ["cp", "pull", "push"]
+__all__ = ["cp", "pull", "push", "sweep"]
 
 _Command = Callable[..., None]
 Progress = Callable[[int], None]
@@ -256,3 +256,41 @@ def _bytes(row: dict[str, Any]) -> str:
     parts += [f"{format_bytes(row['bytes_there'])} there already"] if row["bytes_there"] else []
     parts += [f"{format_bytes(row['bytes_copied'])} copied at the destination"] if row["bytes_copied"] else []
     return ", ".join(parts)
+
+
+@click.command()
+@click.argument("uri", type=PATH)
+@click.option("--older", default="1d", show_default=True, help="Only those begun longer ago than this: 12h, 30min.")
+@click.option("--yes", is_flag=True, help="Remove. Without it, only what would go is said.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def sweep(uri: str, older: str, yes: bool, as_json: bool) -> None:
+    """Remove unfinished multipart uploads below URI (s3://, oci://, gs:// with HMAC keys).
+
+    A process that is killed in the middle of an upload leaves its parts in the bucket: no listing shows them, and they
+    are paid for. Without --yes nothing is removed. Needs boto3, which the extra s3-sweep brings.
+    """
+    from holdfast.storage.object.client import UnfinishedUploads  # here: no other command needs this client
+
+    older_s = span_option("--older", older)
+    uploads = UnfinishedUploads(reach(uri))
+    now = time.time()
+    rows = []
+    with progress_bar("sweep", after_s=1.0, counts=True) as progress:
+        for upload in uploads.find():
+            is_old = upload.started < now - older_s
+            if is_old and yes:
+                uploads.remove(upload)
+            progress(1)
+            state = "kept" if not is_old else "removed" if yes else "would be removed"
+            about = {"path": upload.path, "started": upload.started, "upload_id": upload.upload_id}
+            rows.append({**about, "state": state})
+    if as_json:
+        print_json({"uri": uri, "older_s": older_s, "dry_run": not yes, "uploads": rows})
+        return
+    out = console()
+    for row in printable(rows):
+        out.print(f"{row['path']}  begun {age(row['started'], now)} ago, {row['state']}")
+    removed = sum(row["state"] != "kept" for row in rows)
+    done = "removed" if yes else "would be removed: nothing is, without --yes"
+    among = counted(len(rows), "unfinished upload")
+    out.print(f"{removed} of {among} {done} (those begun over {format_duration(older_s)} ago)")

@@ -89,21 +89,17 @@ def take_turns(storage: Storage, name: str, directory: Path) -> Iterator[bool]:
         )
     place = base / f"to-{hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]}"
     begun = time.time()
-    lock = _lock(place)
-    brought = place / "brought"
-    try:
+    with _locked(place):
+        brought = place / "brought"
         just_now = brought.exists() and brought.stat().st_mtime >= begun
         yield just_now and brought.read_text() == key
         brought.write_text(key)
-    finally:
-        _unlock(lock)
 
 
 def _take_away(place: Path, use: int, directory: Path) -> bool:
     """Make the download the caller's own, unless it has other users; return whether it is."""
     time.sleep(_JOIN_S)
-    with contextlib.suppress(FileNotFoundError):
-        lock = _lock(place, create=False)
+    with contextlib.suppress(FileNotFoundError), _locked(place, create=False):
         try:
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (place / "done").unlink()
@@ -114,8 +110,6 @@ def _take_away(place: Path, use: int, directory: Path) -> bool:
             fcntl.flock(use, fcntl.LOCK_SH)  # a change that fails gives up what there was
         except OSError:  # another file system
             (place / "done").touch()
-        finally:
-            _unlock(lock)
     return False
 
 
@@ -134,32 +128,26 @@ def _used(base: Path, storage: Storage, name: str) -> Iterator[tuple[Path, int]]
 
 def _enter(storage: Storage, name: str, place: Path, total: int) -> int:
     """Join the users of ``place``, downloading first if nobody has; returns the descriptor that says so."""
-    lock = _lock(place)
-    try:
-        if not (place / "done").exists():
-            shutil.rmtree(place / "data", ignore_errors=True)
-            with progress_bar(f"download {name.rpartition('/')[2]}", total, after_s=_BAR_AFTER_S) as progress:
-                copy_checkpoint(storage, name, LocalStorage(place / "data"), "", progress=progress)
-            (place / "done").touch()
-        use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(use, fcntl.LOCK_SH)
-        return use
-    except BaseException:
-        if not (place / "done").exists():
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-    finally:
-        _unlock(lock)
+    with _locked(place):
+        try:
+            if not (place / "done").exists():
+                shutil.rmtree(place / "data", ignore_errors=True)
+                with progress_bar(f"download {name.rpartition('/')[2]}", total, after_s=_BAR_AFTER_S) as progress:
+                    copy_checkpoint(storage, name, LocalStorage(place / "data"), "", progress=progress)
+                (place / "done").touch()
+            use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(use, fcntl.LOCK_SH)
+            return use
+        except BaseException:
+            if not (place / "done").exists():
+                shutil.rmtree(place, ignore_errors=True)
+            raise
 
 
 def _leave(place: Path, use: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        lock = _lock(place, create=False)
-        try:
-            os.close(use)
-            _remove_unused(place)
-        finally:
-            _unlock(lock)
+    with contextlib.suppress(FileNotFoundError), _locked(place, create=False):
+        os.close(use)
+        _remove_unused(place)
         return
     os.close(use)  # somebody cleaned the temporary directory under our feet
 
@@ -181,7 +169,8 @@ def _remove_unused(place: Path) -> None:
         os.close(use)
 
 
-def _lock(place: Path, *, create: bool = True, wait: bool = True) -> int:
+@contextlib.contextmanager
+def _locked(place: Path, *, create: bool = True, wait: bool = True) -> Iterator[None]:
     """Lock ``place``, made anew if the last user removed it between our open and our lock."""
     while True:
         if create:
@@ -195,19 +184,19 @@ def _lock(place: Path, *, create: bool = True, wait: bool = True) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if os.fstat(lock).st_ino == (place / "lock").stat().st_ino:
-                return lock
+                break
         except FileNotFoundError:
             pass
         except BaseException:
             os.close(lock)
             raise
         os.close(lock)
-
-
-def _unlock(lock: int) -> None:
-    """Unlock by name: a child that another thread forked meanwhile has a copy of the descriptor that stays open."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    try:
+        yield
+    finally:
+        # Not by the close alone: a child that another thread forked meanwhile has a copy of the descriptor.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
 
 def _sweep(base: Path, mine: Path) -> None:
@@ -215,12 +204,8 @@ def _sweep(base: Path, mine: Path) -> None:
     for place in base.iterdir():
         if place == mine:
             continue
-        with contextlib.suppress(OSError):
-            lock = _lock(place, create=False, wait=False)
-            try:
-                _remove_unused(place)
-            finally:
-                _unlock(lock)
+        with contextlib.suppress(OSError), _locked(place, create=False, wait=False):
+            _remove_unused(place)
 
 
 def _base() -> Path:

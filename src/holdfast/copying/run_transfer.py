@@ -135,7 +135,12 @@ def copy_run(
         for name in plan.names:
             if name in quarantined:
                 if not overwrite:
-                    yield CopyOutcome(name=name, state="failed", problem=_set_aside(target, name, quarantined[name]))
+                    problem = (
+                        f"{target.uri}/{name} was quarantined there ({quarantined[name]}): files of the same name and "
+                        "size would be taken for whole. Delete it there, or copy with --overwrite, which sends all of "
+                        "it again"
+                    )
+                    yield CopyOutcome(name=name, state="failed", problem=problem)
                     continue
                 remove(target, name)
                 del quarantined[name]
@@ -177,13 +182,6 @@ def _copy_one(
     except CheckpointError as error:
         return CopyOutcome(name=name, state="failed", problem=str(error))
     return CopyOutcome(name=name, state="foreign" if copied.is_foreign else "ok", copied=copied)
-
-
-def _set_aside(target: Storage, name: str, why: str) -> str:
-    return (
-        f"{target.uri}/{name} was quarantined there ({why}): files of the same name and size would be taken for whole. "
-        "Delete it there, or copy with --overwrite, which sends all of it again"
-    )
 
 
 def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrite: bool) -> None:

@@ -197,7 +197,8 @@ class Sender:
             CorruptCheckpointError: the source is not what its digest says; nothing is left at the target.
             StorageNotFoundError: the source is gone.
         """
-        with self._turn(file), self._source.open(file.source) as reader:
+        turn = contextlib.nullcontext() if self._uploads is None or file.size <= _BIG else self._uploads
+        with turn, self._source.open(file.source) as reader:
             if reader.size != file.size:
                 raise _damaged(self._source, file, f"has {reader.size} bytes where {file.size} were written or listed")
             target = self._target.replace(file.target, file.size) if replace else None
@@ -231,9 +232,6 @@ class Sender:
             raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
         batch.add(file.target, view)
         self._settled(file.size)
-
-    def _turn(self, file: File) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._uploads is None or file.size <= _BIG else self._uploads
 
     def is_at_target(self, file: File, windows: Windows) -> bool:
         """Read the file at the target; return whether its bytes have the digest. If so it is durable on return."""

@@ -32,15 +32,9 @@ from holdfast.storage.base import Storage
 from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
 
 __all__ = [
-    "REPEATED_FROM",
-    "Copied",
-    "TransferStopped",
-    "compare_files",
-    "copy_checkpoint",
-    "copy_file",
-    "planned",
+    "REPEATED_FROM", "Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "planned",
     "send_entries",
-]
+]  # fmt: skip
 
 REPEATED_FROM = 1 << 20
 """To have a store repeat a file takes three requests, to send a small one takes one."""
@@ -125,7 +119,8 @@ def copy_checkpoint(
             "another name"
         )
     stale = _listed(before) if before is not None and is_new else {}
-    if before is not None and is_new and (raw is None or stale is None or _in_the_way(stale, files)):
+    in_the_way = stale is None or any(stale.get(file.path, file.digest) != file.digest for file in files)
+    if before is not None and is_new and (raw is None or in_the_way):
         target.delete(join(directory, MANIFEST_NAME))  # the files that it lists are about to be replaced
         before = None
     copy.look_at_target()
@@ -442,10 +437,6 @@ def _listed(raw: bytes) -> dict[str, str] | None:
         return {entry.path: entry.digest for entry in Manifest.from_bytes(raw).files}
     except (CorruptCheckpointError, FormatVersionError):
         return None
-
-
-def _in_the_way(stale: Mapping[str, str], files: Sequence[File]) -> bool:
-    return any(file.path in stale and stale[file.path] != file.digest for file in files)
 
 
 def _twins(target: Storage, previous: str | None) -> dict[tuple[str | None, int], File]:

@@ -392,6 +392,7 @@ class FitRun:
         self._first_epoch = model._initial_epoch
         if ck.resumed_from is not None:
             model._initial_epoch = epochs if self._position.stopped else min(self._position.epoch, epochs)
+        ck._progress.has_own_place = True
         self._epochs: Iterator[int] = ck.epochs(epochs)
         next(self._epochs, None)
         while ck.epoch < self._position.epoch and next(self._epochs, None) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.functions import SaveHandle, load, save_async
+from holdfast.checkpointer.functions import SaveHandle, begin_save, load
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import (
@@ -27,6 +28,8 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     UnsupportedStateError,
 )
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import save_id_of
 from holdfast.model_files import Content, ModelFiles, maker_of
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
@@ -37,6 +40,7 @@ from .places import drop_link, followed, is_marker, mark, move_aside, same_as_pa
 __all__ = ["Saves"]
 
 _LOG = get_logger("frameworks")
+_TRAINING = "training"  # in a manifest's ``extra``
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps
 atexit.register(_downloads.close)
 
@@ -82,6 +86,7 @@ class Saves:
         self._removals: dict[str, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._lost = LostSaves()
+        self._training, self._attempt = uuid.uuid4().hex, 1  # which training this saves, and which life of it this is
 
     def __reduce__(self) -> Any:
         """In another process, nothing is under way."""
@@ -118,10 +123,11 @@ class Saves:
         _move_file_aside(target)
         self._marks[target.uri] = unmark_it = mark(path, target)
         try:
-            self._handles[target.uri] = save_async(
+            self._handles[target.uri] = begin_save(
                 target, state, step=step, metrics=metrics, overwrite=self._makes_files is None, ranks="this",
                 unsupported=self._unsupported,
                 model_files=None if self._makes_files is None else self._makes_files(state),
+                fields={"attempt": self._attempt, "extra": {_TRAINING: self._training}},
             )  # fmt: skip
         except BaseException as error:
             unmark_it()
@@ -149,8 +155,11 @@ class Saves:
             target = Checkpoint(path)  # what `latest` gave, or a file of the framework
         if target.uri in self._handles:
             self._handles[target.uri].result(self._timeout_s)
-        if target.manifest is not None:
+        if (manifest := target.manifest) is not None:
             found = load(target, map_location=device)
+            # What is saved from now on is of a later life of that training.
+            self._attempt = max(self._attempt, manifest.attempt + 1)
+            self._training = str(manifest.extra.get(_TRAINING, self._training))
         else:
             found = torch.load(os.fspath(path), map_location=device or "cpu", weights_only=not trusted)
         return cast("dict[str, Any]", found)
@@ -317,7 +326,8 @@ def _remove(target: Checkpoint, before: list[SaveHandle], timeout_s: float) -> N
 
 def _newest_first(storage: Storage, is_part: Callable[[Checkpoint], bool]) -> tuple[list[str], dict[str, str]]:
     """Name the committed checkpoints of a directory, and what is damaged; a save that never committed is neither."""
-    found, bad = [], {}
+    found: list[tuple[str, Manifest]] = []
+    bad: dict[str, str] = {}
     for info in storage.list("", recursive=False):
         name = info.path.rstrip("/")
         if name == info.path or name.startswith("."):
@@ -331,12 +341,41 @@ def _newest_first(storage: Storage, is_part: Callable[[Checkpoint], bool]) -> tu
             bad[name] = str(error)
             continue
         if manifest is not None:
-            found.append((manifest.created, manifest.step or 0, name))
-    names = [name for _, _, name in sorted(found, reverse=True)]
+            found.append((name, manifest))
+    names = _in_order(found)
     parts = [name for name in names if is_part(Checkpoint.at(storage, name))]
     if parts and names[0] in parts:
         _LOG.warning("%s: passed over, since they hold weights only: %s", storage.uri, ", ".join(sorted(parts)))
     return [name for name in names if name not in parts], bad
+
+
+def _in_order(found: Sequence[tuple[str, Manifest]]) -> list[str]:
+    """Order checkpoints, newest first.
+
+    A process numbers what it saves, and each life of a training knows that it comes after the one that it has loaded
+    from. Clocks, which differ between machines and may be set back, decide between the rest: two trainings, or two
+    lives that have loaded the same checkpoint.
+    """
+    newest: dict[tuple[Any, ...], str] = {}  # time of the newest checkpoint of each training, and of each life
+    rows = []
+    for name, manifest in found:
+        start, _, number = _save_id(manifest).rpartition("-")
+        training = (str(manifest.extra.get(_TRAINING, "")),)
+        life = (*training, manifest.attempt, start)
+        for group in (training, life):
+            newest[group] = max(manifest.created, newest.get(group, ""))
+        rows.append((training, life, int(number or "0", 16), manifest.step or 0, name))
+
+    def order(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        training, life, *of_life = row
+        return newest[training], training, life[1], newest[life], life, *of_life
+
+    return [row[-1] for row in sorted(rows, key=order, reverse=True)]
+
+
+def _save_id(manifest: Manifest) -> str:
+    """Return the id of the save that has made a checkpoint, "" if no file tells."""
+    return next(filter(None, (save_id_of(entry.path) for entry in manifest.files)), "")
 
 
 def _say_bad(storage: Storage, name: str, reason: str) -> None:

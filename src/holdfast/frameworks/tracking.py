@@ -11,8 +11,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._optional import require
-from holdfast.checkpoint._location import locate
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, locate
 from holdfast.checkpointer.announce import Announcer
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from holdfast.format.manifest import MANIFEST_NAME

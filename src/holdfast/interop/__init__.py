@@ -1,6 +1,6 @@
 """Formats of other libraries: converts checkpoints from and to them, tensor by tensor.
 
-``export`` (blobs, source, sink, to_*) writes safetensors, torch and DCP files from a checkpoint of any number of ranks;
+``export`` (blobs, source) writes safetensors, torch and DCP files from a checkpoint of any number of ranks;
 ``import_checkpoint`` (from_*, part) writes a checkpoint from such files; ``dcp_storage`` lets
 torch.distributed.checkpoint itself save and load checkpoints of Holdfast. No model code, no accelerator, no pickle but
 torch's own containers, and those only through allow-lists.

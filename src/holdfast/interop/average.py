@@ -17,7 +17,7 @@ from holdfast.state.load.selection import Selection
 from holdfast.state.tree import arrays
 
 from .blobs import WINDOW, Blob, BoxReader, check_parts, fill, windows
-from .contents import CheckpointContents, read_contents
+from .diff import CheckpointContents, read_contents
 from .gathered import tensor_names
 from .part import Row, check_free, write_alone
 from .source import OpenedCheckpoint

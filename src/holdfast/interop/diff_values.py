@@ -12,8 +12,7 @@ import torch
 from holdfast.state.tree import arrays
 
 from .blobs import Blob
-from .contents import CheckpointContents, Leaf
-from .diff import CheckpointDifference, TensorChange, Tolerance
+from .diff import CheckpointContents, CheckpointDifference, Leaf, TensorChange, Tolerance
 from .source import OpenedCheckpoint
 
 __all__ = ["compare_values"]

@@ -22,9 +22,9 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.stream import InputStream
 
 from .blobs import Blob, BoxReader, assemble
+from .export import METADATA_NAME
 from .gathered import Gathered, nested, node_of, tensor_name, tensor_names
 from .part import Row
-from .to_dcp import METADATA_NAME
 from .unpickle import MAX_METADATA, Opaque, read_metadata, read_torch_stream
 
 __all__ = ["from_dcp"]

@@ -60,7 +60,12 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     """
     given, folder = folder, _tag_folder(folder)
     names = sorted(os.listdir(folder))
-    _refuse_parts(folder, names)
+    if parts := [name for name in names if _ELSEWHERE.fullmatch(name)]:
+        raise UnsupportedStateError(
+            f"{folder} has files of experts or of pipeline layers ({parts[0]}): only the model knows how these "
+            "belong together. Load it with its engine and save from there, or convert it with DeepSpeed's "
+            "ds_to_universal"
+        )
     models = _by_rank(folder, names, _MODEL)
     if not models:
         raise UnsupportedStateError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
@@ -99,15 +104,6 @@ def _tag_folder(folder: str) -> str:
     if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(tag_path):
         raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
     return own_file(folder, tag)
-
-
-def _refuse_parts(folder: str, names: list[str]) -> None:
-    if parts := [name for name in names if _ELSEWHERE.fullmatch(name)]:
-        raise UnsupportedStateError(
-            f"{folder} has files of experts or of pipeline layers ({parts[0]}): only the model knows how these "
-            "belong together. Load it with its engine and save from there, or convert it with DeepSpeed's "
-            "ds_to_universal"
-        )
 
 
 def _others(given: str, folder: str) -> list[str]:

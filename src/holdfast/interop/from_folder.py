@@ -18,11 +18,10 @@ from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import Blob
+from .export import INDEX_NAME, METADATA_NAME, WEIGHTS_NAME
 from .from_dcp import from_dcp
 from .from_torch import take_optimizers
 from .gathered import Gathered, mapped_ranges, own_file, ranges
-from .to_dcp import METADATA_NAME
-from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch
 
 __all__ = ["from_hf", "from_safetensors", "is_hf", "shard_of"]

@@ -33,17 +33,9 @@ from .blobs import WINDOW, Blob
 from .part import Row
 
 __all__ = [
-    "Gathered",
-    "forget",
-    "mapped_ranges",
-    "nested",
-    "node_of",
-    "own_file",
-    "ranges",
-    "streamed",
-    "tensor_name",
+    "Gathered", "forget", "mapped_ranges", "nested", "node_of", "own_file", "ranges", "streamed", "tensor_name",
     "tensor_names",
-]
+]  # fmt: skip
 
 _MAX_HOLES = 10_000  # items of a list that an importer has left out
 

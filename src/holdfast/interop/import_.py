@@ -12,13 +12,13 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import MANIFEST_NAME
 
+from .export import METADATA_NAME
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
 from .from_folder import from_hf, from_safetensors, is_hf, shard_of
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
 from .part import check_free, write_alone
-from .to_dcp import METADATA_NAME
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
 
@@ -120,12 +120,15 @@ def watched_import(
         if is_file and (total := shard_of(of.name)) > 1:
             gathered.not_taken.append((of.name, f"one of {total} files, by its name: import their folder for all"))
         gathered.tie_equal()
+        tree = gathered.tree
+        if "$" in tree:  # escaped: it would be taken for a tag
+            tree = {"$": "dict", "v": [[key, item] for key, item in tree.items()]}
         progress(sum(row.blob.nbytes for row in gathered.rows), 0)
         write_alone(
             target,
             gathered.rows,
             gathered.aliases,
-            gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree),
+            tree,
             step=gathered.step,
             epoch=gathered.epoch,
             overwrite=overwrite,
@@ -173,7 +176,3 @@ def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathere
     if kind == "safetensors":
         return from_safetensors(path, stack)
     return (from_lightning if kind == "lightning" else from_torch)(path, trusted=trusted)
-
-
-def _escaped(tree: dict[str, object]) -> dict[str, object]:
-    return {"$": "dict", "v": [[key, item] for key, item in tree.items()]}

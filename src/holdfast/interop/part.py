@@ -26,8 +26,7 @@ from holdfast.format.names import MANIFEST_NAME, join, save_id_of
 from holdfast.format.tensor_file import lay_out, split_by_size
 from holdfast.storage.base import Storage
 
-from .blobs import Blob, rows_of
-from .sink import Blocks
+from .blobs import Blob, Blocks, rows_of
 
 __all__ = ["DirectPartWriter", "Row", "check_free", "write_alone"]
 

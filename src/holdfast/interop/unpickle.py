@@ -27,14 +27,8 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
 __all__ = [
-    "MAX_METADATA",
-    "Opaque",
-    "is_zip",
-    "read_metadata",
-    "read_plain",
-    "read_torch",
-    "read_torch_stream",
-]
+    "MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_plain", "read_torch", "read_torch_stream",
+]  # fmt: skip
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -102,7 +96,7 @@ class _MetadataUnpickler(_Guarded):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED_IN_METADATA.get(module, ()):
             if module in ("pathlib", "pathlib._local"):
-                return _text_of_path  # paths of another machine are text here
+                return lambda *parts: "/".join(map(str, parts))  # paths of another machine are text here
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
@@ -121,10 +115,6 @@ def _metadata_types() -> tuple[type, ...]:
     names = _ALLOWED_IN_METADATA[_METADATA] - {"_MEM_FORMAT_ENCODING"}
     planned = [found for name in sorted(_ALLOWED_IN_METADATA[_PLANNER]) if (found := getattr(plans, name, None))]
     return (_StorageInfo, *(getattr(theirs, name) for name in sorted(names)), *planned)
-
-
-def _text_of_path(*parts: str) -> str:
-    return "/".join(map(str, parts))
 
 
 def read_metadata(data: bytes) -> Any:

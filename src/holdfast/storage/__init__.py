@@ -20,20 +20,9 @@ if TYPE_CHECKING:
 
 _HOME = {"LibcloudObjectStore": ".adapters.libcloud", "MemoryStorage": ".memory"}  # imported when asked for
 __all__ = [
-    "FileReader",
-    "FileWriter",
-    "LibcloudObjectStore",
-    "LocalStorage",
-    "MemoryStorage",
-    "ObjectInfo",
-    "PrefixStorage",
-    "Storage",
-    "StorageTraits",
-    "WrappedStorage",
-    "from_description",
-    "resolve",
-    "split_uri",
-]
+    "FileReader", "FileWriter", "LibcloudObjectStore", "LocalStorage", "MemoryStorage", "ObjectInfo", "PrefixStorage",
+    "Storage", "StorageTraits", "WrappedStorage", "from_description", "resolve", "split_uri",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

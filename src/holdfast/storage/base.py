@@ -14,34 +14,23 @@ from dataclasses import replace as changed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "BLOCK",
-    "TEMPORARY",
-    "FileBatch",
-    "FileReader",
-    "FileWriter",
-    "ObjectInfo",
-    "PrefixStorage",
-    "ReplacingWriter",
-    "Storage",
-    "StorageTraits",
-    "WrappedStorage",
-    "check_path",
-    "check_prefix",
-    "check_range",
-    "check_view",
-]
+    "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
+    "Storage", "StorageTraits", "WrappedStorage", "check_condition", "check_path", "check_prefix", "check_range",
+    "check_view", "copy_bytes",
+]  # fmt: skip
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
 
 BLOCK = 4096
 """Unit of views given to `FileWriter.write`, in bytes."""
 
+_COPY_BYTES = 32 << 20  # a store answers several requests for as much at a time
 _NOW_TRAITS = frozenset({"num_parallel", "max_file_bytes", "copies_itself", "deletes_at_once"})
 
 TEMPORARY = ".tmp-"
@@ -655,6 +644,36 @@ class PrefixStorage(WrappedStorage):
         """Return the description of the parent and the prefix."""
         parent = self.below.describe()
         return None if parent is None else {"kind": "prefix", "parent": parent, "prefix": self._prefix}
+
+
+def check_condition(where: str, found: ObjectInfo | None, *, if_absent: bool, if_match: str | None) -> None:
+    """Refuse a `Storage.put` whose condition does not hold: for storages that look before they write.
+
+    Args:
+        where: the object, for messages.
+        found: what is there; None for nothing.
+        if_absent: as given.
+        if_match: as given.
+
+    Raises:
+        StorageExistsError: ``if_absent`` and there is an object.
+        StorageConflictError: the object is gone or its etag is not ``if_match``.
+    """
+    if if_absent and found is not None:
+        raise StorageExistsError(f"cannot create {where}: it exists; use another name or remove it")
+    if if_match is not None and (found is None or found.etag != if_match):
+        what = "it is gone" if found is None else "another writer changed it"
+        raise StorageConflictError(f"cannot replace {where}: {what}; read it again and decide anew")
+
+
+def copy_bytes(storage: Storage, source: str, target: str) -> None:
+    """Repeat an object by reading and writing its bytes, durably; an older ``target`` is replaced."""
+    with storage.open(source) as reader, storage.create(target, reader.size) as writer:
+        buffer = memoryview(bytearray(min(_COPY_BYTES, reader.size)))
+        for start in range(0, reader.size, _COPY_BYTES):
+            chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
+            reader.read_into(start, chunk)
+            writer.write(chunk)
 
 
 def check_path(path: str) -> str:

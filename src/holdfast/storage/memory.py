@@ -9,11 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast._fork import after_fork_in_child
-from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageError, StorageExistsError, StorageNotFoundError
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_range, check_view
+from .base import (
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    Storage,
+    check_condition,
+    check_path,
+    check_prefix,
+    check_range,
+    check_view,
+)
 
-__all__ = ["MemoryStorage"]
+__all__ = ["BytesReader", "MemoryStorage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +72,24 @@ class MemoryStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object atomically; see `Storage.put`."""
         check_path(path)
         with self._store.lock:
             old = self._store.objects.get(path)
-            if if_absent and old is not None:
-                raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
-            if if_match is not None and (old is None or old.etag != if_match):
-                raise StorageConflictError(
-                    f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
-                )
+            found = None if old is None else ObjectInfo(path=path, size=len(old.data), etag=old.etag)
+            check_condition(f"{self.uri}/{path}", found, if_absent=if_absent, if_match=if_match)
             return self._store.set(path, bytes(data))
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a big object, visible once closed; see `Storage.create`."""
         return _MemoryWriter(self._store, check_path(path), size)
 
     def open(self, path: str) -> FileReader:
-        """Open an object for reading; see `Storage.open`."""
-        return _MemoryReader(path, self._get(path).data)
+        return BytesReader(path, self._get(path).data)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; see `Storage.stat`."""
         item = self._get(path)
         return ObjectInfo(path=path, size=len(item.data), etag=item.etag, modified=item.modified)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         start = f"{check_prefix(prefix)}/" if prefix else ""
         with self._store.lock:
             items = sorted((path, item) for path, item in self._store.objects.items() if path.startswith(start))
@@ -102,12 +103,10 @@ class MemoryStorage(Storage):
                 yield ObjectInfo(path=f"{start}{head}/", size=0)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         with self._store.lock:
             self._store.objects.pop(check_path(path), None)
 
     def copy(self, source: str, target: str) -> None:
-        """Repeat an object; see `Storage.copy`."""
         check_path(target)
         data = self._get(source).data
         with self._store.lock:
@@ -154,7 +153,14 @@ class _MemoryWriter(FileWriter):
         self._data = None
 
 
-class _MemoryReader(FileReader):
+class BytesReader(FileReader):
+    """Ranges of an object that is in memory whole, so that it cannot change under its reader.
+
+    Args:
+        path: the object, for messages.
+        data: its bytes.
+    """
+
     def __init__(self, path: str, data: bytes) -> None:
         self._path, self._data, self.size = path, data, len(data)
 

@@ -22,15 +22,12 @@ class InputStream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True: the stream can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: the stream can be read from any position."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, in bytes; return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
         self._at = max(0, base + offset)
         return self._at
@@ -45,7 +42,6 @@ class InputStream(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """Close the reader; idempotent."""
         if not self.closed:
             self._reader.close()
         super().close()
@@ -60,15 +56,12 @@ class OutputStream(io.RawIOBase):
         self._size = 0
 
     def writable(self) -> bool:
-        """Return True: the stream can be written."""
         return True
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self._size
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
         view = memoryview(data).cast("B")
         self._gathered.write(view)
         self._size += len(view)

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from holdfast.verify.scripts import assert_resumes as assert_resumes
     from holdfast.verify.state import assert_state_equal as assert_state_equal
 
-    from .crash import ArmedOps as ArmedOps
-    from .crash import ForkServer as ForkServer
-    from .crash import Outcome as Outcome
     from .fault_proxy import Exchange as Exchange
     from .fault_proxy import Fault as Fault
     from .fault_proxy import FaultProxy as FaultProxy
     from .faults import CRASH_EXIT_CODE as CRASH_EXIT_CODE
+    from .faults import ArmedOps as ArmedOps
     from .faults import FaultyOps as FaultyOps
     from .faults import FaultyStorage as FaultyStorage
+    from .faults import ForkServer as ForkServer
     from .faults import Operation as Operation
+    from .faults import Outcome as Outcome
     from .faults import count_operations as count_operations
     from .power_cut import PowerCutState as PowerCutState
     from .power_cut import Snapshot as Snapshot
@@ -39,31 +39,21 @@ if TYPE_CHECKING:
     from .power_cut import snapshot as snapshot
     from .storage_tests import StorageTests as StorageTests
 
-_HOME = {
-    "ArmedOps": ".crash",
-    "CRASH_EXIT_CODE": ".faults",
-    "Exchange": ".fault_proxy",
-    "Fault": ".fault_proxy",
-    "FaultProxy": ".fault_proxy",
-    "FaultyOps": ".faults",
-    "FaultyStorage": ".faults",
-    "ForkServer": ".crash",
-    "NothingToVerifyError": "holdfast.verify.resume",
-    "Operation": ".faults",
-    "Outcome": ".crash",
-    "PowerCutState": ".power_cut",
-    "ResumeDivergedError": "holdfast.verify.resume",
-    "ResumeReport": "holdfast.verify.resume",
-    "Snapshot": ".power_cut",
-    "StorageTests": ".storage_tests",
-    "assert_resumes": "holdfast.verify.scripts",
-    "assert_state_equal": "holdfast.verify.state",
-    "count_operations": ".faults",
-    "power_cut_states": ".power_cut",
-    "snapshot": ".power_cut",
-    "verify_resume": "holdfast.verify.resume",
-    "verify_resume_script": "holdfast.verify.resume",
-}
+_NAMES = {
+    "holdfast.verify.resume": (
+        "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "verify_resume", "verify_resume_script",
+    ),
+    "holdfast.verify.scripts": ("assert_resumes",),
+    "holdfast.verify.state": ("assert_state_equal",),
+    ".fault_proxy": ("Exchange", "Fault", "FaultProxy"),
+    ".faults": (
+        "ArmedOps", "CRASH_EXIT_CODE", "FaultyOps", "FaultyStorage", "ForkServer", "Operation", "Outcome",
+        "count_operations",
+    ),
+    ".power_cut": ("PowerCutState", "Snapshot", "power_cut_states", "snapshot"),
+    ".storage_tests": ("StorageTests",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 

@@ -19,16 +19,23 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 
-from .lives import Command, Life, LifeFailedError, Process, run_life
+from .lives import (
+    Command,
+    Life,
+    LifeFailedError,
+    Process,
+    WarmInterpreter,
+    WarmLife,
+    check_script,
+    run_life,
+    script_command,
+)
 from .matching import EARLY, compare_fresh, find_state, from_checkpoint, is_followed
-from .plan import LifePlan
-from .power import cut_power, make_durable, sees_power_cuts
-from .records import Record, read_records
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .survival import Kill, Survival, Trial, ends_of_saves, judge, save_changes
-from .warm import WarmInterpreter, WarmLife, check_script, script_command
-from .workplace import Aim, Change, ChangeWatch, Workplace
+from .trace import LifePlan, Records
+from .workplace import Aim, Change, ChangeWatch, Workplace, cut_power, make_durable, sees_power_cuts
 
 __all__ = ["attack_script"]
 
@@ -143,7 +150,7 @@ class _Attack:
         self._chains, self._home, self._timeout_s, self._keep, self._say = chains, home, timeout_s, keep, say
         self._chance = random.Random(seed)
         self._num_lives = self._num_chains = 0
-        self.reference: dict[int, Record] = {}
+        self.reference = Records()
         self.changes: list[Change] = []
         self._kinds: Counter[str] = Counter()
         self._num_saves = 1
@@ -176,7 +183,7 @@ class _Attack:
                 f"uninterrupted: {_in_words(watch.num_found)} complete in a new directory before that was watched: "
                 "if the script saves in the background, a save may count as complete some steps early"
             )
-        self.reference = check_records(read_records(Path(life.plan.trace), life.plan.life), life)
+        self.reference = check_records(life.plan.records(), life)
         steps = len(self.reference[0].steps)
         self.changes = [change for change in watch.seen if change.begun]
         self._kinds = Counter(change.what for change in self.changes)
@@ -205,7 +212,7 @@ class _Attack:
         for kill_at in (0, EARLY):  # at step 0 it may be before it loads its checkpoint
             with self._watch(chain) as watch:
                 life = self._life(chain, watch, kill_at=kill_at)
-            made = read_records(Path(life.plan.trace), life.plan.life).get(0, Record(rank=0))
+            made = life.plan.records()[0]
             num_seen, made = len(made.steps), from_checkpoint(self.reference[0], made, killed_at=at)
             began = find_state(self.reference[0], made, killed_at=at)[0] if made.steps else None
             if began != 0:
@@ -320,8 +327,8 @@ class _Attack:
     def _look(self, chain: _Chain, life: Life) -> bool:
         """Look at a life; tell whether its own kill says something."""
         again = chain.killed_at > 0
-        records = read_records(Path(life.plan.trace), life.plan.life)
-        made = records.get(0, Record(rank=0))
+        records = life.plan.records()
+        made = records[0]
         if not again:
             other = compare_fresh(self.reference[0], made, to_end=not life.killed)
             if other is not None:
@@ -335,7 +342,7 @@ class _Attack:
         shown = {
             rank: from_checkpoint(one, records[rank], killed_at=chain.killed_at)
             for rank, one in self.reference.items()
-            if rank in records and records[rank].steps
+            if records[rank].steps
         }
         num_seen, made = len(made.steps), shown.get(0, made)
         chain.early = num_seen - len(made.steps)
@@ -387,7 +394,7 @@ class _Attack:
 
 
 def _last_line(life: Life) -> str:
-    line = next((line for line in reversed(life.said().splitlines()) if line.strip()), "it printed nothing").strip()
+    line = life.last_line()
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 

@@ -1,13 +1,17 @@
-"""Compare the rows of several lives of a training; pure functions, which define "equal"."""
+"""Compare the rows of several lives of a training, and name the likely causes of a difference; pure functions.
+
+They define "equal". The causes are rules, which new experience extends: each looks at the first difference and says, if
+it fits, the usual cause and what to do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .plan import Row
+from .trace import Row
 
-__all__ = ["Difference", "Item", "Unsteady", "first_difference", "is_plain", "unsteady"]
+__all__ = ["Difference", "Item", "Unsteady", "first_difference", "is_plain", "likely_causes", "unsteady"]
 
 Item = tuple[str, str, str]
 """Path of an item, its digest in the uninterrupted run, and in the other run."""
@@ -147,16 +151,11 @@ def first_difference(
             else:
                 difference = _after(row, twin, ignore, every)
             if difference is not None:
-                more = {**place, "resumed": resumed.get(row["rank"])}
-                return _with(difference, more), compared
+                return replace(difference, **place, resumed=resumed.get(row["rank"])), compared
             compared += 1
         for row in rows:
             own.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
     return _length(reference, lives[-1] if lives else (), every), compared
-
-
-def _with(difference: Difference, more: Mapping[str, object]) -> Difference:
-    return replace(difference, **more)  # type: ignore[arg-type]
 
 
 def _at_start(
@@ -228,3 +227,144 @@ def _length(reference: Sequence[Row], rows: Sequence[Row], every: int) -> Differ
     return Difference(
         kind="length", step=end, text=f"the uninterrupted run made {last} steps, the resumed one ended at {end}"
     )
+
+
+# ---- causes
+
+
+def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = None) -> list[str]:
+    """Return the likely causes of a difference, the likeliest first.
+
+    Args:
+        found: the difference.
+        why: what is special about the moment that was saved ("after a report", ...).
+        noise: the differences of two uninterrupted runs, if they were compared.
+    """
+    if noise is not None and noise.first is not None and found.kind in ("after", "length", "metrics"):
+        return _of_noise(noise.first)
+    match found.kind:
+        case "path":
+            return [
+                f"The path of the run changes from life to life ({found.text}): it is made of a time, a process id or "
+                "a temporary directory, so no life finds the checkpoints of the life before it. Give Checkpointer the "
+                "same path each time"
+            ]
+        case "not resumed":
+            return [
+                f"The script began at step {found.step} although {found.text}: resume='never', a fixed "
+                "resume=CHECKPOINT, or code that empties the directory of the run at the start. Use resume='auto'"
+            ]
+        case "length":
+            return [
+                f"{found.text[:1].upper()}{found.text[1:]}: the loop counts by itself (`for i in range(n)`, "
+                "`enumerate`, a patience counter). Count with ck.epochs and ck.global_step, and put other counters "
+                "into the state"
+            ]
+        case "at resume":
+            return list(_of_resume(found)) or [_OUTSIDE]
+        case "metrics":
+            return [*_of_data(found), _OF_METRIC]
+    return [*_of_data(found), *_of_training(found, why), _OUTSIDE]
+
+
+_OUTSIDE = (
+    "Everything that is saved was right at the resume, so something that is NOT in the state takes part in training: "
+    "an object missing from the state given to Checkpointer (a second optimizer, an EMA, a scheduler), a random "
+    "generator of your own, a global, data that do not come from ck.batches, or an operation that is not "
+    "deterministic. Put it into the state"
+)
+
+
+def _of_noise(first: Difference) -> list[str]:
+    """Return the causes where two uninterrupted lives already differ: the resume is not at fault."""
+    if first.kind == "length":
+        return [
+            "Two uninterrupted runs make different numbers of steps: the loop ends by a clock, or by something random. "
+            "Verify a run of a fixed number of steps (--steps)"
+        ]
+    if first.batches:
+        return [
+            "Two uninterrupted runs begin alike and train on different data: a split, a shuffle or an augmentation "
+            "draws from a generator that nothing seeds, before the Checkpointer or past ck.batches. Each life of the "
+            "script draws anew there, so a resume goes on with other data, too: seed it, "
+            "random_split(..., generator=torch.Generator().manual_seed(0))"
+        ]
+    return [
+        "Two uninterrupted runs with the same data already differ: kernels that are not deterministic (on a GPU: "
+        "atomic additions, cuDNN's choice of algorithm), or randomness that nothing seeds (os.urandom, a generator "
+        "of your own, a set's order). Try torch.use_deterministic_algorithms(True) with "
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8, torch.backends.cudnn.benchmark = False and PYTHONHASHSEED=0: without it no "
+        "resume can be exact to the bit"
+    ]
+
+
+_OF_METRIC = (
+    "The state is equal and a metric is not: it is computed from a variable that is not saved, such as a running "
+    "average or a list of losses, which a new life begins anew. Put it into the state"
+)
+
+
+def _of_resume(found: Difference) -> Iterator[str]:
+    """Yield the causes where the state is not the saved one right after the resume."""
+    paths = [path for path, _, _ in found.items]
+    if any(path.startswith("holdfast/progress") for path in paths):
+        yield (
+            "Step, epoch or data position are not those that were saved. Is something else loading them? If not, this "
+            "is a defect of Holdfast: please report it with this output"
+        )
+    owners = (*found.objects, "holdfast")
+    if names := [path for path in paths if path.partition("/")[0] not in owners]:
+        yield (
+            f"{', '.join(names[:5])}: a plain value (a number, text, list, tensor) is saved and did not come back into "
+            "the state. Keep it in the mapping alone (ck.state['best'] = ...) instead of a variable beside it, and "
+            "read it from there after entering, or put it into an object with state_dict and load_state_dict"
+        )
+    if paths and all(path.startswith("holdfast/rng") for path in paths):
+        yield (
+            "The random generators are not those that were saved: something draws from them or seeds them after they "
+            "were captured (an evaluation, a new iterator of a DataLoader, torch.manual_seed inside the body)"
+        )
+    if names := sorted({path.partition("/")[0] for path in paths} & set(found.objects)):
+        yield (
+            f"{', '.join(names)}: was saved and did not come back. Its load_state_dict does not take in what its "
+            "state_dict gives, or it was not the object that trains (make models, wrappers, optimizers and schedulers "
+            "before `with Checkpointer(...)`), or it was saved in the middle of a step (call ck.save and ck.report "
+            "after ck.step)"
+        )
+
+
+def _of_data(found: Difference) -> Iterator[str]:
+    """Yield the cause where the batches are others."""
+    if found.batches and found.text:
+        yield (
+            "The loader does not go on from its saved position, as the ledger of the run shows: look at its state_dict "
+            "and load_state_dict, use a map-style data set, or a loader without state_dict, which is replayed by count"
+        )
+    elif found.batches:
+        yield (
+            "The data of this step are others: an order that is drawn outside of ck.batches (an iterator made by hand, "
+            "a shuffle of your own, `enumerate` or `next(iter(loader))` on the loader itself), a sampler or an "
+            "iterable with state that is not saved, a batch drawn ahead and lost, or augmentation in persistent "
+            "workers. Draw from ck.batches(loader), and give loader or sampler a state_dict"
+        )
+
+
+def _of_training(found: Difference, why: str) -> Iterator[str]:
+    """Yield the causes where a step ends in another state."""
+    paths = [path for path, _, _ in found.items]
+    if not found.batches and any(path.startswith("holdfast/rng") for path in paths):
+        where = ""
+        if why in ("after a report", "at the end of an epoch"):
+            where = f" The life went on from a step saved {why}: an evaluation there is the usual place."
+        yield (
+            "Random numbers are drawn in one life that the other does not draw: by code that runs only at the start (a "
+            "sanity check, compiling, `iter(loader)`), or by code after ck.step (an evaluation with a DataLoader of "
+            f"its own, sampling, dropout left on).{where} Give that code a generator of its own "
+            "(DataLoader(..., generator=torch.Generator())), or move it in front of ck.step"
+        )
+    if any(path.endswith(("/lr", "/initial_lr")) for path in paths):
+        yield (
+            "The learning rate differs: it is computed from a variable that is not saved (a batch index of "
+            "`enumerate`, which begins at 0 again, a step counter of your own: use ck.global_step), or a scheduler is "
+            "not in the state or steps after ck.step"
+        )

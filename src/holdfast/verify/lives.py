@@ -1,4 +1,8 @@
-"""Run one life of a training in processes of its own, and kill all of them by SIGKILL where the plan says so."""
+"""Run one life of a training in processes of its own, and kill all of them by SIGKILL where the plan says so.
+
+Or in a fork of an interpreter that has imported torch (`WarmInterpreter`): a fresh one takes seconds until its first
+step, a fork a part of one, and many lives are needed to meet a save at its many moments.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,24 +23,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
+from holdfast.run.process import is_zombie
+from holdfast.run.python_command import PythonCommand
 
-from .plan import LifePlan, Row
+from .trace import LifePlan, Row
 
 __all__ = [
-    "Command",
-    "Forked",
-    "Life",
-    "LifeFailedError",
-    "Process",
-    "Watch",
-    "end_with_parent",
-    "observed_environment",
-    "run_life",
-]
+    "Command", "Forked", "Life", "LifeFailedError", "Process", "WarmInterpreter", "WarmLife", "Watch", "check_script",
+    "end_with_parent", "observed_environment", "run_life", "script_command",
+]  # fmt: skip
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
@@ -86,6 +86,10 @@ class Life:
     def said(self, limit: int = _SHOWN) -> str:
         """Return the end of what it printed."""
         return self.output.read_text(errors="replace").strip()[-limit:]
+
+    def last_line(self) -> str:
+        """Return the last line that it printed."""
+        return next((line for line in reversed(self.said().splitlines()) if line.strip()), "it printed nothing").strip()
 
 
 class Process(Protocol):
@@ -345,14 +349,10 @@ def _kill(pid: int, sessions: set[int]) -> None:
 def _members(sessions: set[int]) -> list[int]:
     """Return the ids of the living processes of some sessions."""
     members = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the name of the program, which may hold anything: state, parent, group, session.
-            state, _, _, session = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) in sessions and state not in "ZX":
-                members.append(int(name))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getsid(pid) in sessions and not is_zombie(pid):
+                members.append(pid)
     return members
 
 
@@ -361,3 +361,92 @@ def _said(output: Path) -> str:
     if len(text) > _SHOWN:
         text = text[-_SHOWN:].partition("\n")[2] or text[-_SHOWN:]
     return f"; the end of what it printed:\n{textwrap.indent(text, '  ')}" if text else ", and printed nothing"
+
+
+# ---- forks of a warm interpreter
+
+
+_PROGRAM = Path(__file__).parent / "warm_server.py"
+
+
+class WarmInterpreter:
+    """An interpreter that forks lives.
+
+    Args:
+        command: of the script.
+        env: added to the environment.
+        cwd: working directory of the command.
+    """
+
+    def __init__(self, command: PythonCommand, *, env: Mapping[str, str] | None, cwd: Path) -> None:
+        self.environment = observed_environment(env)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command.interpreter, str(_PROGRAM), str(theirs.fileno())], env=self.environment, cwd=cwd,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,  # noqa: PLW1509 - a single call of libc
+            )  # fmt: skip
+        self._channel, self._lines = ours, ours.makefile("r", encoding="utf-8")
+        self.ask(prepare=os.fspath(cwd / command.argv[0]))
+
+    def ask(self, **asked: Any) -> int:
+        """Have something done, and return the answer.
+
+        Raises:
+            ConfigError: the interpreter has ended.
+        """
+        try:
+            self._channel.sendall(json.dumps(asked).encode() + b"\n")
+            answer = self._lines.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            raise ConfigError("the interpreter that forks the lives has ended: start each in one of its own (--cold)")
+        return int(answer)
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        self._lines.close()
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class WarmLife:
+    """A life in a fork of a warm interpreter, in the place of a `Command`."""
+
+    def __init__(self, interpreter: WarmInterpreter, command: PythonCommand, cwd: Path) -> None:
+        self._interpreter, self._command, self._cwd = interpreter, command, cwd
+        self._pid = 0
+
+    def start(self, plan: Path, output: Path) -> int:
+        """Fork it, with its output in the file ``output``; return its process id."""
+        environment = {**self._interpreter.environment, VERIFY_VARIABLE: os.fspath(plan)}
+        self._pid = self._interpreter.ask(
+            cwd=os.fspath(self._cwd), env=environment, output=os.fspath(output), plan=os.fspath(plan),
+            argv=self._command.argv,
+        )  # fmt: skip
+        return self._pid
+
+    def wait(self) -> int:
+        """Return its exit status; it has ended."""
+        return self._interpreter.ask(wait=self._pid)
+
+
+def script_command(command: Sequence[str]) -> PythonCommand | None:
+    """Return what a command runs, if that is a Python script in an interpreter of its own; else None."""
+    python = PythonCommand.parse(command)
+    return python if python is not None and not python.is_module and python.argv[0].endswith(".py") else None
+
+
+def check_script(command: Sequence[str], cwd: Path) -> None:
+    """Look whether the script of a command is there, if it is a Python script.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if (python := script_command(command)) is not None:
+        script = python.argv[0]
+        if "{run}" not in script and not (cwd / script).is_file():
+            raise ConfigError(f"there is no script {script!r} in {cwd.absolute()}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .records import Record, Step, stages
+from .trace import Record, Step, stages
 
 __all__ = ["EARLY", "Finding", "Match", "compare_fresh", "find_state", "from_checkpoint", "is_followed", "match_life"]
 

@@ -319,7 +319,7 @@ class Observer:
     """Records the steps of the optimizers of this process.
 
     Args:
-        plan: the plan of the life (`holdfast.verify.plan.LifePlan`), as read.
+        plan: the plan of the life (`holdfast.verify.trace.LifePlan`), as read.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:

@@ -26,26 +26,14 @@ from holdfast.errors import ConfigError
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .causes import likely_causes
-from .comparison import Difference, Unsteady, first_difference, unsteady
+from .comparison import Difference, Unsteady, first_difference, likely_causes, unsteady
 from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
-from .plan import LifePlan, Moment, Row
+from .trace import LifePlan, Moment, Row
 
 __all__ = [
-    "Examined",
-    "Home",
-    "Kill",
-    "NothingToVerifyError",
-    "ResumeDivergedError",
-    "ResumeReport",
-    "Twins",
-    "check_arguments",
-    "choose",
-    "choose_by_rows",
-    "examine",
-    "verify_resume",
-    "verify_resume_script",
-]
+    "Examined", "Home", "Kill", "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "Twins",
+    "check_arguments", "choose", "choose_by_rows", "examine", "verify_resume", "verify_resume_script",
+]  # fmt: skip
 
 _SHOWN = 10
 Say = Callable[[str], None]
@@ -261,24 +249,13 @@ def examine(
     keep_in: str | os.PathLike[str] | None = None,
     say: Say = lambda line: None,
 ) -> Examined:
-    """Run a script uninterrupted and killed, and compare; see `verify_resume_script`.
+    """Run a script uninterrupted and killed, and compare.
 
-    The run of each `Checkpointer` is redirected into a temporary directory, where it is saved at the chosen moments
-    alone: after a report, in the middle of an epoch, at the end of an epoch, then anywhere. One or two steps later all
-    processes of the script are killed, and it is started again. An uninterrupted run is compared with that, step by
-    step. If they differ, the script runs a second time without a break, which tells what it never repeats.
-
-    Args:
-        command: program and arguments, or a function.
-        kills: how many times it is killed.
-        steps: compare the first so many steps only.
-        seed: of the choice of moments.
-        every: compare the state after every so many steps.
-        timeout_s: bound for each life.
-        env: added to the environment of a command.
-        cwd: working directory of a command.
-        keep_in: directory for runs, traces and output; a temporary directory is removed.
-        say: gets a line for each event.
+    Takes what `verify_resume_script` takes; ``say`` gets a line for each event. The run of each `Checkpointer` is
+    redirected into a temporary directory, where it is saved at the chosen moments alone: after a report, in the middle
+    of an epoch, at the end of an epoch, then anywhere. One or two steps later all processes of the script are killed,
+    and it is started again. An uninterrupted run is compared with that, step by step. If they differ, the script runs a
+    second time without a break, which tells what it never repeats.
 
     Raises:
         ConfigError: an argument is wrong.

@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lives import Command, Life, LifeFailedError, Process, run_life
+from .lives import Command, Life, LifeFailedError, Process, check_script, run_life
 from .matching import EARLY, Finding, Match, compare_fresh, match_life
-from .plan import LifePlan, Moment
-from .records import Record, read_records, saved_after, stages
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
-from .warm import check_script
+from .trace import LifePlan, Moment, Records, saved_after, stages
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
@@ -102,22 +100,10 @@ def verify_script(
 ) -> Report:
     """Run a script uninterrupted and killed, and say how its resume differs.
 
-    Args:
-        command: program and arguments; ``{run}`` in them stands for a directory that each chain of lives gets anew.
-        kills: how many times it is killed.
-        resume: command that starts it again, default: the same.
-        steps: compare the first so many steps only, and end the script there.
-        terminate: send SIGTERM and give it 30 seconds, instead of SIGKILL.
-        seed: of the choice of moments, with a `Checkpointer`.
-        every: compare the state after every so many steps, with a `Checkpointer`.
-        timeout_s: bound for each life.
-        env: added to the environment.
-        cwd: working directory; a copy of it is used.
-        keep_in: directory for copies, records and output; a temporary directory is removed.
-        in_place: run in the working directory itself.
-        copy_limit_bytes: a larger working directory is refused.
-        starter: makes what runs a command in a directory; default: an observed `Command`.
-        say: gets a line for each event.
+    Takes what `assert_resumes` takes. With a `Checkpointer` moments are chosen by ``seed``, and the state is compared
+    after ``every`` so many steps. ``in_place`` runs the script in the working directory itself; else a copy of that is
+    used, and refused beyond ``copy_limit_bytes``. ``starter`` makes what runs a command in a directory, by default an
+    observed `Command`. ``say`` gets a line for each event.
 
     Raises:
         ConfigError: an argument is wrong, or the working directory too large.
@@ -250,15 +236,10 @@ class _Lives:
         terminate: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._chains, self._timeout_s, self._steps, self._terminate, self._say = (
-            chains,
-            timeout_s,
-            steps,
-            terminate,
-            say,
-        )
+        self._chains, self._timeout_s, self._steps = chains, timeout_s, steps
+        self._terminate, self._say = terminate, say
         self._first = first
-        self._reference = check_records(read_records(Path(first.plan.trace), 0), first)
+        self._reference = check_records(first.plan.records(), first)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
         self._saves = saved_after(self._reference[0], watch.changes)
         self._lives: list[LifeReport] = []
@@ -280,7 +261,7 @@ class _Lives:
     def _killed(self, chosen: Sequence[KillAt]) -> list[tuple[int, int, Finding]]:
         """Run the lives that are killed and the last one; return (life, rank, finding), those of one life."""
         died, wrote, proven, early = 0, False, 0, 0
-        fresh: dict[int, Record] = {}
+        fresh = Records()
         noise: Finding | None = None
         unsaved: list[tuple[int, int, Finding]] = []
         doubted: tuple[Life, Match, list[tuple[int, int, Finding]]] | None = None
@@ -292,17 +273,16 @@ class _Lives:
             kill_at = None if stop is None else max(1, stop - expected) + (early if doubted is None else EARLY)
             with OutputWatch(self._chains.home / "b", trace=self._chains.home / "b.trace") as watch:
                 life = self._life("b", kill_at, watch)
-            records = read_records(Path(life.plan.trace), life.plan.life)
+            records = life.plan.records()
             # What is written before the first step (arguments, a vocabulary) is no save.
             had, wrote = wrote, wrote or any(watch.changes)
             to_end = not life.killed and self._steps is None
             if number == 0:
                 fresh = records
-                pairs = [(self._reference[rank], records.get(rank, Record(rank=rank))) for rank in self._reference]
-                found = [compare_fresh(one, other, to_end=to_end) for one, other in pairs]
+                found = [compare_fresh(one, records[rank], to_end=to_end) for rank, one in self._reference.items()]
                 noise = next((one for one in found if one is not None), None)
                 proven = died = len(records[0].steps) - 1 if 0 in records else 0
-                self._note(life, kill, 0, len(records[0].steps) if 0 in records else 0)
+                self._note(life, kill, 0, len(records[0].steps))
                 if not life.killed:
                     return [(0, 0, noise)] if noise is not None else []
                 continue
@@ -342,26 +322,23 @@ class _Lives:
     def _match(
         self,
         life: Life,
-        records: Mapping[int, Record],
-        reference: Mapping[int, Record],
+        records: Records,
+        reference: Records,
         died: int,
         wrote: bool,
         to_end: bool,
     ) -> dict[int, Match]:
         if not life.killed and life.status != 0:
-            said = life.said()
-            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it printed nothing").strip()
+            last = life.last_line()
             torn = any(word in last for word in _TORN)
-            made = len(records[0].steps) if 0 in records else 0
+            made = len(records[0].steps)
             facts = {"status": life.status, "said": last[:200], "torn": torn}
             finding = Finding(kind="cannot resume", step=died, at_resume=made == 0, facts=facts)
             return {0: Match(began=None, steps=made, findings=(finding,))}
         return {
-            rank: match_life(
-                one, records.get(rank, Record(rank=rank)), killed_at=died, saved=wrote, to_end=to_end
-            )
+            rank: match_life(one, records[rank], killed_at=died, saved=wrote, to_end=to_end)
             for rank, one in reference.items()
-        }  # fmt: skip
+        }
 
     def _confirmed(self, findings: list[tuple[int, int, Finding]], proven: int) -> list[tuple[int, int, Finding]]:
         """Return the findings, or that two uninterrupted lives differ already where they are."""
@@ -372,9 +349,7 @@ class _Lives:
         self._chains.make("c")
         with OutputWatch(self._chains.home / "c") as watch:
             life = self._life("c", self._steps, watch)
-        records = read_records(Path(life.plan.trace), life.plan.life)
-        other = records.get(rank, Record(rank=rank))
-        noise = compare_fresh(self._reference[rank], other, to_end=self._steps is None)
+        noise = compare_fresh(self._reference[rank], life.plan.records()[rank], to_end=self._steps is None)
         return [(0, rank, noise)] if noise is not None and noise.step <= finding.step else findings
 
     def _life(self, chain: str, kill_at: int | None, watch: OutputWatch) -> Life:
@@ -412,7 +387,7 @@ class _Lives:
         )  # fmt: skip
 
 
-def check_records(records: dict[int, Record], first: Life) -> dict[int, Record]:
+def check_records(records: Records, first: Life) -> Records:
     """Return the records of a life that can be verified.
 
     Raises:
@@ -422,7 +397,7 @@ def check_records(records: dict[int, Record], first: Life) -> dict[int, Record]:
     for record in records.values():
         if record.error:
             raise LifeFailedError(f"the steps of the script could not be observed: {record.error}. Please report this")
-    made = len(records[0].steps) if 0 in records else 0
+    made = len(records[0].steps)
     if made < 2:
         raise NothingToVerifyError(
             f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "

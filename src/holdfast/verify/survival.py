@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .records import Record
+from .trace import Record
 from .workplace import Change
 
 __all__ = ["FINE", "OUTCOMES", "Kill", "Survival", "Trial", "ends_of_saves", "judge", "save_changes"]

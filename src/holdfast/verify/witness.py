@@ -19,8 +19,8 @@ from holdfast._ranks import current_ranks
 from holdfast.checkpointer.functions import load, save
 from holdfast.checkpointer.progress import RESERVED
 
-from .plan import Counter, LifePlan
 from .state import digests as digests_of
+from .trace import Counter, LifePlan
 
 __all__ = ["Witness", "witness"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .matching import Finding
 
-__all__ = ["Advice", "advice"]
+__all__ = ["Cause", "advice"]
 
 _BATCHES = "draw the batches from `ck.batches(loader)`, which goes on in the middle of an epoch"
 _COUNT = "count with `ck.epochs`, `ck.batches` and `ck.global_step`"
@@ -16,23 +16,25 @@ _STATE = 'put it into the state: `holdfast.Checkpointer(path, {..., "%s": %s})`'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What a difference means.
+class Cause:
+    """Why something differs.
 
     Attributes:
-        what: the difference in a sentence.
-        cause: its usual cause.
+        kind: what differs, in a word or two.
+        text: the difference in a sentence, or the likely cause alone where ``why`` is empty.
+        why: the usual cause.
         without: how to mend it in the script as it is.
         with_holdfast: how it is mended with Holdfast.
     """
 
-    what: str
-    cause: str
-    without: str
-    with_holdfast: str
+    kind: str
+    text: str
+    why: str = ""
+    without: str = ""
+    with_holdfast: str = ""
 
 
-def advice(finding: Finding) -> Advice:
+def advice(finding: Finding) -> Cause:
     """Return the texts for a difference."""
     texts, facts = _TEXTS[finding.kind], finding.facts
     if isinstance(texts, tuple):
@@ -41,10 +43,10 @@ def advice(finding: Finding) -> Advice:
         what, cause, without, with_holdfast = texts[0].format(**words), texts[1].format(**words), *texts[2:]
     else:
         what, cause, without, with_holdfast = texts(finding, facts)
-    return Advice(what=what, cause=cause, without=without, with_holdfast=with_holdfast)
+    return Cause(kind=finding.kind, text=what, why=cause, without=without, with_holdfast=with_holdfast)
 
 
-_Texts = tuple[str, str, str, str]  # the four of an `Advice`; facts stand in braces in the first two
+_Texts = tuple[str, str, str, str]  # the last four of a `Cause`; facts stand in braces in the first two
 
 
 def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> _Texts:

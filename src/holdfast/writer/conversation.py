@@ -18,6 +18,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
+from holdfast.storage.resolve import import_paths
 
 from .arena import Arena
 from .frames import Channel, Message
@@ -204,12 +205,8 @@ class Conversation:
                 self._shared.storages[key] = storage
                 _say_thread(storage)
             self._descriptions[key] = {} if self._shared is not None else json.loads(name)
-            described = self._descriptions[key].get("description", {})
-            if described.get("kind", "local") != "local":
-                from holdfast.storage.plugins import import_paths  # not above: a disk is known to every writer
-
-                if imports := import_paths(described):
-                    self._descriptions[key]["imports"] = imports
+            if self._shared is None and (imports := import_paths(self._descriptions[key]["description"])):
+                self._descriptions[key]["imports"] = imports
             self.send({"do": "storage", "key": key, **self._descriptions[key]})
         return key
 

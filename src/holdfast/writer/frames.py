@@ -1,10 +1,10 @@
 """The one codec of all sockets, and one end of a socket pair that speaks it.
 
 A frame is 4 bytes (big endian) of header length, the JSON header, then the attachments one after another; their lengths
-are in the header under "$". A `FrameDecoder` neither reads nor writes: `Channel` (blocking, with descriptors),
-`ranks.link` and the engines' `Inbox` (both without waiting) do, and give it what they got.
+are in the header under "$". A `FrameDecoder` neither reads nor writes: `Channel` (waiting and with descriptors, or
+neither) and `ranks.link` do, and give it what they got.
 
-Descriptors (SCM_RIGHTS) ride with the first byte of their message, so a `Channel` never reads beyond the end of one.
+Descriptors (SCM_RIGHTS) ride with the first byte of their message, so `Channel.receive` never reads beyond its end.
 """
 
 from __future__ import annotations
@@ -180,15 +180,26 @@ class FrameDecoder:
 
 
 class Channel:
-    """One end of a socket pair. `send` never blocks; `receive` belongs to one thread.
+    """One end of a socket pair. `send` never blocks; `receive`, or `read`, belongs to one thread.
 
     What the socket does not take at once goes to a sender thread, so that a trainer which submits a job with a large
     index is not held, while a small job is in the kernel (and survives the trainer) when `send` returns.
+
+    Args:
+        sock: connected.
+        peer: who is at the other end, for messages.
+
+    Attributes:
+        ended: `read` has found the end of the stream, or what cannot be understood.
+        drained: the last `read` has taken all that was there.
+        broken: why the stream cannot be understood from here on; "" if it can.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: str = "the other side of this channel") -> None:
         self._sock = sock
-        self._decoder = FrameDecoder("the other side of this channel")
+        self._decoder = FrameDecoder(peer)
+        self.ended = self.drained = False
+        self.broken = ""
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self._lock = threading.Condition()
@@ -314,6 +325,31 @@ class Channel:
             raise
         _close_all(decoder.drop())
         return None
+
+    def read(self) -> list[Message]:
+        """Return the messages completed by the bytes received so far, at most about 1 MiB; never waits.
+
+        For a selector, in place of `receive`, where no descriptors travel. Sets `ended` at the end of the stream; an
+        incomplete message before it is dropped. Bytes that are no message of Holdfast end the stream too, with the
+        reason in `broken`: a broken worker must not stop its reader.
+        """
+        messages: list[Message] = []
+        taken, self.drained = 0, False
+        while taken < _CHUNK and not self.ended:
+            try:
+                data = self._sock.recv(_CHUNK >> 2, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                self.drained = True
+                break
+            except OSError:  # reset by a dead peer
+                data = b""
+            self.ended = not data
+            taken += len(data)
+            try:
+                messages += self._decoder.feed(data)
+            except HoldfastError as error:
+                self.ended, self.broken = True, str(error)
+        return messages
 
     def _read_some(self) -> tuple[bytes, list[int]]:
         decoder = self._decoder

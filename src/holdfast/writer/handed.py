@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
-from holdfast.storage.plugins import extend_path
-from holdfast.storage.resolve import from_description
+from holdfast.storage.resolve import extend_path, from_description
 
 from .arena import Arena
 from .frames import Message

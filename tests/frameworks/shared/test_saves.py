@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,50 @@ def test_ranks_that_cannot_talk_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name, value in told.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         assert os.path.basename(saves_to().latest(tmp_path) or "") == "1.ckpt"
+
+
+LIFE = """
+import sys
+from datetime import datetime, timedelta
+import torch
+from holdfast.checkpointer import identity
+from holdfast.frameworks import Saves
+
+folder, resumes, *rest = sys.argv[1:]
+
+
+class Wrong(datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return super().now(zone) + timedelta(hours=hours)
+
+
+identity.datetime = Wrong
+saves = Saves(unsupported="raise", timeout_s=60)
+if resumes != "no":
+    saves.load(saves.latest(folder) if resumes == "yes" else f"{folder}/{resumes}")
+for name, step, late in zip(rest[::3], rest[1::3], rest[2::3]):
+    hours = float(late)
+    saves.save(f"{folder}/{name}", {"step": int(step)}, step=int(step), metrics={})
+saves.wait()
+"""
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("lives", "newest"),
+    [
+        (["no a 5 1", "yes b 6 0"], "b"),  # the clock of the second machine is an hour behind
+        (["no a 5 1 b 6 0"], "b"),  # the clock was set back
+        (["no a 9 0", "no b 2 1"], "b"),  # begun anew: later by the clock, which is all that tells
+        (["no a 3 0", "yes b 6 1", "a c 4 2"], "c"),  # two lives that have begun at one checkpoint
+    ],
+    ids=["behind", "set back", "anew", "twice"],
+)
+def test_the_newest_is_that_of_the_last_life_whatever_the_clocks_say(
+    lives: list[str], newest: str, tmp_path: Path
+) -> None:
+    """Machines differ in their clocks: what a life saves comes after what it has loaded."""
+    for life in lives:
+        subprocess.run([sys.executable, "-c", LIFE, str(tmp_path), *life.split()], check=True, timeout=60)
+    assert os.path.basename(saves_to().latest(tmp_path) or "") == newest

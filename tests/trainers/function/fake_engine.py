@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,6 @@ class FakeEngine:
         blob: bytes,
         *,
         name: str = "task",
-        environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
     ) -> int:
         self._task += 1

@@ -20,10 +20,10 @@ from holdfast.trainers.function.engines.cluster.nodes import (
     AgentCall,
     AgentFailed,
     NodeEvent,
+    NodePlace,
     PlacesChanged,
     missing_module,
 )
-from holdfast.trainers.function.engines.cluster.places import NodePlace
 
 _MARK = "HOLDFAST_FAKE_NODE"
 _AGENT = """

@@ -17,9 +17,9 @@ from holdfast.trainers.function.control.actions import (
     StopRequested,
     Tick,
 )
+from holdfast.trainers.function.control.checkpoints import RunContents
 from holdfast.trainers.function.control.controller import Controller
 from holdfast.trainers.function.control.plan import RunSpec
-from holdfast.trainers.function.control.starts import RunContents
 from holdfast.trainers.function.engine import Exited, Reason, Received, Started
 from holdfast.trainers.function.transit import error_to_wire
 from holdfast.writer.frames import Message

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast as hf
+from holdfast.errors import StorageFullError
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function.transit import error_to_wire
 from holdfast.trainers.function.worker.session import Session
@@ -40,8 +41,6 @@ def begin(root: Path | None, rank: int = 0, world_size: int = 1, **fields: Any) 
         "local_world_size": world_size,
         "node_rank": 0,
         "first_index": 1,
-        "experiment_name": "exp",
-        "storage": where["storage"],
         "run_name": "exp",
         "attempt": 1,
         "start_id": START_ID,
@@ -116,9 +115,9 @@ class Controller:
         told, blob = error_to_wire(error)
         self.send({"do": "answer", "call": call, "error": told}, blob)
 
-    def trouble(self, error: BaseException, **fields: Any) -> None:
+    def trouble(self, error: BaseException, index: int) -> None:
         told, blob = error_to_wire(error)
-        self.send({"do": "trouble", "error": told, **fields}, blob)
+        self.send({"do": "trouble", "error": told, "index": index}, blob)
 
     def committed(self, index: int) -> None:
         self.send({"do": "committed", "index": index, "checkpoint": None})
@@ -134,13 +133,29 @@ class Controller:
 
 
 def agreeable(controller: Controller, header: dict[str, Any]) -> None:
-    """Commit every directory at once, and answer that there is no checkpoint."""
-    if header["on"] == "report":
+    """Commit every directory as soon as it is there, and answer that there is no checkpoint."""
+    if header["on"] == "part":
+        controller.committed(header["index"])
+    elif header["on"] == "report" and not header.get("coming"):
         if header["call"] is not None:
             controller.answer(header["call"], checkpoint=None)
         controller.committed(header["index"])
     elif header["on"] == "ask":
         controller.answer(header["call"], checkpoint=None, checkpoints=[])
+
+
+def trouble_at_a_question(index: int) -> Script:
+    """Report ``index`` fails in the background: it has failed when the first question is answered. Else `agreeable`."""
+    told: list[bool] = []
+
+    def script(controller: Controller, header: dict[str, Any]) -> None:
+        if header["on"] == "ask" and not told:
+            told.append(True)
+            controller.trouble(StorageFullError("no space left"), index=index)
+        if header.get("index") != index:
+            agreeable(controller, header)
+
+    return script
 
 
 def silent(_: Controller, __: dict[str, Any]) -> None:

@@ -20,10 +20,9 @@ from holdfast.trainers.function.control.actions import (
     Answer,
     Begin,
     Call,
-    CommitParts,
+    Commit,
     End,
     FindStart,
-    Ingest,
     KillGroup,
     NextAttempt,
     Resumed,
@@ -32,8 +31,7 @@ from holdfast.trainers.function.control.actions import (
     StartGroup,
     StoreRows,
 )
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, WaitLimits
 from holdfast.trainers.function.engine import Dying, Started
 from holdfast.trainers.function.transit import error_to_wire
 
@@ -221,12 +219,12 @@ def test_what_is_sealed_is_committed(sealed: bool) -> None:
     if not sealed:
         assert play.kinds() == ["KillGroup"]
         return
-    commit = play.only(CommitParts)
+    commit = play.only(Commit)
     assert commit.writers == (0, 1)
     assert commit.wait_s > 5
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.known.newest() is not None
+    assert play.controller.reports.known.newest() is not None
 
 
 def test_what_is_stored_by_now_need_not_be_sealed() -> None:
@@ -237,7 +235,7 @@ def test_what_is_stored_by_now_need_not_be_sealed() -> None:
     play.part(0, 1)
     play.part(1, 1, on="sealed")
     play.exit(1, signal=signal.SIGKILL)
-    assert play.only(CommitParts).writers == (0, 1)
+    assert play.only(Commit).writers == (0, 1)
 
 
 def test_living_workers_may_still_seal() -> None:
@@ -249,7 +247,7 @@ def test_living_workers_may_still_seal() -> None:
     play.exit(1, signal=signal.SIGKILL)
     assert play.out == []
     play.part(0, 1, on="sealed")
-    assert play.only(CommitParts).writers == (0, 1)
+    assert play.only(Commit).writers == (0, 1)
 
 
 def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
@@ -257,7 +255,7 @@ def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
     play = Play(policy=ONCE, limits=WaitLimits(drain_s=10)).run()
     play.report(0, 1)
     play.report(1, 1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     play.exit(1, signal=signal.SIGKILL)
     assert play.out == []
     play.tick(after=10)
@@ -267,7 +265,7 @@ def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
     play.out = [ingest]
     play.committed()  # late: it was behind in the writer's queue, and counts all the same
     assert play.out == []
-    assert play.controller.commits.known.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
+    assert play.controller.reports.known.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
 
 
 def test_what_comes_after_a_failure_is_not_taken() -> None:
@@ -312,7 +310,7 @@ def test_what_storage_takes_is_no_hang() -> None:
     play = Play(limits=WaitLimits(hang_s=30)).run()
     play.report(0, 1)
     play.report(1, 1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     assert play.controller.deadline() is None
     play.tick(after=100)
     play.out = [ingest]
@@ -330,8 +328,8 @@ def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
     """Directories on their way to a store, and shares on their way from a disk of their node, wait for storage."""
     play = Play(limits=WaitLimits(hang_s=30)).run()
     for rank in range(2):
-        coming = {"path": f".incoming-1/1-{rank}", "owned": True, "coming": True}
-        play.report(rank, 1, kind, **({"source": coming} if kind == "directory" else {}))
+        coming = {"source": {"path": f".incoming-1/1-{rank}", "owned": True}, "coming": True}
+        play.report(rank, 1, kind, **(coming if kind == "directory" else {}))
         if kind == "state":
             play.part(rank, 1, on="staged")
     play.part(0, 1)
@@ -339,7 +337,7 @@ def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
     play.tick(after=100)
     assert play.out == []
     play.part(1, 1)
-    assert play.only(Ingest if kind == "directory" else CommitParts)
+    assert play.only(Commit)
 
 
 LEFT = {"kind": "directory", "home": ".incoming-1/1-1", "path": "/scratch/x", "rank": 1, "owned": True}
@@ -349,9 +347,9 @@ def play_left(kind: str) -> Play:
     """Rank 0 has brought its part of report 1; that of rank 1, which is on a disk of its node, is on its way."""
     play = Play(policy=ONCE, limits=WaitLimits(drain_s=10)).run()
     for rank in range(2):
-        coming = {"path": f".incoming-1/1-{rank}", "owned": True, "coming": True}
+        coming = {"path": f".incoming-1/1-{rank}", "owned": True}
         if kind == "directory":
-            play.report(rank, 1, kind, call=None, source=coming, unfinished=LEFT)
+            play.report(rank, 1, kind, call=None, source=coming, coming=True, unfinished=LEFT)
         else:
             play.report(rank, 1, kind)
             play.say(rank, on="staged", index=1, unfinished=LEFT)
@@ -366,10 +364,10 @@ def test_a_node_finishes_what_its_dead_worker_has_left(kind: str) -> None:
     play.exit(1, signal=signal.SIGKILL)
     assert play.out == []
     play.part(1, 1)
-    assert play.only(Ingest if kind == "directory" else CommitParts)
+    assert play.only(Commit)
     play.committed()
     assert play.only(KillGroup)
-    assert play.controller.commits.known.newest() is not None
+    assert play.controller.reports.known.newest() is not None
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])
@@ -387,9 +385,8 @@ def test_a_node_that_cannot_finish_it(kind: str) -> None:
     play.exit(1, signal=signal.SIGKILL)
     play.tick(after=10)
     assert play.only(KillGroup)
-    for commit in (Ingest, CommitParts):
-        assert play.all(commit) == []
-    assert play.controller.commits.known.newest() is None
+    assert play.all(Commit) == []
+    assert play.controller.reports.known.newest() is None
 
 
 def test_silence_is_a_hang() -> None:
@@ -493,7 +490,7 @@ def test_a_stop_request_ends_in_order() -> None:
     play = Play(policy=FailurePolicy(max_failures=-1)).run()
     play.report(0, 1)
     play.report(1, 1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     play.stop()
     assert play.out == []
     play.out = [ingest]

@@ -9,17 +9,15 @@ from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError, Sto
 from holdfast.trainers.function.control.actions import (
     Answer,
     Call,
-    CommitParts,
-    CommitUploaded,
-    Ingest,
+    Commit,
     Note,
-    ReportedDirectory,
     Say,
     Send,
     StoreRows,
 )
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.transit import error_to_wire
+from holdfast.writer.messages import IngestSource
 
 
 def troubles(play: Play) -> list[tuple[int, int]]:
@@ -33,13 +31,13 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     """All sources merge into one numbered directory; all ranks that wait are answered."""
     play = Play().run()
     play.report(0, 1)
-    assert play.all(Ingest) == []
+    assert play.all(Commit) == []
     play.report(1, 1, source={"path": "/tmp/x", "owned": True})
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     assert (ingest.directory, ingest.save_id, ingest.index) == ("checkpoint_000000", "s1-1", 1)
     assert ingest.sources == (
-        ReportedDirectory(rank=0, path="/tmp/0-1", owned=False),
-        ReportedDirectory(rank=1, path="/tmp/x", owned=True),
+        IngestSource(rank=0, path="/tmp/0-1", owned=False),
+        IngestSource(rank=1, path="/tmp/x", owned=True),
     )
     assert ingest.manifest == {
         "run_id": "r",
@@ -58,19 +56,43 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     assert [(one.rank, one.header["index"]) for one in play.all(Send)] == [(0, 1), (1, 1)]
 
 
-COMING = {"path": ".incoming-s1/1-0", "owned": True, "coming": True}
+COMING = {"path": ".incoming-s1/1-0", "owned": True}
+
+
+def test_an_upload_says_in_the_end_where_it_is() -> None:
+    """Until then the report is entered, and nothing is committed; a rank whose upload fails ends it for all."""
+    play = Play().open().found(taken=frozenset({"up"})).go()
+    where = {"storage": None, "uri": "/runs/run", "name": "up"}
+    play.report(0, 1, "uploaded", call=None, coming=True)
+    play.report(1, 1, "directory", call=None, coming=True, source=None)
+    play.ask(0, upto=1)
+    assert play.only(Answer).value == {"checkpoint": None, "memory": False}  # nobody waits for it
+    play.say(0, on="part", index=1, location=where)
+    assert play.all(Commit) == []
+    play.say(1, on="part", index=1, source={"path": "/tmp/there", "owned": True})
+    commit = play.only(Commit)
+    assert (commit.directory, commit.uploaded) == ("up", True)
+    assert commit.sources == (IngestSource(rank=1, path="/tmp/there", owned=True),)
+    play.committed()
+    for rank in range(2):
+        play.report(rank, 2, "uploaded", call=None, coming=True)
+    told, data = error_to_wire(HoldfastError("the bucket is gone"))
+    play.say(1, data, on="part", index=2, error=told)
+    assert [(one.rank, one.header["do"], str(one.error)) for one in play.all(Send)] == [
+        (0, "trouble", "the bucket is gone")
+    ]
 
 
 def test_directories_that_are_on_their_way_are_waited_for() -> None:
     """All ranks are in, so no time runs for them; the commit follows the last word that one is there."""
     play = Play().run()
-    play.report(0, 1, source=COMING)
-    play.report(1, 1, source={**COMING, "path": ".incoming-s1/1-1"})
+    play.report(0, 1, source=COMING, coming=True)
+    play.report(1, 1, source={**COMING, "path": ".incoming-s1/1-1"}, coming=True)
     assert play.tick(after=100_000) == []
     play.part(1, 1)
-    assert play.all(Ingest) == []
+    assert play.all(Commit) == []
     play.part(0, 1)
-    assert [one.path for one in play.only(Ingest).sources] == [".incoming-s1/1-0", ".incoming-s1/1-1"]
+    assert [one.path for one in play.only(Commit).sources] == [".incoming-s1/1-0", ".incoming-s1/1-1"]
     play.committed()
     assert [one.rank for one in play.all(Answer)] == [0, 1]
 
@@ -79,15 +101,15 @@ def test_a_directory_that_does_not_come_fails_the_report() -> None:
     """The other ranks hear of it, where they wait; the next report is made as ever."""
     play = Play().run()
     for rank in (0, 1):
-        play.report(rank, 1, source=COMING)
+        play.report(rank, 1, source=COMING, coming=True)
     told, data = error_to_wire(HoldfastError("no way"))
     play.say(0, data, on="part", index=1, error=told)
     answer = play.only(Answer)
     assert (answer.rank, str(answer.error)) == (1, "no way")
     for rank in (0, 1):
-        play.report(rank, 2, source=COMING)
+        play.report(rank, 2, source=COMING, coming=True)
         play.part(rank, 2)
-    assert play.only(Ingest).index == 2
+    assert play.only(Commit).index == 2
 
 
 def test_a_directory_of_a_living_rank_is_waited_for_after_a_death() -> None:
@@ -95,11 +117,11 @@ def test_a_directory_of_a_living_rank_is_waited_for_after_a_death() -> None:
     for dead, commits in ((1, 1), (0, 0)):
         play = Play().run()
         for rank in (0, 1):
-            play.report(rank, 1, source=COMING)
+            play.report(rank, 1, source=COMING, coming=True)
         play.part(1, 1)
         play.exit(dead, signal=9, code=None)
         play.part(0, 1)
-        assert len(play.all(Ingest)) == commits
+        assert len(play.all(Commit)) == commits
 
 
 def test_a_parent_is_the_checkpoint_before() -> None:
@@ -108,7 +130,7 @@ def test_a_parent_is_the_checkpoint_before() -> None:
     for index in (1, 2, 3):
         play.report(0, index)
         play.report(1, index)
-        ingest = play.only(Ingest)
+        ingest = play.only(Commit)
         parents.append(ingest.manifest["parent"])
         if index == 2:
             play.outcome(ingest, error=StorageFullError("no space"))
@@ -131,7 +153,7 @@ def test_all_ranks_name_the_same_parent() -> None:
     parents.append(play.only(Answer).value["go"]["manifest"]["parent"])
     for rank in (0, 1):
         play.part(rank, 2)
-    assert [*parents, play.only(CommitParts).manifest["parent"]] == [None, None, None]
+    assert [*parents, play.only(Commit).manifest["parent"]] == [None, None, None]
 
 
 def test_a_count_that_comes_late_takes_nothing_back() -> None:
@@ -140,7 +162,7 @@ def test_a_count_that_comes_late_takes_nothing_back() -> None:
     play.count(1, 2)
     play.count(1, 1)
     play.report(0, 2)
-    assert play.only(Ingest).index == 2
+    assert play.only(Commit).index == 2
 
 
 def test_ranks_without_data_count_as_in() -> None:
@@ -149,7 +171,7 @@ def test_ranks_without_data_count_as_in() -> None:
     play.count(1, 3)  # ahead of rank 0
     play.rows(1, {"loss": 1.0})
     play.report(0, 2)
-    assert play.only(Ingest).sources == (ReportedDirectory(rank=0, path="/tmp/0-2", owned=False),)
+    assert play.only(Commit).sources == (IngestSource(rank=0, path="/tmp/0-2", owned=False),)
     play.committed()
     assert [one.rank for one in play.all(Answer)] == [0]
     assert [one.rank for one in play.all(Send)] == [0, 1]
@@ -165,7 +187,7 @@ def test_a_checkpoint_that_another_rank_brings_has_the_metrics_of_rank_0(first: 
         play.report(1, index, source={"path": f"/tmp/{index}", "owned": True})
         if first == 1:
             play.rows(index, {"loss": float(index), **({"epoch": 5} if index == 2 else {})})
-        ingest = play.only(Ingest)
+        ingest = play.only(Commit)
         found[index] = ingest.manifest["metrics"], ingest.manifest["epoch"]
         play.committed()
     assert found == {1: ({"loss": 1.0}, None), 2: ({"loss": 2.0, "epoch": 5}, 5), 3: ({"loss": 3.0}, None)}
@@ -195,12 +217,12 @@ def test_a_failed_commit_is_told_to_all_that_brought_something() -> None:
     play.report(0, 1, name="best")
     play.report(1, 1, call=None)
     error = HoldfastError("disk full")
-    play.outcome(play.only(Ingest), error=error)
+    play.outcome(play.only(Commit), error=error)
     assert play.only(Answer) == Answer(rank=0, call=10, error=error)
     assert troubles(play) == [(1, 1)]
     play.report(0, 2, name="best")
     play.count(1, 2)
-    assert play.only(Ingest).directory == "best"
+    assert play.only(Commit).directory == "best"
 
 
 def test_states_are_answered_at_once_and_committed_in_parts() -> None:
@@ -215,9 +237,9 @@ def test_states_are_answered_at_once_and_committed_in_parts() -> None:
     assert first["go"]["directory"] == second["go"]["directory"] == "checkpoint_000000"
     assert first["go"]["save_id"] == "s1-1"
     play.part(1, 1)
-    assert play.all(CommitParts) == []
+    assert play.all(Commit) == []
     play.part(0, 1)
-    commit = play.only(CommitParts)
+    commit = play.only(Commit)
     assert (commit.writers, commit.wait_s) == ((0, 1), 0.0)
     assert commit.manifest["metrics"] == {"loss": 1.0}
     play.committed()
@@ -241,7 +263,7 @@ def test_a_part_that_fails_fails_the_report() -> None:
     for rank in range(3):
         play.report(rank, 2, "state")
         play.part(rank, 2)
-    assert play.only(CommitParts).index == 2
+    assert play.only(Commit).index == 2
 
 
 def test_a_state_that_a_rank_does_not_bring() -> None:
@@ -262,7 +284,7 @@ def test_ranks_that_do_different_things() -> None:
     play.report(0, 1)
     play.report(1, 1, "state")
     play.part(1, 1)
-    assert play.all(Ingest) == []
+    assert play.all(Commit) == []
     play.tick()
     assert play.controller.reports.ledger.reports == {}
 
@@ -295,10 +317,10 @@ def test_names() -> None:
     play = Play().open().found(taken=frozenset({"checkpoint_000007", "reports", "mine"})).go()
     play.report(0, 1)
     play.count(1, 1)
-    assert play.only(Ingest).directory == "checkpoint_000008"
+    assert play.only(Commit).directory == "checkpoint_000008"
     play.report(0, 2, name="epoch-2")
     play.report(1, 2)
-    assert play.only(Ingest).directory == "epoch-2"
+    assert play.only(Commit).directory == "epoch-2"
     play.report(0, 3, name="epoch-2")
     play.count(1, 3)
     assert isinstance(play.only(Answer).error, ConfigError)
@@ -308,10 +330,10 @@ def test_names() -> None:
     play.report(0, 5, name="a")
     play.report(1, 5, name="b")
     assert {answer.rank for answer in play.all(Answer)} == {0, 1}
-    assert play.all(Ingest) == []
+    assert play.all(Commit) == []
     play.report(0, 6)
     play.count(1, 6)
-    assert play.only(Ingest).directory == "checkpoint_000009"
+    assert play.only(Commit).directory == "checkpoint_000009"
 
 
 @pytest.mark.parametrize("name", ["a/b", ".hidden", "reports", "logs", "..", ""])
@@ -326,7 +348,7 @@ def test_the_name_of_a_damaged_checkpoint() -> None:
     """Training that comes by there again must not fail for ever: the new one gets a number behind its name."""
     play = Play(num_workers=1).open().found(set_aside=frozenset({"epoch-3"}), taken=frozenset({"epoch-3"})).go()
     play.report(0, 1, name="epoch-3")
-    assert play.only(Ingest).directory == "epoch-3-2"
+    assert play.only(Commit).directory == "epoch-3-2"
 
 
 def test_uploaded_checkpoints() -> None:
@@ -335,7 +357,7 @@ def test_uploaded_checkpoints() -> None:
     where = {"storage": None, "uri": "/runs/run", "name": "up"}
     play.report(0, 1, "uploaded", location=where)
     play.report(1, 1, "uploaded", location=where)
-    assert play.only(CommitUploaded).directory == "up"
+    assert play.only(Commit).directory == "up"
     play.committed()
     assert len(play.all(Answer)) == 2
     play.report(0, 2, "uploaded", location=where)
@@ -350,7 +372,7 @@ def test_get_checkpoint_waits_for_synchronous_reports() -> None:
     play.ask(1, upto=1)
     assert play.all(Answer) == []
     play.count(1, 1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     assert play.all(Answer) == []
     play.out = [ingest]
     play.committed()
@@ -364,7 +386,7 @@ def test_get_checkpoint_is_the_same_on_all_ranks() -> None:
     play = Play().run(kept("a", 0, attempt=1))
     play.report(0, 1, call=None)
     play.report(1, 1, call=None)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     play.ask(0, upto=1)
     assert play.only(Answer).value == {"checkpoint": location("a"), "memory": False}
     play.out = [ingest]
@@ -380,7 +402,7 @@ def test_all_reported_checkpoints() -> None:
     play = Play(validates=True).run(kept("a", 0, loss=3.0, _validated="failed"))
     play.report(0, 1, call=None, validation=True)
     play.count(1, 1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     play.ask(0, upto=1, what="all", mode="committed", timeout_s=5.0)
     play.ask(1, upto=1, what="all", mode="validated")
     assert play.all(Answer) == []
@@ -420,7 +442,7 @@ def test_dictionaries_by_score() -> None:
     play.say(0, b"packed", on="memory", index=2)
     play.ask(0, upto=2)
     play.part(0, 1)
-    assert play.only(CommitParts).writers == (0,)  # the other rank brings nothing and is not waited for
+    assert play.only(Commit).writers == (0,)  # the other rank brings nothing and is not waited for
     play.committed()
     assert play.all(Answer) == []
     play.count(1, 2)
@@ -463,7 +485,7 @@ def test_callbacks_hear_of_a_commit() -> None:
     play = Play(has_callbacks=True).run()
     play.report(0, 1)
     play.rows(1, {"loss": 5.0}, rank=1)
-    ingest = play.only(Ingest)
+    ingest = play.only(Commit)
     play.out = [ingest]
     play.committed()
     call = play.only(Call)
@@ -498,8 +520,8 @@ def test_a_directory_beside_an_upload() -> None:
     play = Play().open().found(taken=frozenset({"up"})).go()
     play.report(0, 1)
     play.report(1, 1, "uploaded", location={"storage": None, "uri": "/runs/run", "name": "up"})
-    commit = play.only(CommitUploaded)
+    commit = play.only(Commit)
     assert commit.directory == "up"
-    assert commit.beside == (ReportedDirectory(rank=0, path="/tmp/0-1", owned=False),)
+    assert commit.sources == (IngestSource(rank=0, path="/tmp/0-1", owned=False),)
     play.committed()
     assert len(play.all(Answer)) == 2

@@ -9,15 +9,13 @@ from holdfast.trainers.function.control.actions import (
     Answer,
     Commit,
     End,
-    Ingest,
     LateMetrics,
     Protect,
     Say,
     StopValidation,
     Validate,
 )
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, WaitLimits
 
 
 def commit(play: Play, index: int, **header: object) -> list[object]:
@@ -35,9 +33,9 @@ def test_a_validation_follows_the_commit() -> None:
     """The checkpoint is protected from before its commit until its metrics have ranked it."""
     play = Play(num_workers=1, validates=True).run()
     play.report(0, 1, validation=True)
-    assert play.kinds() == ["StoreRows", "Details", "Protect", "Ingest"]
+    assert play.kinds() == ["StoreRows", "Details", "Protect", "Commit"]
     assert play.only(Protect).names == ("checkpoint_000000",)
-    assert play.only(Ingest).manifest["extra"] == {"validation": "wanted"}
+    assert play.only(Commit).manifest["extra"] == {"validation": "wanted"}
     play.committed()
     validate = play.only(Validate)
     assert validate.name == "checkpoint_000000"
@@ -47,7 +45,7 @@ def test_a_validation_follows_the_commit() -> None:
         LateMetrics(name="checkpoint_000000", metrics={"val": 0.5, "_validated": True}),
     ]
     play.outcome(play.only(LateMetrics), ["checkpoint_000000"])
-    assert play.controller.commits.known.kept == {}
+    assert play.controller.reports.known.kept == {}
 
 
 def test_one_at_a_time() -> None:

@@ -17,9 +17,8 @@ from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function.config import ValidationConfig
 from holdfast.trainers.function.control.actions import RunState
-from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
-from holdfast.trainers.function.control.plan import RunSpec, WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.drive import Driver, DriverOptions, Stops
+from holdfast.trainers.function.control.plan import FailurePolicy, RunSpec, WaitLimits
 from holdfast.trainers.function.control.result import Result
 from holdfast.trainers.function.transit import error_to_wire
 
@@ -29,7 +28,7 @@ def make(root: Path, script: Script, *, options: dict[str, Any] | None = None, *
     plan = RunSpec(
         **{"run_name": "run", "storage": storage.describe() or {}, "uri": storage.uri, "num_workers": 1, **fields}
     )
-    return Driver(plan, ExecutorOptions(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
+    return Driver(plan, DriverOptions(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
 
 
 def drive(driver: Driver) -> Any:
@@ -181,7 +180,7 @@ def test_a_validation(tmp_path: Path) -> None:
             super().say(rank, *attachments, **(header | ({"validation": True} if header["on"] == "report" else {})))
 
     driver = make(tmp_path / "run", good, validates=True, options={"validation": ValidationConfig(check)})
-    driver._engine = driver._executor._engine = Asking(good)  # type: ignore[assignment]
+    driver._engine = Asking(good)  # type: ignore[assignment]
     assert drive(driver).state is RunState.FINISHED
     assert Result.from_path(tmp_path / "run").best_checkpoints[0][1] == {"loss": 1, "val": 2}
 

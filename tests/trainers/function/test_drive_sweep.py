@@ -14,9 +14,8 @@ from holdfast.config import Keep
 from holdfast.storage import LocalStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.trainers.function.control.actions import RunState
-from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
-from holdfast.trainers.function.control.plan import RunSpec
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.drive import Driver, DriverOptions
+from holdfast.trainers.function.control.plan import FailurePolicy, RunSpec
 from holdfast.trainers.function.control.result import Result
 from holdfast.trainers.function.transit import error_to_wire
 
@@ -70,7 +69,7 @@ def drive(storage: Storage, script: Any, before: Callable[[Driver], None] = lamb
         num_workers=1,
         policy=FailurePolicy(max_failures=1),
     )
-    driver = Driver(plan, ExecutorOptions(blob=b"", keep=Keep(last=2)), storage, FakeEngine(script))
+    driver = Driver(plan, DriverOptions(blob=b"", keep=Keep(last=2)), storage, FakeEngine(script))
     before(driver)
     try:
         return driver.run()

@@ -11,7 +11,7 @@ from catalog_kit import catalog_of
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage import LocalStorage
-from holdfast.trainers.function.control.starts import RunContents, find_start
+from holdfast.trainers.function.control.checkpoints import RunContents, find_start
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource
 

@@ -16,11 +16,13 @@ import holdfast as hf
 from holdfast.copying import local
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.trainers.function.control import execute
-from holdfast.trainers.function.control.actions import ReportedDirectory
-from holdfast.trainers.function.control.execute import bring_beside
+from holdfast.trainers.function.control import drive
+from holdfast.trainers.function.control.drive import bring_beside
 from holdfast.trainers.function.worker import handoff
 from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
+from holdfast.writer.ingest.incoming import put_incoming
+from holdfast.writer.ingest.sources import scan
+from holdfast.writer.messages import IngestSource
 
 
 @pytest.fixture
@@ -160,13 +162,13 @@ def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
     """The driver may still copy what it was told of: it finds all of it or nothing, and commits no part of it."""
     ended = "0123456789abcdef"
     old = other_disk / f".holdfast-{ended}-1f-1"
-    report = ReportedDirectory(rank=1, path=str(old), owned=True)
+    report = IngestSource(rank=1, path=str(old), owned=True)
     storage = LocalStorage(root)
     place = HandoffArea(root=storage, uri=str(root), start_id=START_ID, rank=1, past=frozenset({ended}))
     (old / "sub").mkdir(parents=True)
     for name in ("a.bin", "sub/b.bin"):
         (old / name).write_bytes(b"x")
-    removed, walk = [], os.walk
+    removed = []
 
     def remove(path):
         removed.append(path)
@@ -188,18 +190,43 @@ def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
     for name in ("a.bin", "sub/b.bin"):
         (old / name).write_bytes(b"x")
 
-    def listed(path, **how):
-        """The sweep comes between two folders."""
-        for number, found in enumerate(walk(path, **how)):
-            yield found
-            if not number:
-                place.swept.clear()
-                place.sweep_siblings(str(other_disk / "mine"))
+    def listed(source):
+        """The sweep comes when some of it is listed."""
+        found = scan(source)
+        place.swept.clear()
+        place.sweep_siblings(str(other_disk / "mine"))
+        return found
 
-    monkeypatch.setattr(execute.os, "walk", listed)
+    monkeypatch.setattr(drive, "scan", listed)
     with pytest.raises(CheckpointError, match="could not be listed"):
         bring_beside(storage, "checkpoint_000001", [report])
     assert list(storage.list("")) == []
+
+
+@pytest.mark.parametrize("how", ["local", "incoming"])
+def test_a_directory_comes_beside_what_was_uploaded(root, tmp_path, how):
+    """Equal files once, differing ones both, links as what they lead to, metadata too; what was taken over goes."""
+    storage, mine = LocalStorage(root), tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").write_bytes(b"linked")
+    (mine / "sub" / "link").symlink_to(tmp_path / "elsewhere")
+    for name, data in (("same", b"1"), ("other", b"2"), (".metadata.json", b"{}")):
+        (mine / name).write_bytes(data)
+    for name, data in (("same", b"1"), ("other", b"3")):
+        storage.put(f"up/{name}", data)
+    source = IngestSource(rank=1, path=str(mine), owned=True)
+    if how == "incoming":
+        put_incoming(storage, f".incoming-{START_ID}/1-1", source)
+        source = IngestSource(rank=1, path=f".incoming-{START_ID}/1-1", owned=True)
+    bring_beside(storage, "up", [source])
+    found = {info.path: storage.read(info.path) for info in storage.list("")}
+    assert found == {
+        "up/same": b"1", "up/other": b"3", "up/other.rank-1": b"2", "up/sub/link": b"linked", "up/.metadata.json": b"{}"
+    }  # fmt: skip
+    assert mine.exists() is (how == "incoming")
+    made = hf.Checkpoint.from_dict({"a": 1}).to_directory(tmp_path / "made")
+    with pytest.raises(ConfigError, match="report both in one way"):
+        bring_beside(storage, "up", [IngestSource(rank=1, path=str(made))])
 
 
 def test_a_run_without_a_directory_renames_beside(source):

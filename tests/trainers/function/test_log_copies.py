@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.storage import MemoryStorage
-from holdfast.trainers.function.control import execute
-from holdfast.trainers.function.control.execute import LogCopies
+from holdfast.trainers.function.control import drive
+from holdfast.trainers.function.control.drive import LogCopies
 
 _names = itertools.count()
 
@@ -55,8 +55,8 @@ def test_what_has_grown_is_copied(storage):
 
 def test_big_logs_are_cut_in_the_middle(storage, monkeypatch):
     """Beginning and end of a long log are kept, with a word about the rest."""
-    monkeypatch.setattr(execute, "_HEAD_BYTES", 4)
-    monkeypatch.setattr(execute, "_TAIL_BYTES", 4)
+    monkeypatch.setattr(drive, "_HEAD_BYTES", 4)
+    monkeypatch.setattr(drive, "_TAIL_BYTES", 4)
     copies = LogCopies(storage, every_s=1000)
     write(copies, "a.log", b"abcd012345wxyz")
     copies.close()

@@ -13,7 +13,8 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import ConfigError
-from holdfast.trainers.function.values import check_score, pack_checkpoint, plain_metrics, score_of, unpack_checkpoint
+from holdfast.trainers.function.transit import pack_checkpoint, unpack_checkpoint
+from holdfast.trainers.function.worker.delivery import check_score, plain_metrics, score_of
 
 
 class Colour(enum.Enum):

@@ -10,8 +10,7 @@ from scripted import Play, kept
 
 from holdfast.errors import HoldfastError
 from holdfast.trainers.function.control.actions import Commit, End, KillGroup, NextAttempt, Say, Send, StartGroup
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, WaitLimits
 from holdfast.trainers.function.engine import Capacity, Draining, Exited
 from holdfast.trainers.function.worker.link import Agreement
 

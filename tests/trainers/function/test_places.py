@@ -9,10 +9,9 @@ from scripted import Play, kept
 
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, RunState, Say, StartGroup
-from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy, ScalingPolicy
+from holdfast.trainers.function.control.plan import FailurePolicy, ScalingPolicy, WaitLimits
 from holdfast.trainers.function.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
-from holdfast.trainers.function.engines.cluster.places import NodePlace, arrange, rank_environment
+from holdfast.trainers.function.engines.cluster.nodes import NodePlace, arrange, rank_environment
 
 ROOM = WaitLimits(place_s=60, settle_capacity_s=3)
 

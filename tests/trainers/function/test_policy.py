@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from holdfast.trainers.function.control.policy import (
+from holdfast.trainers.function.control.plan import (
     Cause,
     FailurePolicy,
     GiveUp,

@@ -9,7 +9,7 @@ import pytest
 from session_kit import channels
 
 from holdfast.errors import SessionError
-from holdfast.trainers.function.worker.report_queue import ReportQueue
+from holdfast.trainers.function.worker.link import ReportQueue
 
 
 class Ends:
@@ -94,29 +94,6 @@ def test_a_message_follows_what_was_reported_before_it():
         ]  # fmt: skip
 
 
-def test_everything_waits_behind_a_held_place():
-    """What is reported after an upload in the background is sent after it; questions are not held up."""
-    with Ends(pause_s=0.01) as ends:
-        ends.outbox.add(1, row(1))
-        slot = ends.outbox.hold()
-        ends.outbox.add(3, row(3))
-        ends.outbox.send({"on": "report", "index": 4})
-        ends.outbox.send_now({"on": "ask"})
-        assert [ends.hear()["on"], ends.hear()["on"]] == ["rows", "ask"]
-        ends.outbox.fill(slot, {"on": "report", "index": 2})
-        heard = [ends.hear() for _ in range(3)]
-        assert [one.get("first", one.get("index")) for one in heard] == [2, 3, 4]
-
-
-def test_two_held_places_keep_their_order():
-    """The second may be ready before the first."""
-    with Ends() as ends:
-        first, second = ends.outbox.hold(), ends.outbox.hold()
-        ends.outbox.fill(second, {"index": 2})
-        ends.outbox.fill(first, {"index": 1})
-        assert [ends.hear()["index"], ends.hear()["index"]] == [1, 2]
-
-
 def test_what_waits_is_bounded():
     """A controller that takes nothing stops the reports in the end, with an error; memory does not grow."""
     big = {"metrics": {"text": "x" * 20_000}, "time": 0.0}
@@ -151,15 +128,6 @@ def test_a_slow_controller_gets_everything():
             upto += len(header["rows"])
         assert done.wait(20)
         thread.join()
-
-
-def test_an_upload_that_never_ends_is_named():
-    """Reports behind it are bounded too, and the error says what they wait for."""
-    with Ends(pause_s=0.0, max_waiting=5, timeout_s=0.1) as ends:
-        ends.outbox.hold()
-        with pytest.raises(SessionError, match="an upload in the background"):
-            for number in range(2, 10):
-                ends.outbox.add(number, None)
 
 
 def test_a_controller_that_is_gone_holds_nobody():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.trainers.function.engines.cluster.reservations import (
+from holdfast.trainers.function.engines.cluster.ray_nodes import (
     Changes,
     Reservation,
     choose_spares,

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from session_kit import START_ID, Pair, agreeable, begin, make, silent
+from session_kit import START_ID, Pair, agreeable, begin, make, silent, trouble_at_a_question
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageFullError
@@ -115,26 +115,16 @@ def test_drain_waits_for_background_commits(root):
 
 def test_what_a_report_in_the_background_took_comes_back_when_it_fails(root):
     """Before anybody hears of the failure; what is committed stays taken."""
-
-    def script(controller, header):
-        if header["on"] == "report" and header["index"] == 1:
-            controller.trouble(StorageFullError("no space left"), index=1)
-        else:
-            agreeable(controller, header)
-
-    with Pair(begin(root), script) as pair:
+    with Pair(begin(root), trouble_at_a_question(1)) as pair:
         first, second = make(root.parent / "first"), make(root.parent / "second")
         hf.report({}, first, checkpoint_upload_mode=ASYNC)
-        answers = pair.session._link._answers
-        with answers._changed:
-            assert answers._changed.wait_for(lambda: answers.troubles, 20)
+        hf.get_all_reported_checkpoints()
         assert (root.parent / "first" / "model.pt").read_bytes() == b"weights"
         with pytest.raises(StorageFullError):
             hf.report({}, second, checkpoint_upload_mode=ASYNC)
         hf.report({}, second, checkpoint_upload_mode=ASYNC)
         pair.session.drain()
         assert not (root.parent / "second").exists()
-        assert not answers._undo
 
 
 @pytest.mark.parametrize("where", ["call", "end"])
@@ -147,12 +137,10 @@ def test_trouble_in_the_background_surfaces_once(root, where):
         else:
             agreeable(controller, header)
 
-    with Pair(begin(root), script) as pair:
+    with Pair(begin(root), trouble_at_a_question(1) if where == "call" else script) as pair:
         hf.report({}, make(root.parent / "mine"), checkpoint_upload_mode=ASYNC)
         if where == "call":
-            answers = pair.session._link._answers
-            with answers._changed:
-                assert answers._changed.wait_for(lambda: answers.troubles, 20)
+            hf.get_all_reported_checkpoints()
             with pytest.raises(StorageFullError, match="no space left"):
                 hf.report({"loss": 2})
             hf.report({"loss": 3})
@@ -169,28 +157,26 @@ def test_trouble_in_the_background_surfaces_once(root, where):
 @pytest.mark.parametrize("call", ["directory", "values"])
 def test_trouble_stops_a_report_with_data_but_not_the_counting(root, call):
     """The error comes in place of the new checkpoint; its report counts as one without."""
-    with Pair(begin(root), silent) as pair:
-        pair.controller.trouble(StorageFullError("no space left"))
-        answers = pair.session._link._answers
-        with answers._changed:
-            assert answers._changed.wait_for(lambda: answers.troubles, 20)
+    with Pair(begin(root, first_index=2), trouble_at_a_question(1)) as pair:
+        hf.get_all_reported_checkpoints()
         with pytest.raises(StorageFullError, match="no space left"):
             if call == "directory":
                 hf.report({"loss": 1}, make(root.parent / "mine"), checkpoint_upload_mode=ASYNC)
             else:
                 hf.save_checkpoint(epoch=1)
         (row,) = pair.controller.wait(lambda _: pair.controller.rows())
-        assert row == (1, {"loss": 1} if call == "directory" else {})
+        assert row == (2, {"loss": 1} if call == "directory" else {})
         assert not list(root.iterdir())
 
 
 def test_a_dictionary_checkpoint(root):
-    """It lives in this worker's memory: it is written into the run and handed over."""
+    """It lives in this worker's memory: it is written into the run and handed over, under ASYNC in the background."""
+    loaded = []
 
     def script(controller, header):
-        source = header["source"]
-        assert source["owned"]
-        assert hf.load(source["path"]) == {"epoch": 3, "name": "a"}
+        if (source := header.get("source")) is not None:
+            assert source["owned"]
+            loaded.append((header["on"], hf.load(source["path"])))
         agreeable(controller, header)
 
     with Pair(begin(root), script) as pair:
@@ -198,6 +184,7 @@ def test_a_dictionary_checkpoint(root):
             hf.report({}, hf.Checkpoint.from_dict({"epoch": 3, "name": "a"}), checkpoint_upload_mode=mode)
         pair.session.drain()
         assert [one["call"] is None for one in pair.controller.headers("report")] == [False, True]
+    assert loaded == [(on, {"epoch": 3, "name": "a"}) for on in ("report", "part")]
 
 
 def test_a_dictionary_checkpoint_with_a_run_elsewhere():
@@ -243,35 +230,20 @@ def test_an_upload_by_the_users_function(root, mode):
         hf.report({}, checkpoint, checkpoint_upload_fn=upload, checkpoint_upload_mode=mode, checkpoint_dir_name="best")
         hf.report({}, make(root.parent / "two"), checkpoint_upload_fn=upload, checkpoint_upload_mode=mode)
         pair.session.drain()
-        reports = pair.controller.headers("report")
         assert asked == [
             (checkpoint, "best", mode is SYNC),
             (hf.Checkpoint(root.parent / "two"), f"checkpoint_000002-{START_ID}", mode is SYNC),
         ]
-        assert [one["location"]["name"] for one in reports] == ["best", f"checkpoint_000002-{START_ID}"]
-        assert [one["kind"] for one in reports] == ["uploaded"] * 2
+        told = [(one["on"], one["location"]["name"]) for one in pair.controller.headers() if "location" in one]
+        on = "report" if mode is SYNC else "part"
+        assert told == [(on, "best"), (on, f"checkpoint_000002-{START_ID}")]
+        assert [one["kind"] for one in pair.controller.headers("report")] == ["uploaded"] * 2
         # Ray's rule: ASYNC deletes the local directory afterwards, SYNC does not.
         assert (root.parent / "mine").exists() is (mode is SYNC)
 
 
-def test_an_upload_quicker_than_report_is_not_waited_for_ever(root, monkeypatch):
-    """The word that the checkpoint is committed may arrive before `report` has noted that it waits for it."""
-    with Pair(begin(root)) as pair:
-        submit = pair.session._link._uploads.submit
-
-        def slow(work):
-            submit(work)
-            pair.session._link._uploads.drain()
-            pair.session._link.ask({"what": "checkpoint", "upto": 0})()  # answers come in order
-
-        monkeypatch.setattr(pair.session._link._uploads, "submit", slow)
-        mine = make(root.parent / "mine")
-        hf.report({}, mine, checkpoint_upload_fn=lambda one, name: make(root / name), checkpoint_upload_mode=ASYNC)
-        assert pair.session._link._answers._is_settled(1)
-
-
-def test_reports_after_an_upload_in_the_background_keep_their_order(root):
-    """Metrics reported meanwhile are sent after it: the controller hears every number in turn."""
+def test_reports_after_an_upload_in_the_background_do_not_wait_for_it(root):
+    """The report is entered at once, so the controller hears every number in turn, and what comes after it too."""
     go = threading.Event()
 
     def upload(_, name):
@@ -283,26 +255,29 @@ def test_reports_after_an_upload_in_the_background_keep_their_order(root):
         mine = make(root.parent / "mine")
         hf.report({"n": 2}, mine, checkpoint_upload_fn=upload, checkpoint_upload_mode=ASYNC)
         hf.report({"n": 3})
-        go.set()
-        pair.session.drain()
         rows = pair.controller.wait(lambda _: len(pair.controller.rows()) == 3 and pair.controller.rows())
         assert [number for number, _ in rows] == [1, 2, 3]
+        go.set()
+        pair.session.drain()
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_an_upload_that_returns_no_checkpoint(root, mode):
-    """The error says what it should have been; under ASYNC every later call raises it."""
+    """The error says what it should have been; under ASYNC the other ranks hear of it, and the next call raises it."""
     with Pair(begin(root)) as pair:
         options = {"checkpoint_upload_fn": lambda *_: "somewhere", "checkpoint_upload_mode": mode}
         if mode is SYNC:
             with pytest.raises(ConfigError, match="returned 'somewhere', not a Checkpoint"):
                 hf.report({}, make(root.parent / "mine"), **options)
+            assert pair.controller.headers("report") == []
             return
         hf.report({}, make(root.parent / "mine"), **options)
-        for call in (pair.session.drain, lambda: hf.report({}), hf.get_checkpoint):
-            with pytest.raises(ConfigError, match="returned 'somewhere', not a Checkpoint"):
-                call()
-        assert pair.controller.headers("report") == []
+        with pytest.raises(ConfigError, match="returned 'somewhere', not a Checkpoint"):
+            pair.session.drain()
+        (part,) = pair.controller.wait(lambda _: pair.controller.headers("part"))
+        assert (part["index"], part["error"]["type"]) == (1, "ConfigError")
+        hf.report({})
+        pair.session.drain()
 
 
 def test_an_upload_to_another_place_is_refused(root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,12 @@ def test_a_callback_that_raises_gives_its_room_back(root: Path, tmp_path: Path) 
         raise RuntimeError("of the callback") from error
 
     staging = Staging(str(tmp_path / "disk"), LocalStorage(root), rank=0, start_id="ab" * 8, sweeps=False)
+    stored: Future[None] = Future()
+    stored.set_result(None)
     for _ in range(2):
         assert staging.wait(1.0)
-        staging.bring("checkpoint_000001", "s", ended)  # a share that is not there: a failure
-    assert staging.wait_until_idle(10.0)
+        staging.bring(stored, {"directory": "checkpoint_000001", "save_id": "s"}, ended)  # a share that is not there
+    assert staging.wait(10.0, at_most=0)
     staging.close()
 
 

@@ -14,8 +14,7 @@ from session_kit import START_ID, Pair, begin
 import holdfast as hf
 from holdfast.errors import ConfigError, SessionError, StorageFullError, UnsupportedStateError
 from holdfast.storage import LocalStorage
-from holdfast.trainers.function.transit import describe_location
-from holdfast.trainers.function.values import unpack_checkpoint
+from holdfast.trainers.function.transit import describe_location, unpack_checkpoint
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob
 

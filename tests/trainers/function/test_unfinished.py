@@ -23,10 +23,15 @@ from holdfast.trainers.function.engine import Exited
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.local.engine import LocalEngine
 from holdfast.trainers.function.transit import error_from_wire
-from holdfast.trainers.function.unfinished import Unfinished, left_directory, left_share
+from holdfast.trainers.function.unfinished import Unfinished, left_directory
 from holdfast.writer.ingest.incoming import read_incoming
 
 HOME = ".incoming-abcd1234/1-0"
+
+
+def left_share(folder: Path, directory: str, save_id: str) -> dict[str, Any]:
+    """What rank 0 says of its share on a disk of its node."""
+    return {"kind": "share", "folder": str(folder), "directory": directory, "save_id": save_id, "rank": 0}
 
 
 class Node:
@@ -102,7 +107,7 @@ def test_a_share_that_was_never_stored(tmp_path: Path, monkeypatch: pytest.Monke
     """The writer of a dead worker gets some time for it, and no more."""
     monkeypatch.setattr("holdfast.trainers.function.unfinished._WRITER_S", 0.1)
     node = Node(LocalStorage(tmp_path / "run"))
-    left = left_share(folder=str(tmp_path / "disk"), directory="checkpoint_000001", save_id="abcd1234-1", rank=0)
+    left = left_share(tmp_path / "disk", "checkpoint_000001", "abcd1234-1")
     node.unfinished.note(3, {"on": "staged", "index": 1, "unfinished": left})
     node.unfinished.end(3, finish=True)
     assert "this save is lost" in node.answer()[1]["error"]["message"]
@@ -197,7 +202,7 @@ def test_a_share_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
         lambda source, target, *_: target.put(f"{name}/tensors", source.read(f"{name}/tensors")),
     )
     node, gate = Node(storage), Gate(monkeypatch, "bring_share", after=True)
-    left = left_share(folder=str(tmp_path / "disk"), directory=name, save_id=save_id, rank=0)
+    left = left_share(tmp_path / "disk", name, save_id)
     node.unfinished.note(3, {"on": "staged", "index": 1, "unfinished": left})
     node.unfinished.end(3, finish=True)
     assert gate.reached.wait(10), node.told

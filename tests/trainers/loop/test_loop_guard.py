@@ -191,8 +191,8 @@ def test_an_epoch_that_is_left_out_whole_is_passed_over(tmp_path: Path) -> None:
     assert [trainer.state.timestamp.count(unit) for unit in ("batch", "epoch")] == [6, 2]
 
 
-def test_a_full_load_in_the_middle_of_an_epoch_goes_on_with_the_epoch(tmp_path: Path) -> None:
-    """A callback that loads everything leaves the loop its batches, without a guard and with one."""
+def test_a_full_load_in_the_middle_of_an_epoch_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
+    """A callback that loads everything takes training back to that moment, without a guard and with one."""
 
     class Load(Callback):
         def batch_end(self, state: Any, logger: Any) -> None:

@@ -265,6 +265,46 @@ def test_a_save_within_an_evaluation_has_what_training_has(tmp_path: Path, how: 
     assert_state_equal(everything(again), everything(whole))
 
 
+@pytest.mark.parametrize(
+    ("how", "interval", "batch"), [("", "1ep", 6), (".pt", "1ep", 6), ("folder", "1ep", 6), ("", "4ba", 4)]
+)
+def test_who_goes_on_from_a_save_within_an_evaluation_evaluates_again(
+    tmp_path: Path, how: str, interval: str, batch: int
+) -> None:
+    """It was not over when the state was saved: its metrics are those of an undisturbed training, none is left out."""
+
+    class SaveAndDie(Callback):
+        trainer: Any = None
+
+        def __init__(self) -> None:
+            self.evaluated: list[tuple[int, float]] = []
+
+        def eval_end(self, state: Any, logger: Any) -> None:
+            self.evaluated.append((int(state.timestamp.batch), float(state.eval_metric_values["eval"]["loss"])))
+
+        def eval_batch_end(self, state: Any, logger: Any) -> None:
+            if self.trainer is None or int(state.timestamp.batch) != batch:
+                return
+            if how == "folder":
+                self.trainer.save_checkpoint_to_save_folder()
+            else:
+                self.trainer.save_checkpoint(str(tmp_path / f"saved{how}"))
+            raise Crash
+
+    options: dict[str, Any] = {
+        "eval_interval": interval, "save_interval": "100ep", "eval_dataloader": loader(9, shuffle=False)
+    }  # fmt: skip
+    plain(None, callbacks=(whole := SaveAndDie()), **options).fit()
+    dies = SaveAndDie()
+    dies.trainer = plain(tmp_path / "run", callbacks=dies, **options)
+    with pytest.raises(Crash):
+        dies.trainer.fit()
+    dies.trainer.close()
+    start: dict[str, Any] = {"autoresume": True} if how == "folder" else {"load_path": tmp_path / f"saved{how}"}
+    plain(tmp_path / "run", callbacks=(again := SaveAndDie()), **options, **start).fit()
+    assert again.evaluated == [(at, loss) for at, loss in whole.evaluated if at >= batch]
+
+
 def test_an_evaluation_leaves_the_generators_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that draws on its device while it is evaluated: training goes on with the numbers it would have had."""
 

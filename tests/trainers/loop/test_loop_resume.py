@@ -13,7 +13,9 @@ from loop_kit import Crash, CrashAt, Points, Seen, everything, loader, names, pl
 from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
-from holdfast.callbacks import Callback, CheckpointSaver, ThresholdStopper
+from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint, ThresholdStopper
+from holdfast.core import Event
+from holdfast.state.tree import rng
 from holdfast.testing import assert_state_equal
 from holdfast.trainers.loop.saving.functions import load_checkpoint
 
@@ -219,23 +221,56 @@ def test_a_fit_after_an_error_trains_the_batch_that_was_drawn(kind: str) -> None
     assert sorted(note.seen) == sorted([*range(34), *range(34)])
 
 
-def test_a_checkpoint_that_is_loaded_within_the_loop(tmp_path: Path) -> None:
-    """A callback goes back to an earlier moment: the loop draws on, each batch once, to the end of its epoch."""
+class GoBack(Callback):
+    """Loads, once, at an event after four batches; notes which batches are trained, and at which count."""
 
-    class GoBack(Callback):
-        def __init__(self) -> None:
-            self.loaded, self.seen = False, list[float]()
+    def __init__(self, path: Path, event: str) -> None:
+        self.path, self.event, self.loaded, self.seen = path, event, False, list[tuple[int, float]]()
 
-        def batch_end(self, state: Any, logger: Any) -> None:
-            self.seen.append(state.batch[0].sum().item())
-            if int(state.timestamp.batch) == 4 and not self.loaded:
-                self.loaded = True
-                load_checkpoint(str(tmp_path / "ep0-ba2"), state)
+    def run_event(self, event: Event, state: Any, logger: Any) -> None:
+        if event is Event.BATCH_END:
+            self.seen.append((int(state.timestamp.batch), state.batch[0].sum().item()))
+        if event.value == self.event and int(state.timestamp.batch) >= 4 and not self.loaded:
+            self.loaded = True
+            rng.restore(load_checkpoint(self.path, state))
 
+
+@pytest.mark.parametrize(
+    ("event", "before"),
+    [("batch_end", 4), ("batch_start", 4), ("batch_checkpoint", 4), ("epoch_checkpoint", 6), ("epoch_start", 6)],
+)
+def test_a_checkpoint_that_is_loaded_within_the_loop_is_where_training_goes_on(
+    tmp_path: Path, event: str, before: int
+) -> None:
+    """A callback goes back to an earlier moment: its batches come again, and count as they did; so do epochs."""
     with plain(tmp_path, max_duration="2ba", save_interval="2ba") as first:
         first.fit()
-    plain(None, max_duration="1ep", callbacks=(back := GoBack())).fit()
-    assert len(back.seen) == len(set(back.seen)) == 6
+    options = {"max_duration": "2ep", "eval_dataloader": loader(6), "save_interval": "1ba"}
+    back = GoBack(tmp_path / "ep0-ba2", event)
+    with plain(tmp_path / "run", callbacks=back, **options) as trainer:
+        trainer.fit()
+    assert [count for count, _ in back.seen] == [*range(1, before + 1), *range(3, 13)]
+    batches = dict(back.seen)
+    assert all(batches[count] == batch for count, batch in back.seen)
+    assert (int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)) == (2, 12)
+    saved = [hf.Checkpoint(tmp_path / "run" / name) for name in names(tmp_path / "run")]
+    assert {one.step for one in saved} >= set(range(1, 13))
+    assert all(one.verify(deep=True).ok for one in saved)
+    with plain(None, load_path=tmp_path / "ep0-ba2", **{**options, "save_interval": "1ep"}) as other:
+        other.fit()
+    assert torch.equal(trainer.state.model.weight, other.state.model.weight)
+
+
+@pytest.mark.parametrize("event", ["after_backward", "eval_batch_end"])
+def test_a_checkpoint_that_is_loaded_within_a_batch_is_refused(tmp_path: Path, event: str) -> None:
+    """Half of the batch, or of the evaluation, would be of another moment; weights alone may be loaded there."""
+    with plain(tmp_path, max_duration="2ba", save_interval="2ba") as first:
+        first.fit()
+    trainer = plain(None, callbacks=GoBack(tmp_path / "ep0-ba2", event), eval_dataloader=loader(6))
+    with pytest.raises(hf.ConfigError, match=r"loaded a whole checkpoint while .* load it at BATCH_END"):
+        trainer.fit()
+    weights = LoadCheckpoint(tmp_path / "ep0-ba2", load_weights_only=True, event=event)
+    plain(None, callbacks=weights, eval_dataloader=loader(6)).fit()
 
 
 def test_two_of_one_class(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ every difference becomes a problem; only when the caller accepts the problems do
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..tree.spread import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
 from .match_plan import MatchPlan, kind_of
-from .rank_values import derive_generators, match_per_rank, match_rng
+from .rank_values import derive_generators, match_per_rank, match_rng, note_apart
 
 __all__ = ["Matcher", "holds_live"]
 
@@ -35,15 +35,10 @@ class Matcher(MatchPlan):
         """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
         self.parameter_names = parameter_names(into)
         derive_generators(self)
+        note_apart(self)
         if spread_types():
-            self._asked = ask_in_order(into, self.takes)
-        matched = self._mapping(into, self.stored.tree, "")
-        for name, live in self.targets.doubtful.items():
-            if live.shape != self.stored.entry(name).shape:
-                continue  # a part of a tensor that is spread over ranks
-            stored = self.targets.fresh(name, dtype=live.dtype, device=live.device)
-            self.actions.append(partial(self._compare, live, stored, name))
-        return matched
+            self._asked = ask_in_order(into, lambda path: self.takes(path) or self.selection.partly(path))
+        return self._mapping(into, self.stored.tree, "")
 
     # -- walking
 
@@ -72,6 +67,11 @@ class Matcher(MatchPlan):
                 return self._mapping(live, saved, path)
         if isinstance(live, (list, tuple, deque)) and holds_live(live):
             return self._sequence(live, saved, path)
+        if self.selection.partly(path) and len({self.takes(leaf) for leaf in _leaf_paths(saved, path)}) > 1:
+            self.problems.wrong.append(
+                f"{path}: only= or skip= takes a part of {kind_of(saved)}, which is plain data in the state: take all "
+                "of it, or nothing"
+            )
         return self.fresh(saved, path) if self.takes(path) else live
 
     def handovers(self, *, sort: bool) -> Iterator[Callable[[], object]]:
@@ -189,10 +189,13 @@ class Matcher(MatchPlan):
         if want != (live.dtype.str, list(live.shape)):
             self.problems.wrong.append(f"{path}: array {live.dtype.str} {live.shape} in the state, {want} stored")
             return live
+        if live.flags.writeable and (problem := self.targets.add_array(saved.name, live)) is not None:
+            self.problems.wrong.append(f"{path}: {problem}")
+            return live
         self.restored.append(path)
         if not live.flags.writeable:
             return value
-        self.actions.append(lambda: live.__setitem__(..., self.filled(value)))
+        self.actions.append(lambda: id(live) in self.targets.left or live.__setitem__(..., self.filled(value)))
         return live
 
     def _generator(self, live: torch.Generator, saved: Any, path: str) -> Any:
@@ -212,7 +215,8 @@ class Matcher(MatchPlan):
 
     def _object(self, live: Any, saved: Any, path: str) -> Any:
         """Match an object with ``load_state_dict``, which gets a fresh copy of its stored state."""
-        if not self.takes(path):
+        partly = self.selection.partly(path) or self.selection.partly(self.stored_path(path))
+        if not (partly or self.takes(path)):
             return live
         metric = objects.is_metric(live)
         fits = isinstance(saved, ObjectNode) and (saved.kind == "metric") == metric
@@ -223,10 +227,30 @@ class Matcher(MatchPlan):
             return live
         # A dict: the caller saved the result of the object's state_dict().
         content = saved.state if isinstance(saved, ObjectNode) else saved
+        leaves = [*_leaf_paths(content, path)] if partly or self.selection.renames else [path]
+        chosen = {self.takes(leaf) for leaf in leaves}
+        if True not in chosen:
+            return live
+        renamed = ((leaf, self.selection.renamed(self.stored_path(leaf))) for leaf in leaves)
+        if lost := [leaf for leaf, new in renamed if new != leaf and new.startswith(f"{path}/")]:
+            self.problems.wrong.append(
+                f"{lost[0]}: rename gives it another name within a {type(live).__name__}, which loads its state itself"
+            )
+            return live
         if isinstance(saved, ObjectNode) and saved.kind == "optimizer" and isinstance(live, torch.optim.Optimizer):
+            if len(chosen) > 1:
+                self.problems.wrong.append(
+                    f"{path}: only= or skip= takes a part of a {type(live).__name__}, which loads its state itself: "
+                    "take all of it, or nothing"
+                )
+                return live
             content = to_positions(content, live_names(live, self.parameter_names))
-        if not metric and spread_types():
-            _place_alike(self, content, state_of(live, self._asked, path))
+        if len(chosen) > 1 or (not metric and spread_types()):
+            mine = objects.metric_state(live) if metric else state_of(live, self._asked, path)
+            if len(chosen) > 1:
+                content = self._chosen(content, mine, path)
+            if not metric and spread_types():
+                _place_alike(self, content, mine)
         state = self.fresh(content, path)
         if metric:
             self.actions.append(lambda: self._note(path, objects.restore_metric(live, self.filled(state))))
@@ -235,14 +259,46 @@ class Matcher(MatchPlan):
         self.restored.append(path)
         return live
 
-    def _compare(self, live: torch.Tensor, stored: torch.Tensor, path: str) -> None:
-        """Say if a tensor has not got its stored value, because something else was read into its memory."""
-        if not arrays.same_bits(live, stored):
-            why = "its memory in the state is shared with something that is stored apart, whose value is there now"
-            self.not_restored.append((path, why))
+    def _chosen(self, saved: Any, live: Any, path: str) -> Any:
+        """Return the stored state of an object with its live state where nothing is to be loaded."""
+        if isinstance(saved, dict) and isinstance(live, Mapping):
+            result = copy.copy(saved)
+            result.clear()
+            for key, value in saved.items():
+                where = f"{path}/{key}"
+                if key in live:
+                    result[key] = self._chosen(value, live[key], where)
+                elif self.takes(where):
+                    result[key] = value
+            for key, value in live.items():
+                if key not in saved and not self.takes(f"{path}/{key}"):
+                    result[key] = value
+            return result
+        if _is_sequence(saved) and isinstance(live, (list, tuple, deque)) and len(saved) == len(live):
+            pairs = enumerate(zip(saved, live, strict=True))
+            items = [self._chosen(value, mine, f"{path}/{number}") for number, (value, mine) in pairs]
+            if isinstance(saved, deque):
+                return deque(items, saved.maxlen)
+            return saved._make(items) if hasattr(saved, "_make") else type(saved)(items)
+        return saved if self.takes(path) else live
 
     def _note(self, path: str, problems: list[str]) -> None:
         self.not_restored.extend((path, why) for why in problems)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size)
+
+
+def _leaf_paths(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths of what the state of an object holds; a list of numbers and texts is one value."""
+    rows: Any = value.items() if isinstance(value, dict) else ()
+    if _is_sequence(value) and not all(isinstance(item, (int, float, str, type(None))) for item in value):
+        rows = enumerate(value)
+    if not rows:
+        yield path
+    for key, item in rows:
+        yield from _leaf_paths(item, f"{path}/{key}")
 
 
 def _tensors_only(live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> bool:

@@ -96,11 +96,17 @@ class MatchPlan(ABC):
         """Tell whether a live entry is wanted, by its own path or by its stored path."""
         if not self.selection.renames:
             return self.selection.takes(path)
+        return self.selection.takes(path, self.stored_path(path))
+
+    def stored_path(self, path: str) -> str:
+        """Return the path in the checkpoint of what comes to ``path``."""
+        if not self._origin:
+            return path
         above, below = path, ""
         while above and above not in self._origin:
             above, _, last = above.rpartition("/")
             below = f"/{last}{below}"
-        return self.selection.takes(path, self._origin[above] + below if above else path)
+        return self._origin[above] + below if above else path
 
     def lacks(self, value: Any, path: str) -> None:
         """Record that the checkpoint has nothing for a live entry."""

@@ -15,7 +15,7 @@ from typing import Any
 from ..tree.values import Attrs, PerRank
 from .match import holds_live
 
-__all__ = ["PutBack", "put_back"]
+__all__ = ["PutBack", "put_back", "set_attributes"]
 
 
 @dataclass(slots=True)
@@ -42,6 +42,23 @@ def put_back(live: Mapping[Any, Any], loaded: Mapping[Any, Any], *, takes: Calla
     done = PutBack()
     _assign(live, loaded, "", takes, done)
     return done
+
+
+def set_attributes(live: Any, loaded: Any, path: str = "") -> list[tuple[str, str]]:
+    """Set the attributes that `attrs` values of ``live`` name; returns (path, why) of those that cannot be set.
+
+    All else of ``loaded`` is for the caller.
+    """
+    if not (isinstance(live, Mapping) and isinstance(loaded, Mapping)):
+        return []
+    if isinstance(live, Attrs):
+        done = PutBack()
+        _assign(live, loaded, path, lambda _: True, done)
+        return done.lost
+    lost = []
+    for key in loaded.keys() & live.keys():
+        lost += set_attributes(live[key], loaded[key], f"{path}/{key}" if path else str(key))
+    return lost
 
 
 def _assign(

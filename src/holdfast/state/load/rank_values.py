@@ -9,19 +9,22 @@ that ranks take together) stay in step: all ranks take the state of rank 0.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from ..data.seeding import mix
-from ..tree import rng
-from ..tree.values import PerRank, PerRankNode
+from ..tree import arrays, rng
+from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_plan import MatchPlan
 
-__all__ = ["derive_generators", "match_per_rank", "match_rng", "restore_derived"]
+__all__ = ["derive_generators", "match_per_rank", "match_rng", "note_apart", "restore_derived"]
 
+_NAMED = 8  # values spelled out in a note
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # NumPy's own
 
 
@@ -84,6 +87,57 @@ def derive_generators(plan: MatchPlan) -> None:
         if plan.takes(key):
             before = stored.manifest.world_size
             plan.notes.append(f"{key}: a generator for each of {before} rank(s): derived for {stored.resized}")
+
+
+def note_apart(plan: MatchPlan) -> None:
+    """Say which values every rank has from rank 0 now, although the ranks that saved had others."""
+    stored = plan.stored
+    if stored.resized is None:
+        return
+    apart: set[str] = set()
+    unread: list[tuple[str, TensorRef, TensorRef]] = []
+    for path, first, other in stored.others_values():
+        if plan.takes(path) and path not in apart:
+            pairs: list[tuple[TensorRef, TensorRef]] = []
+            if not _is_same(first, other, pairs):
+                apart.add(path)
+                continue
+            unread.extend((path, *pair) for pair in pairs)
+            plan.fresh(pairs, path)
+
+    def say() -> None:
+        apart.update(path for path, first, other in unread if not _has_same_bits(first.value, other.value))
+        if apart:
+            named = sorted(apart)
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+            plan.notes.append(
+                f"{', '.join(named[:_NAMED])}{more}: other values on other ranks when {stored.manifest.world_size} "
+                f"saved; {stored.resized} go on, each with that of rank 0"
+            )
+
+    plan.actions.append(say)
+
+
+def _is_same(first: Any, other: Any, pairs: list[tuple[TensorRef, TensorRef]]) -> bool:
+    """Compare two stored values; ``pairs`` gets the tensors, which have to be read first."""
+    if isinstance(first, ObjectNode) and isinstance(other, ObjectNode):
+        return _is_same(first.state, other.state, pairs)
+    if isinstance(first, TensorRef) and isinstance(other, TensorRef):
+        pairs.append((first, other))
+        return True
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, Mapping):
+        return first.keys() == other.keys() and all(_is_same(value, other[key], pairs) for key, value in first.items())
+    if isinstance(first, (list, tuple, deque)):
+        return len(first) == len(other) and all(_is_same(*both, pairs) for both in zip(first, other, strict=True))
+    return bool(first == other) or (
+        isinstance(first, (float, np.floating)) and bool(np.isnan(first) and np.isnan(other))
+    )
+
+
+def _has_same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.dtype == other.dtype and first.shape == other.shape and arrays.same_bits(first, other)
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:
@@ -165,8 +219,6 @@ def _derived(name: str, state: Any, seed: int) -> Any:
         return torch.Generator().manual_seed(seed).get_state()
     if name == "python":
         return rng.python_entry(random.Random(seed).getstate())
-    import numpy as np
-
     name = str(state["bit_generator"])
     if name not in _BIT_GENERATORS:
         raise ValueError(f"unknown bit generator {name!r}")

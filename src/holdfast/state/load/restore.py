@@ -114,11 +114,14 @@ def load_state(
                 stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device,
                 added=frozenset(added(stored.tree) if added is not None else ()),
             )  # fmt: skip
-            state, requests = matcher.run(into), matcher.targets.requests
+            state = matcher.run(into)
             if not idle_names:
                 selection.check(paths(stored))
             if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
                 matcher.problems.unexpected.remove(bookkeeping)
+            clashes = matcher.targets.clashes(lambda requests: _read_apart(stored, requests, verify=verify))
+            matcher.problems.wrong += [f"{selection.renamed(name)}: {why}" for name, why in clashes]
+            requests = matcher.targets.requests
             others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri, names=list(into))
@@ -194,6 +197,13 @@ def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own
     if isinstance(storage, Stored):
         return storage
     return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
+
+
+def _read_apart(stored: Stored, requests: Sequence[ReadRequest], *, verify: bool) -> None:
+    """Read before all others what decides whether checkpoint and live state fit."""
+    digests = stored.digests_of({request.file for request in requests}) if verify else None
+    with torch.no_grad():
+        read_tensors(stored.storage, requests, digests)
 
 
 def _read(

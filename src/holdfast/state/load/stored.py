@@ -21,6 +21,7 @@ from holdfast.format.schema import check_node, check_object, check_parts
 from holdfast.storage.base import Storage
 
 from ..tree import arrays
+from ..tree.flatten import OWN
 from ..tree.values import ObjectNode, PerRankNode, TensorRef
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Stored", "decode_tree", "open_stored"]
 
 _LOG = get_logger("state")
+_NOTHING = object()
 _FEW = 2  # up to so many indexes, all are read when a checkpoint is opened
 
 
@@ -131,6 +133,17 @@ class Stored:
         entry = self.parts.get(rank)
         return None if entry is None else _decode_part(self._small.read(entry), entry.path, {}, self._keys)
 
+    def others_values(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield path, value of rank 0 and value of another rank for what the other ranks stored of their own (`OWN`).
+
+        Looked at are rank 1 and the last rank, as for generators (`rank_values`).
+        """
+        for rank in sorted({1, self.manifest.world_size - 1} & self.parts.keys()):
+            for where, value in _own_values(self.part(rank), self._keys).items():
+                container, key = _find(self.tree, where)
+                path = where.replace("~1", "/").replace("~0", "~")
+                yield path, None if container is None else _at(container, key), value
+
     def _unite(self, indexes: list[Index | IndexGroup]) -> None:
         """Take the tensors of all indexes, or of those that have been read so far, and check that none is missing."""
         if self._unread:
@@ -202,6 +215,12 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
             if isinstance(own, torch.Generator) and own.device.type == generator.device.type:
                 generator.set_state(own.get_state())
         stored.own = frozenset(refs) if len(listed) > 1 else frozenset()
+        own = _own_values(stored.per_rank, stored._keys)
+        if own and stored.resized is None and not stored.borrowed:
+            for where, value in own.items():
+                container, key = _find(stored.tree, where)
+                if container is not None:
+                    container[key] = value
     stored._unite(indexes)
     return stored
 
@@ -270,6 +289,34 @@ def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequ
     except ValueError as error:
         raise CorruptCheckpointError(f"{where}: {error}: this checkpoint is damaged", file=where) from error
     return part
+
+
+def _own_values(part: dict[str, Any] | None, keys: Sequence[tuple[str, bool, str]]) -> Mapping[str, Any]:
+    """Take what a rank stored of its own (`OWN`) out of its part; an early version may have a value of that name."""
+    if part is None or not isinstance(part.get(OWN), Mapping) or any(key == OWN for key, _, _ in keys):
+        return {}
+    own: Mapping[str, Any] = part.pop(OWN)
+    return own
+
+
+def _find(tree: Any, where: str) -> tuple[Any, Any]:
+    """Return the container that has, or may get, what ``where`` (a `pointer`) leads to, and its key; (None, None)."""
+    *above, last = (step.replace("~1", "/").replace("~0", "~") for step in where.split("/"))
+    for step in above:
+        tree = _at(tree, _key_in(tree, step))
+    key = _key_in(tree, last)
+    return (None, None) if key is None else (tree, key)
+
+
+def _key_in(container: Any, step: str) -> str | int | None:
+    if isinstance(container, dict):
+        return step
+    fits = isinstance(container, list) and step.isdecimal() and int(step) < len(container)
+    return int(step) if fits else None
+
+
+def _at(container: Any, key: Any) -> Any:
+    return None if key is None else container.get(key, _NOTHING) if isinstance(container, dict) else container[key]
 
 
 def _inner_keys(parts: Any) -> Iterator[tuple[str, bool, str]]:

@@ -7,12 +7,12 @@ gaps are read as well and a copy picks out the wanted bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from operator import sub
-from typing import TYPE_CHECKING
+from operator import itemgetter, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ __all__ = ["Cuts", "Targets", "box_of", "spans"]
 _FEW = 64  # boxes, and fewer: arrays are slower
 _MANY = 1 << 24  # corners that are looked at by arrays
 _LIMIT = 1 << 62
+_CPU = torch.device("cpu")
 
 # Rows of at least so many bytes are read one by one: each range reads up to 64 KiB more at both ends, for digests.
 _GAP = 256 << 10
@@ -56,9 +57,10 @@ class Targets:
         self._dtypes: dict[str, torch.dtype] = {}
         self._complete: set[str] = set()  # names of tensors whose stored boxes cover them exactly
         self._cuts: dict[tuple[object, ...], Cuts] = {}
-        # address -> live tensors there and the stored names read into them; tied tensors are read once
-        self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
-        self.doubtful: dict[str, torch.Tensor] = {}  # stored name -> memory that something else is read into, too
+        # address -> live tensors and arrays there and the stored names read into them; tied tensors are read once
+        self._at: dict[int, list[tuple[Any, str]]] = {}
+        self._spread: set[int] = set()  # ids of those that are a part of a tensor
+        self.left: set[int] = set()  # ids of the arrays that are left as they are
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the torch dtype of a stored name."""
@@ -94,24 +96,102 @@ class Targets:
                     if _same_memory(home, other):
                         if source == entry.name or source in self.stored.own:
                             return None
-                        if entry.name in self.stored.own:
+                        if entry.name in self.stored.own:  # this rank stored a value of its own for that memory
                             self._withdraw(source, other)
                             planned[:] = [pair for pair in planned if pair[0] is not other]
                             break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-                if planned and not spread:
-                    self.doubtful.update((source, other) for other, source in [*planned, (home, entry.name)])
                 planned.append((home, entry.name))
-            if not spread and _overlaps_itself(live):
-                self.doubtful[entry.name] = live
         if spread:
+            self._spread.add(id(home))
             self._boxes(entry, dtype, local_parts(live))
         else:
             self._request(entry, dtype, live)
         return None
 
+    def add_array(self, name: str, live: NDArray[Any]) -> str | None:
+        """Note that the stored array ``name`` comes into ``live``; returns why it does not fit into what is shared.
+
+        The reading is that of `fresh`: an array gets a copy.
+        """
+        entry = self.stored.entry(name)
+        planned = self._at.setdefault(live.__array_interface__["data"][0], [])
+        for other, source in planned:
+            if _same_memory(live, other):
+                if source == entry.name or {source, entry.name} & self.stored.own:
+                    return None
+                if live.flags.c_contiguous:  # else each was stored as a copy of its own
+                    return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
+        planned.append((live, entry.name))
+        return None
+
+    def clashes(self, read: Callable[[Sequence[ReadRequest]], object]) -> list[tuple[str, str]]:
+        """Find values that do not go together into the memory that live tensors and arrays share in part.
+
+        Views of one buffer, a transposed tie: what was saved from such memory fits, and what was saved apart need not.
+        Nothing live is touched: the values concerned are read, and laid over each other in a copy of that memory. Those
+        that do not fit are not read any more.
+
+        Args:
+            read: carries out requests.
+
+        Returns:
+            Stored names, each with the reason.
+        """
+        found = []
+        for group in self._overlaps():
+            staged = Targets(self.stored, self._cast)
+            values = [staged.fresh(name, dtype=_dtype_of(live, staged, name), device=_CPU) for live, name, _ in group]
+            read(staged.requests)
+            if any(
+                value.nbytes != prod(one.shape) * one.itemsize for value, (*_, one) in zip(values, group, strict=True)
+            ):
+                continue  # a stored array that is damaged: said when it is made
+            for number in _lost(values, [layout for _, _, layout in group]):
+                live, name, _ = group[number]
+                if isinstance(live, torch.Tensor):
+                    self._withdraw(name, live)
+                else:
+                    self.left.add(id(live))
+                others = ", ".join(sorted({repr(other) for _, other, _ in group} - {repr(name)}))
+                if others:
+                    why = f"it shares memory in the state with {others}, and what is stored does not go together there"
+                else:
+                    why = "its elements share memory in the state, and are stored with different values"
+                found.append((name, why))
+        return found
+
+    def _overlaps(self) -> Iterator[list[tuple[Any, str, _Layout]]]:
+        """Yield groups of tensors and arrays whose memory is shared in part, or with itself, and lies in one piece."""
+        everything = [(*pair, address) for address, planned in self._at.items() for pair in planned]
+        lows = np.array([address for *_, address in everything], np.int64)
+        if all(isinstance(live, torch.Tensor) and live.is_contiguous() for live, *_ in everything):
+            # The usual case, quickly: 100 000 tensors.
+            order = lows.argsort()
+            ends = lows[order] + np.array([live.nbytes for live, *_ in everything], np.int64)[order]
+            if not (lows[order][1:] < ends[:-1]).any():
+                return
+        spans: dict[Any, list[tuple[int, int, Any, str]]] = {}
+        for live, name, address in everything:
+            if id(live) in self._spread or not _num_elements(live):
+                continue
+            low, high = _span(live, address)
+            device = _CPU if isinstance(live, np.ndarray) else live.device
+            spans.setdefault(device, []).append((low, high, live, name))
+        for rows in spans.values():
+            rows.sort(key=itemgetter(0, 1))
+            group, reach = rows[:1], rows[0][1]
+            for row in [*rows[1:], (_LIMIT, _LIMIT, None, "")]:
+                if row[0] < reach:
+                    group.append(row)
+                    reach = max(reach, row[1])
+                    continue
+                if len(group) > 1 or _overlaps_itself(group[0][2], group[0][1] - group[0][0]):
+                    yield [(live, name, _Layout.of(live)) for _, _, live, name in group]
+                group, reach = [row], row[1]
+
     def _withdraw(self, name: str, target: torch.Tensor) -> None:
-        """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
+        """Do not read ``name`` into ``target``."""
         memory = target.untyped_storage().data_ptr()
         self.requests = [
             request
@@ -241,21 +321,81 @@ def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return target
 
 
-def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (
-        first.device == second.device
-        and first.dtype == second.dtype
-        and first.shape == second.shape
-        and first.stride() == second.stride()
-    )
+def _same_memory(first: Any, second: Any) -> bool:
+    """Tell whether two tensors or arrays that begin at one address have the same elements at the same places."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return (
+            first.device == second.device
+            and first.dtype == second.dtype
+            and first.shape == second.shape
+            and first.stride() == second.stride()
+        )
+    here = all(isinstance(one, np.ndarray) or one.is_cpu for one in (first, second))
+    return here and _Layout.of(first) == _Layout.of(second)
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of a tensor share memory, as far as there is less of it than they need."""
-    if tensor.is_contiguous():
-        return False
-    span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return span + 1 < tensor.numel()
+class _Layout(NamedTuple):
+    """Where the elements of a tensor or an array lie; address and strides in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, live: Any) -> _Layout:
+        if isinstance(live, np.ndarray):
+            return cls(live.__array_interface__["data"][0], live.shape, live.strides, live.itemsize)
+        itemsize = live.element_size()
+        return cls(live.data_ptr(), tuple(live.shape), tuple(step * itemsize for step in live.stride()), itemsize)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte, and the one behind the last."""
+        steps = [(size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)]
+        begin, end = sum(min(0, step) for step in steps), sum(max(0, step) for step in steps)
+        return self.address + begin, self.address + end + self.itemsize
+
+
+def _num_elements(live: Any) -> int:
+    return live.size if isinstance(live, np.ndarray) else live.numel()
+
+
+def _span(live: Any, address: int) -> tuple[int, int]:
+    """Return the first byte of a tensor or an array that begins at ``address``, and the one behind its last."""
+    if isinstance(live, torch.Tensor) and live.is_contiguous():
+        return address, address + live.numel() * live.element_size()
+    return _Layout.of(live).span
+
+
+def _overlaps_itself(live: Any, nbytes: int) -> bool:
+    """Tell whether elements share memory, as far as there is less of it, ``nbytes``, than they need."""
+    return bool(nbytes < _num_elements(live) * live.itemsize)
+
+
+def _dtype_of(live: Any, targets: Targets, name: str) -> torch.dtype:
+    """Return the dtype in which a stored tensor has the bytes that come into ``live``."""
+    return live.dtype if isinstance(live, torch.Tensor) else targets.dtype(targets.stored.entry(name).dtype)
+
+
+def _lost(values: Sequence[torch.Tensor], layouts: Sequence[_Layout]) -> list[int]:
+    """Lay values over each other as their memory is; return the positions of those that are not whole afterwards."""
+    spans = [layout.span for layout in layouts]
+    low, high = min(span[0] for span in spans), max(span[1] for span in spans)
+    buffer = np.zeros(high - low, np.uint8)
+    pairs = []
+    for value, one in zip(values, layouts, strict=True):
+        shape = (*one.shape, one.itemsize)
+        place: NDArray[np.uint8] = np.ndarray(
+            shape, np.uint8, buffer, offset=one.address - low, strides=(*one.strides, 1)
+        )
+        pairs.append((place, value.reshape(-1).view(torch.uint8).numpy().reshape(shape)))
+    lost: set[int] = set()
+    for order in (pairs, pairs[::-1]):  # which comes last is nobody's choice
+        for place, data in order:
+            place[...] = data
+        lost.update(number for number, (place, data) in enumerate(pairs) if not np.array_equal(place, data))
+    return sorted(lost)
 
 
 def spans(

@@ -8,8 +8,8 @@ without holes), so bytes go from the arena to the disk with no further copy.
 
 In a state that several ranks save together, the parameters of modules and the state of optimizers for them are
 *replicated*: the ranks divide them. A tensor that is spread over ranks (DTensor) says which rank holds which box; one
-of the ranks that hold a box writes it. Each rank writes its own values (`PerRank`, generators), rank 0 everything
-else.
+of the ranks that hold a box writes it. Each rank writes its own values (`PerRank`, generators, small objects), rank
+0 everything else.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
+from .changes import StateCopy
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, copy_window, fingerprints, stage
 
@@ -49,8 +50,6 @@ MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
-_ELEMENTS = 16  # elements of a tensor in its fingerprint
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
@@ -117,6 +116,7 @@ class Snapshotter:
         self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
         self._looked = False  # at memory, for the present layout
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
+        self._copied: StateCopy | None = None  # the state that was saved last, or loaded
 
     def stored_bytes(self, state: Mapping[Any, Any]) -> int:
         """Return how many bytes this rank would write now: tensors, their indexes and digests, and plain data.
@@ -163,6 +163,14 @@ class Snapshotter:
         """
         self._fit_memory(state, self._layout(self._flatten(state)), reserve=reserve, says=False)
         return self.shortage
+
+    def remember(self, state: Mapping[Any, Any]) -> None:
+        """Note a state that was loaded, for `changed`."""
+        self._copied = StateCopy(self._flatten(state))
+
+    def changed(self, state: Mapping[Any, Any], *, apart_from: str) -> list[str]:
+        """Return the names of what has changed since the last save, or `remember`. Every rank calls it."""
+        return [] if self._copied is None else self._copied.changed(self._flatten(state), apart_from=apart_from)
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
@@ -402,6 +410,8 @@ class Snapshotter:
             arena = self._turn_for_save(layout, client, job)
             future = self._copy(flat, layout, arena, client, partial(hand_over, arena))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
+        if job.reuse:  # one of a series
+            self._copied = StateCopy(flat, layout, None if windowed else self.arena)
         if self.rescues and not windowed and self.arena is not None:
             self._writing = self.arena, future
             self._sealing = self.handed_over
@@ -551,7 +561,7 @@ class Snapshotter:
         if total * 10 >= layout.tensor_bytes:
             _LOG.info("%d tensors did not change between saves: they get files of their own", len(names))
             self.stable |= names
-            self._drop_layout()
+            self._planned_for = (), None  # the next save is planned anew; its arena is looked at until then
 
     def rest(self) -> None:
         """End a series of saves that share their log lines. Layout and arena stay, unless the arena is pinned."""

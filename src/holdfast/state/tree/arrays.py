@@ -164,7 +164,10 @@ def array_to_tensor(array: Any, path: str) -> tuple[torch.Tensor, dict[str, Any]
     import numpy as np
 
     if type(array) is not np.ndarray:
-        raise UnsupportedStateError(f"{path}: {type(array).__name__} is a subclass of ndarray: save np.asarray(it)")
+        raise UnsupportedStateError(
+            f"{path}: {type(array).__name__} is a subclass of ndarray: save np.asarray(it), and beside it what "
+            "the subclass has more (the mask of a masked array)"
+        )
     if array.dtype.kind in _NO_NUMPY_BYTES or array.dtype.hasobject:
         raise UnsupportedStateError(
             f"{path}: an array of {array.dtype} cannot be saved: use one array for each field, or a list"

@@ -29,9 +29,16 @@ from .values import Attrs, PerRank
 if TYPE_CHECKING:
     from . import sharded
 
-__all__ = ["Flat", "flatten"]
+__all__ = ["OWN", "Flat", "flatten", "pointer"]
+
+OWN = "own values"
+"""Key, among what a rank stores for itself, of its plain data and small objects: where they are (`pointer`) -> tree.
+
+Rank 0 has none: its own are in the structure, where each of the other ranks has its own put in when it loads.
+"""
 
 _PLAIN = frozenset({int, str, bool, type(None)})
+_SMALL_OBJECT = 1 << 20  # bytes of the tensors of an object that each rank stores
 _TEXT, _TENSOR = frozenset({str}), frozenset({torch.Tensor})
 _OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # the part of a tensor's name that names its rank
 # One step of a path as the codec spells it: ['key'], [3] or .field.
@@ -49,7 +56,7 @@ class Flat:
         files: for each tensor the group of files it belongs to: the top-level key, or "" for loose tensors.
         frozen: positions of tensors that are known not to train.
         optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
-        per_rank: key -> tree of what each rank stores for itself.
+        per_rank: key -> tree of what each rank stores for itself; under `OWN` what is as good as that (`_note_plain`).
         own: positions of tensors that each rank stores for itself.
         regions: position -> which part of a tensor lies there, for tensors that are spread over ranks. A tensor of
             which a rank holds several boxes has several positions with the same name.
@@ -108,6 +115,8 @@ def flatten(
         walker.asked = objects.ask_in_order(state)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
     if shared:
+        if walker.plain:
+            walker.flat.per_rank[OWN] = walker.plain
         if walker.flat.per_rank:
             _check_names(walker.flat)
         walker.settle_replicated()
@@ -131,6 +140,10 @@ class _Walker:
         self.owned = False  # within a value that each rank stores for itself
         self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
         self.inner: list[range] = []  # positions of what objects hold
+        self.plain: dict[str, Any] = {}  # see `OWN`
+        # Keys and indexes around the current value; None within what is noted whole or not at all: objects, tuples, ...
+        self.place: tuple[str | int, ...] | None = () if shared and rank else None
+        self.num_wholes = 0  # modules and optimizers, which ranks hold alike even if they have no tensors
 
     # -- containers and objects
 
@@ -148,7 +161,7 @@ class _Walker:
 
     def _items(self, value: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
         tree = {}
-        top = not name
+        top, place, held = not name, self.place, set()
         with self._inside(value, path):
             for key, item in value.items():
                 if type(item) in _PLAIN and (type(item) is not str or item.isascii()):
@@ -156,25 +169,49 @@ class _Walker:
                     continue
                 if top:
                     self.file = "" if isinstance(item, torch.Tensor) else key
+                if place is not None:
+                    self.place, before = (*place, key), self._num_held()
                 try:
                     tree[key] = self.value(item, f"{name}/{key}" if name else key, f"{path}[{key!r}]")
                 except UnsupportedStateError:
                     if not self.drop:
                         raise
                     self.flat.dropped.append(f"state{path}[{key!r}]")
+                if place is not None and self._num_held() != before:
+                    held.add(key)
+        if place is not None:
+            self._note_plain(place, tree, held)
         return tree
 
     def _list(self, value: list[Any], name: str, path: str) -> list[Any]:
-        tree = []
+        tree: list[Any] = []
+        place, held = self.place, set()
         with self._inside(value, path):
             for number, item in enumerate(value):
+                at = len(tree)
+                if place is not None:
+                    self.place, before = (*place, at), self._num_held()
                 try:
                     tree.append(self.value(item, f"{name}/{number}", f"{path}[{number}]"))
                 except UnsupportedStateError:
                     if not self.drop:
                         raise
                     self.flat.dropped.append(f"state{path}[{number}]")
+                if place is not None and len(tree) > at and self._num_held() != before:
+                    held.add(at)
+        if place is not None:
+            self._note_plain(place, dict(enumerate(tree)), held)
         return tree
+
+    def _num_held(self) -> int:
+        """Return a number that grows with whatever is no plain data: tensors, values of each rank, modules."""
+        return len(self.flat.names) + len(self.flat.per_rank) + self.num_wholes
+
+    def _note_plain(self, place: tuple[str | int, ...], tree: Mapping[Any, Any], held: set[Any]) -> None:
+        """Note what a container has beside ``held``; one without any of that is noted whole, by the one around it."""
+        self.place = place
+        if held or not place:
+            self.plain.update((pointer((*place, key)), item) for key, item in tree.items() if key not in held)
 
     @contextmanager
     def _inside(self, value: Any, path: str) -> Iterator[None]:
@@ -218,22 +255,28 @@ class _Walker:
             below = _as_name(tail)
             return self._leaf(item, f"{name}/{below}" if name and below else name + below, path + tail)
 
-        return encode(value, leaf=leaf, path=base, dropped=self.flat.dropped if self.drop else None)
+        place, self.place = self.place, None
+        try:
+            return encode(value, leaf=leaf, path=base, dropped=self.flat.dropped if self.drop else None)
+        finally:
+            self.place = place
 
     def _leaf(self, value: Any, name: str, path: str) -> Any:
         """Encode a value that is not plain data; NotImplemented if the codec has to encode or refuse it."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name, path)
         if value is rng.RNG:
-            self.flat.per_rank[name] = {"rng": self._own(rng.capture(), name, path)}
-            return {"$": "rng", "key": name}
+            key = self._key(name, path)
+            self.flat.per_rank[key] = {"rng": self._own(rng.capture(), key, path)}
+            return {"$": "rng", "key": key}
         if isinstance(value, PerRank):
-            self.flat.per_rank[name] = self._own(value.value, name, path)
-            return {"$": "per_rank", "key": name}
+            key = self._key(name, path)
+            self.flat.per_rank[key] = self._own(value.value, key, path)
+            return {"$": "per_rank", "key": key}
         if (plain := arrays.encode_torch_value(value)) is not None:
             if self.shared and isinstance(value, torch.Generator):
                 # Beside the one of rank 0, which is all that a reader needs that does not know of the others.
-                key = _unused(name, self.flat.per_rank)
+                key = self._key(name, path)
                 self.flat.per_rank[key] = plain
                 return {**plain, "own": key}
             return plain
@@ -250,20 +293,46 @@ class _Walker:
             return self._object(value, "object", objects.state_of(value, self.asked, name), name, path)
         return NotImplemented
 
+    def _key(self, name: str, path: str) -> str:
+        """Return the key of a value of each rank: its name, or its path if the name may be that of another value.
+
+        Names alone say it, not which comes first: ranks need not hold their values in one order.
+        """
+        if self.owned:  # within a value of this rank, where the order is that of this rank
+            return _unused(name, self.flat.per_rank)
+        steps = [key or field for key, field in _STEP.findall(path.replace(".state_dict()", ""))]
+        is_number = any(step[1:-1].isdecimal() for step in steps if step[:1] in ("'", '"'))  # as text
+        plain = not is_number and len(steps) == name.count("/") + 1 and name != OWN and not name.startswith("[")
+        return _unused(name if plain else path, self.flat.per_rank)
+
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
-        start = len(self.flat.names)
+        start, num_own, place, self.place = len(self.flat.names), len(self.flat.per_rank), self.place, None
         tree = self.value(state, name, f"{path}.state_dict()")
         if self.shared:
             self.inner.append(range(start, len(self.flat.names)))
-        return {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+        self.place = place
+        node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer):
+            self.num_wholes += 1
+        elif place is not None and len(self.flat.per_rank) == num_own and self._is_small(start):
+            self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+        return node
 
-    def _own(self, value: Any, name: str, path: str) -> Any:
+    def _is_small(self, start: int) -> bool:
+        """Tell whether the tensors from ``start`` on are some, few, and not spread over ranks."""
+        flat = self.flat
+        added = range(start, len(flat.tensors))
+        small = bool(added) and sum(flat.tensors[number].nbytes for number in added) <= _SMALL_OBJECT
+        return small and flat.regions.keys().isdisjoint(added) and flat.whole.keys().isdisjoint(added)
+
+    def _own(self, value: Any, name: str, path: str, below: str = "") -> Any:
         """Encode what this rank stores for itself: nothing in it is replicated, whatever it is."""
         start, shared, self.shared, self.owned = len(self.flat.names), self.shared, False, True
+        place, self.place = self.place, None
         try:
-            return self.value(value, f"{name}@{self.rank}", path)
+            return self.value(value, f"{name}@{self.rank}{below}", path)
         finally:
-            self.shared, self.owned = shared, False
+            self.shared, self.owned, self.place = shared, False, place
             self.flat.own = [
                 *(number for number in self.flat.own if number < start),
                 *range(start, len(self.flat.names)),
@@ -477,6 +546,11 @@ def _ids(module: nn.Module, ids: list[int]) -> list[int]:
 def _as_name(tail: str) -> str:
     """Turn the spelling of a path below a plain container ("[0]['a'].b") into a name ("0/a/b")."""
     return "/".join(field or key.strip("'\"") for key, field in _STEP.findall(tail))
+
+
+def pointer(place: Iterable[str | int]) -> str:
+    """Spell the keys and indexes that lead to a value as a JSON pointer (RFC 6901), without its first slash."""
+    return "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in place)
 
 
 class _RowTensors(NamedTuple):

@@ -3,6 +3,10 @@
 None of these clients has conditional writes. They are emulated by looking before writing, under a lock of this
 process: two threads are distinguished, two machines are not, which `conditional` says and one line of the log repeats.
 Etags are digests of the content, for objects small enough to be read for them, as leases and manifests are.
+
+Errors of the clients become errors of Holdfast in one place (`translate_client`). A refusal (401, 403) is never
+reported as "not found", also where a client does that itself: `fsspec`'s HTTP file system raises FileNotFoundError for
+every unexpected answer, and only the cause says which answer it was.
 """
 
 from __future__ import annotations
@@ -19,11 +23,21 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
-from holdfast._outgoing import conceal
-from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+from holdfast._outgoing import conceal, masked_client
+from holdfast.errors import (
+    ConfigError,
+    HoldfastError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
 
 from ..base import (
     TEMPORARY,
@@ -33,23 +47,115 @@ from ..base import (
     ReplacingWriter,
     Storage,
     StorageTraits,
+    check_condition,
     check_path,
     check_prefix,
     check_range,
     check_view,
+    copy_bytes,
 )
-from .errors import client_errors
+from ..local.ops import translate
+from ..memory import BytesReader
 
 __all__ = [
-    "AdaptedStorage",
-    "BytesReader",
-    "Described",
-    "FoundObject",
-    "RangeReader",
-    "SentWriter",
-    "rebuild_options",
-    "temporary_beside",
-]
+    "AdaptedStorage", "Described", "FoundObject", "RangeReader", "SentWriter", "client_errors", "rebuild_options",
+    "temporary_beside", "translate_client",
+]  # fmt: skip
+
+_DENIED_NAMES = frozenset(
+    {
+        "AuthenticationException",
+        "ClientAuthenticationError",
+        "DefaultCredentialsError",
+        "InvalidCredsError",
+        "NoAuthenticationMethods",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+    }
+)
+_GONE_NAMES = frozenset({"EOFError", "SSHException"})  # how paramiko says that the connection broke
+_MISSING_NAMES = frozenset({"ContainerDoesNotExistError", "ObjectDoesNotExistError"})
+_DENIED = re.compile(
+    r"\b(?:http|status|status code|code|error)\b[^\w]{0,8}(?:401|403)\b|\bforbidden\b|access.?denied"
+    r"|\bunauthori[sz]ed\b|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|permission denied|invalid credentials",
+    re.IGNORECASE,
+)
+
+
+def translate_client(error: Exception, action: str, where: str) -> StorageError:
+    """Return the `StorageError` for an exception of a client, saying what failed, where and what to do."""
+    chain = list(_chain(error))
+    names = {base.__name__ for link in chain for base in type(link).__mro__}
+    status = next(filter(None, map(_status, chain)), 0)
+    text = masked_client(" ".join(str(link) for link in chain[:2] if str(link)))[:500]
+    head = f"cannot {action} {where}: {text or type(error).__name__}"
+    if status in (401, 403) or names & _DENIED_NAMES or any(isinstance(link, PermissionError) for link in chain):
+        return StoragePermissionError(f"{head}; check the credentials and what they may do there")
+    if status in (404, 410) or (not status and names & _MISSING_NAMES):
+        return StorageNotFoundError(f"{head}; check the path: there is no such object")
+    if status == 507:
+        return StorageFullError(f"{head}; free some space or use another place")
+    if status:
+        kind = StorageUnavailableError if status >= 500 or status in (408, 429) else StorageError
+        return kind(f"{head}; the server answered {status}: try again, and look at its log")
+    if isinstance(error, FileNotFoundError):
+        # With another exception as its cause it is the client's guess: the server may only have been out of reach.
+        if all(isinstance(link, (FileNotFoundError, NotADirectoryError, LookupError)) for link in chain):
+            return StorageNotFoundError(f"{head}; check the path: there is no such object")
+        return StorageUnavailableError(f"{head}; the server could not be asked: check the network")
+    if isinstance(error, OSError) and error.errno:
+        translated = translate(error, action, where)
+        if type(translated) is not StorageError:
+            return translated
+    if _DENIED.search(text):
+        return StoragePermissionError(f"{head}; check the credentials and what they may do there")
+    if isinstance(error, NotImplementedError):
+        return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
+    is_gone = names & _GONE_NAMES or any(isinstance(link, (ConnectionError, TimeoutError)) for link in chain)
+    return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
+
+
+class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase
+    """Translate what a client raises in the block; Holdfast's own errors pass unchanged."""
+
+    __slots__ = ("_action", "_where")
+
+    def __init__(self, action: str, where: str) -> None:
+        self._action, self._where = action, where
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(value, Exception) and not isinstance(value, (HoldfastError, MemoryError)):
+            translated = translate_client(value, self._action, self._where)
+            # A traceback would print the client's words as they are.
+            shown = [str(link) for link in _chain(value)]
+            raise translated from (value if shown == [masked_client(text) for text in shown] else None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and its causes; contexts are left out, they are often errors of what a client tried first."""
+    link: BaseException | None = error
+    for _ in range(8):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status an exception carries, 0 if it carries none: each client keeps it elsewhere."""
+    response = getattr(error, "response", None)
+    places = [getattr(error, name, None) for name in ("status", "status_code", "http_code", "code")]
+    places += [getattr(response, name, None) for name in ("status_code", "status")]
+    if isinstance(response, dict):
+        places.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    for value in places:
+        text = str(value)
+        if isinstance(value, (int, str)) and text.isdigit() and 400 <= int(text) < 600:
+            return int(text)
+    return 0
+
 
 _SECRET = re.compile(
     r"pass(word|wd|phrase)|secret|token|credential|signature|sas|api_?key|_key$|^p?key$|^auth|cookie|connection_?string",
@@ -63,7 +169,6 @@ _log = get_logger("storage")
 # Objects up to the first size are read for their etag; up to the second they are read whole when they are opened.
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20
-_COPY_BYTES = 8 << 20
 # A temporary file of a `put` lives for seconds; clocks of servers may be wrong by more than that.
 _DEAD_AFTER_S = 86400.0
 # A lock per object would never be freed; objects that share a lock by chance only wait for a small write.
@@ -146,7 +251,7 @@ class AdaptedStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object; conditions hold among the threads of this process. See `Storage.put`."""
+        """Store a small object; conditions hold among the threads of this process."""
         full, where, content = self._full(path), self._where(path), bytes(data)
         if not if_absent and if_match is None:
             with client_errors("write", where):
@@ -162,24 +267,13 @@ class AdaptedStorage(Storage):
         where = self._where(path)
         self._say_unconditional()
         with _LOCKS[hash(where) % len(_LOCKS)]:
-            try:
-                etag = self.stat(path).etag
-            except StorageNotFoundError:
-                if if_match is not None:
-                    raise StorageConflictError(
-                        f"cannot replace {where}: it is gone; read it again and decide anew"
-                    ) from None
-            else:
-                if if_absent:
-                    raise StorageExistsError(f"cannot create {where}: it exists; use another name or remove it")
-                if etag != if_match:
-                    raise StorageConflictError(
-                        f"cannot replace {where}: another writer changed it; read it again and decide anew"
-                    )
+            found = None
+            with contextlib.suppress(StorageNotFoundError):
+                found = self.stat(path)
+            check_condition(where, found, if_absent=if_absent, if_match=if_match)
             yield
 
     def replace(self, path: str, size: int) -> ReplacingWriter | None:
-        """Start a big object that takes the place of another; see `Storage.replace`."""
         if not self._shows_parts:
             return super().replace(path, size)
         temporary, where = temporary_beside(self._full(path)), self._where(path)
@@ -187,13 +281,12 @@ class AdaptedStorage(Storage):
             return _Replacing(self, path, temporary, self._writer(temporary, size, where))
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a big object; see `Storage.create`."""
         full, where = self._full(path), self._where(path)
         with client_errors("write", where):
             return self._writer(full, size, where)
 
     def open(self, path: str) -> FileReader:
-        """Open an object: a small one is read at once, a big one in ranges. See `Storage.open`."""
+        """Open an object: a small one is read at once, a big one in ranges."""
         full, where = self._full(path), self._where(path)
         found = self._found(path)
         with client_errors("read", where):
@@ -202,7 +295,7 @@ class AdaptedStorage(Storage):
             return self._reader(full, found, where)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; a small one is read for its etag. See `Storage.stat`."""
+        """Describe an object; a small one is read for its etag."""
         found = self._found(path)
         size, etag = found.size or 0, None
         if size <= _ETAG_BYTES:
@@ -212,7 +305,6 @@ class AdaptedStorage(Storage):
         return ObjectInfo(path=path, size=size, etag=etag, modified=found.modified)
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is an object; see `Storage.exists`."""
         try:
             self._found(path)
         except StorageNotFoundError:
@@ -220,7 +312,6 @@ class AdaptedStorage(Storage):
         return True
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         prefix = check_prefix(prefix)
         base = f"{prefix}/" if prefix else ""
         for found in self._entries(prefix, recursive=recursive):
@@ -232,7 +323,6 @@ class AdaptedStorage(Storage):
                 yield ObjectInfo(path=f"{base}{found.name}/", size=0)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         try:
             self._found(path)
             with client_errors("delete", self._where(path)):
@@ -246,7 +336,7 @@ class AdaptedStorage(Storage):
             self._discard(prefix, found)
 
     def tidy(self, directory: str) -> None:
-        """Remove temporary files of writers that must be dead by now; see `Storage.tidy`."""
+        """Remove temporary files of writers that must be dead by now."""
         for found in self._entries(directory, recursive=False):
             if found.name.startswith(TEMPORARY) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
                 self._discard(directory, found)
@@ -264,19 +354,15 @@ class AdaptedStorage(Storage):
             self._remove(f"{base.rstrip('/')}/{found.name}" if base else found.name)
 
     def copy(self, source: str, target: str) -> None:
-        """Repeat an object, on the server where the client can; see `Storage.copy`."""
+        """Repeat an object, on the server where the client can."""
         old, new = self._full(source), self._full(target)
-        found = self._found(source)
+        self._found(source)
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._where(target)}: it exists; use another name")
         with client_errors("copy", self._where(target)):
             if self._repeat(old, new):
                 return
-        with self.open(source) as reader, self.create(target, reader.size) as writer:
-            for start in range(0, found.size or 0, _COPY_BYTES):
-                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+        copy_bytes(self, source, target)
 
     @property
     def traits(self) -> StorageTraits:
@@ -376,25 +462,19 @@ class SentWriter(FileWriter):
     Subclasses say how to send bytes, how to finish, and how to give up; all three may raise what the client raises.
 
     Args:
+        storage: of the client.
+        full: path of the object there.
         where: the object, for messages.
         size: bytes of the object.
-        drop: removes the object.
-        check: describes the object; None if there is none.
-        shows_parts: whether a part of what was sent may have the name when this is given up. Where it cannot, what has
-            the name then is the object of before, and stays.
+        shows_parts: whether a part of what was sent may have the name when this is given up; None: as in all of the
+            storage. Where it cannot, what has the name then is the object of before, and stays.
     """
 
     def __init__(
-        self,
-        where: str,
-        size: int,
-        *,
-        drop: Callable[[], None],
-        check: Callable[[], FoundObject | None],
-        shows_parts: bool,
+        self, storage: AdaptedStorage, full: str, where: str, size: int, *, shows_parts: bool | None = None
     ) -> None:
-        self._where, self._size, self._drop, self._check = where, size, drop, check
-        self._has_name = shows_parts
+        self._storage, self._full, self._where, self._size = storage, full, where, size
+        self._has_name = storage._shows_parts if shows_parts is None else shows_parts
         self._offset = 0  # bytes written, padding included
         self._ended = False
 
@@ -411,7 +491,6 @@ class SentWriter(FileWriter):
         """End the sending."""
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; see `FileWriter.write`."""
         if self._ended:
             raise StorageError(f"cannot write {self._where}: the writer is closed")
         view = view.cast("B")
@@ -422,7 +501,7 @@ class SentWriter(FileWriter):
         self._offset += len(view)
 
     def close(self) -> None:
-        """Finish the object and ask the server whether all of it is there; see `FileWriter.close`."""
+        """Finish the object and ask the server whether all of it is there."""
         if self._ended:
             return
         try:
@@ -432,7 +511,7 @@ class SentWriter(FileWriter):
                 )
             with client_errors("write", self._where):
                 self._finish()
-                found = self._check()
+                found = self._storage._look(self._full)
             if found is None or found.size != self._size:
                 self._has_name = True  # the client has finished it
                 raise StorageError(
@@ -445,7 +524,6 @@ class SentWriter(FileWriter):
         self._ended = True
 
     def abort(self) -> None:
-        """Drop what was written; see `FileWriter.abort`."""
         if self._ended:
             return
         self._ended = True
@@ -454,23 +532,7 @@ class SentWriter(FileWriter):
             self._give_up()
         if self._has_name:
             with contextlib.suppress(Exception):
-                self._drop()
-
-
-class BytesReader(FileReader):
-    """Ranges of an object that was read whole, so that it cannot change under its reader."""
-
-    def __init__(self, where: str, data: bytes) -> None:
-        self._where, self._data, self.size = where, data, len(data)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
-        target[:] = self._data[offset : offset + len(target)]
-
-    def close(self) -> None:
-        """Do nothing."""
+                self._storage._remove(self._full)
 
 
 class RangeReader(FileReader):
@@ -501,7 +563,6 @@ class RangeReader(FileReader):
         self._fetch, self._look, self._version, self._end = fetch, look, version, end
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
         check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         if not len(target):

@@ -79,19 +79,15 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
     # -- looking
 
     def get_type_name(self) -> str:
-        """Name this kind of file system."""
         return "holdfast"
 
     def normalize_path(self, path: str) -> str:
-        """Return the path without slashes at its end."""
         return path.rstrip("/")
 
     def get_file_info(self, paths: list[str]) -> list[Any]:
-        """Describe files and directories."""
         return [self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: Any) -> list[Any]:
-        """Describe the entries of a directory; of all levels where the selector says so."""
         base = selector.base_dir.rstrip("/")
         place = self.inside(base)
         children = list(self._children(base, place, recursive=selector.recursive))
@@ -132,11 +128,9 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
     # -- reading
 
     def open_input_stream(self, path: str) -> Any:
-        """Open a file for reading from its beginning on."""
         return self.open_input_file(path)
 
     def open_input_file(self, path: str) -> Any:
-        """Open a file for reading anywhere."""
         return pyarrow.PythonFile(InputStream(self.storage.open(self.inside(path))), mode="r")
 
     # -- changing
@@ -155,17 +149,14 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
             self.inside(path)
 
     def delete_file(self, path: str) -> None:
-        """Delete a file."""
         place = self.inside(path)
         self.storage.stat(place)
         self.storage.delete(place)
 
     def delete_dir(self, path: str) -> None:
-        """Delete a directory with its content."""
         self.delete_dir_contents(path)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Delete the content of a directory."""
         if not (place := self.inside(path)):
             self.delete_root_dir_contents()
         if not missing_dir_ok and next(iter(self.storage.list(place)), None) is None:
@@ -185,7 +176,6 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
             self.storage.copy(source, target)
 
     def move(self, src: str, dest: str) -> None:
-        """Give a file another name."""
         if not self.storage.exists(self.inside(src)):
             raise NotImplementedError(f"{src}: only files can be moved here, and no file has this name")
         if self.inside(src) != self.inside(dest):

@@ -25,10 +25,17 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
 from ..base import FileReader, FileWriter, Storage, check_range
 from ..local.local_storage import LocalStorage
-from ..plugins import importable, load
-from ..resolve import resolve
-from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
-from .errors import client_errors
+from ..resolve import importable, load, resolve
+from .common import (
+    AdaptedStorage,
+    Described,
+    FoundObject,
+    RangeReader,
+    SentWriter,
+    client_errors,
+    rebuild_options,
+    temporary_beside,
+)
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
 
@@ -159,15 +166,8 @@ class FsspecStorage(AdaptedStorage):
                 handle = self._in_directory(fs, full, lambda: fs.open(full, "wb"))
             else:
                 handle = fs.open(full, "wb")
-        return HandleWriter(
-            handle,
-            _guard(fs),
-            where,
-            size,
-            drop=lambda: self._remove(full),
-            check=lambda: self._look(full),
-            shows_parts=self._shows_parts or not _is_uploaded(handle),
-        )
+        shows_parts = self._shows_parts or not _is_uploaded(handle)
+        return HandleWriter(handle, _guard(fs), self, full, where, size, shows_parts=shows_parts)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         with _guarded(self.filesystem) as fs:
@@ -450,8 +450,8 @@ def _is_uploaded(handle: Any) -> bool:
 class HandleWriter(SentWriter):
     """Writes through an open handle, one thread of the client at a time."""
 
-    def __init__(self, handle: Any, guard: threading.RLock, where: str, size: int, **given: Any) -> None:
-        super().__init__(where, size, **given)
+    def __init__(self, handle: Any, guard: threading.RLock, *given: Any, shows_parts: bool) -> None:
+        super().__init__(*given, shows_parts=shows_parts)
         self._handle, self._guard = handle, guard
         if hasattr(handle, "set_pipelined"):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
@@ -485,7 +485,6 @@ class HandleReader(FileReader):
         self._guard, self._where, self.size = guard, where, size
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
         check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         with client_errors("read", self._where), self._guard:
@@ -517,7 +516,6 @@ class HandleReader(FileReader):
         return done
 
     def close(self) -> None:
-        """Close the handle."""
         with self._guard:
             handle, self._handle = self._handle, None
             if handle is not None and not isinstance(handle, io.BytesIO):

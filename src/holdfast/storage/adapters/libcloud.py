@@ -293,14 +293,7 @@ class LibcloudObjectStore(AdaptedStorage):
         return os.path.join(self._driver.base_path, self._container, full)
 
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
-        return _Writer(
-            lambda chunks: self._upload(chunks, full),
-            where,
-            size,
-            drop=lambda: self._remove(full),
-            check=lambda: self._look(full),
-            shows_parts=self._shows_parts,
-        )
+        return _Writer(lambda chunks: self._upload(chunks, full), self, full, where, size)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         start = f"{full}/" if full else ""
@@ -407,8 +400,8 @@ class _Abandoned(Exception):  # noqa: N818  # never leaves this module
 class _Writer(SentWriter):
     """Feeds an upload that runs in a thread of its own; blocks while the queue is full."""
 
-    def __init__(self, upload: Callable[[Iterator[bytes]], None], where: str, size: int, **given: Any) -> None:
-        super().__init__(where, size, **given)
+    def __init__(self, upload: Callable[[Iterator[bytes]], None], *given: Any) -> None:
+        super().__init__(*given)
         self._error: Exception | None = None
         self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: the end of the object
         self._abandoned = threading.Event()

@@ -20,8 +20,16 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from ..base import TEMPORARY, FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
-from .errors import client_errors
+from .common import (
+    AdaptedStorage,
+    Described,
+    FoundObject,
+    RangeReader,
+    SentWriter,
+    client_errors,
+    rebuild_options,
+    temporary_beside,
+)
 
 __all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
 
@@ -156,14 +164,7 @@ class PyarrowStorage(AdaptedStorage):
         else:
             stream = start()
 
-        return _ArrowWriter(
-            stream,
-            where,
-            size,
-            drop=lambda: self._remove(full),
-            check=lambda: self._look(full),
-            shows_parts=self._shows_parts,
-        )
+        return _ArrowWriter(stream, self, full, where, size)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         from pyarrow.fs import FileSelector, FileType
@@ -215,8 +216,8 @@ class PyarrowStorage(AdaptedStorage):
 
 
 class _ArrowWriter(SentWriter):
-    def __init__(self, stream: Any, where: str, size: int, **given: Any) -> None:
-        super().__init__(where, size, **given)
+    def __init__(self, stream: Any, *given: Any) -> None:
+        super().__init__(*given)
         self._stream = stream
 
     def _send(self, data: bytes) -> None:

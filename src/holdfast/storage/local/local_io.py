@@ -21,15 +21,9 @@ from .local_tree import make_durable, type_of_file_system
 from .ops import Ops, errors_of
 
 __all__ = [
-    "GiveName",
-    "LocalBatch",
-    "LocalReader",
-    "LocalReplacingWriter",
-    "LocalWriter",
-    "flush_whole",
-    "flushes_whole",
+    "GiveName", "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole",
     "write_all",
-]
+]  # fmt: skip
 
 GiveName = Callable[[OpenDirectory, Inside, bool, "str | None"], object]
 """Gives a temporary file (2) of a directory (1) its name: only if the name is free (3), only over this etag (4)."""
@@ -222,7 +216,6 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         self._synced = self._published = False
 
     def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
-        """Make bytes and name durable; see `ReplacingWriter.publish`."""
         if self._published:
             return
         if self._ended:
@@ -276,7 +269,6 @@ class LocalReader(FileReader):
             return False
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
         if self._fd < 0:
             raise StorageError(f"cannot read {self._path}: the reader is closed")
         view = view.cast("B")
@@ -292,7 +284,6 @@ class LocalReader(FileReader):
                 done += count
 
     def close(self) -> None:
-        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -327,7 +318,6 @@ class LocalBatch(FileBatch):
             self._whole = None
 
     def add(self, path: str, data: memoryview | bytes) -> None:
-        """Write one file."""
         head, _, name = f"{self._prefix}/{check_path(path)}".lstrip("/").rpartition("/")
         with errors_of("write", self._door.full(f"{head}/{name}")):
             for attempt in range(_TRIES):
@@ -386,7 +376,6 @@ class LocalBatch(FileBatch):
             self._folder = None
 
     def close(self) -> None:
-        """Make all files and their names durable."""
         self._leave()
         try:
             with errors_of("write", self._door.full(self._prefix)):

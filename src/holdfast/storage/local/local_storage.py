@@ -29,6 +29,7 @@ from ..base import (
     Storage,
     check_path,
     check_prefix,
+    copy_bytes,
 )
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["LocalStorage", "absolute", "as_given", "door_of"]
 
 _T = TypeVar("_T")
-_COPY_BYTES = 8 << 20
 _DELETING_THREADS = 16
 _DELETED_BY_EACH = 64  # files, at least
 # How often a directory may be pruned under a writer before it gives up.
@@ -80,7 +80,6 @@ class LocalStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small file atomically; see `Storage.put`."""
         inside, name = self._split(path)
         view = memoryview(data).cast("B")
 
@@ -194,7 +193,6 @@ class LocalStorage(Storage):
             self._ops.unlink(temporary)
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a big file under its final name; see `Storage.create`."""
         inside, name = self._split(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
@@ -215,7 +213,7 @@ class LocalStorage(Storage):
             return self._in_directory(inside, once)
 
     def replace(self, path: str, size: int) -> ReplacingWriter:
-        """Start a big file under a temporary name; see `Storage.replace`."""
+        """Start a big file under a temporary name."""
         inside, name = self._split(path)
 
         def give_name(folder: OpenDirectory, temporary: Inside, if_absent: bool, if_match: str | None) -> None:
@@ -246,12 +244,10 @@ class LocalStorage(Storage):
             return self._in_directory(inside, once)
 
     def batch(self, num_files: int) -> FileBatch:
-        """Start to write many small files; see `Storage.batch`."""
         with errors_of("write", self._root):
             return LocalBatch(self._ops, self._door, self._prefix, self._ready, num_files)
 
     def open(self, path: str) -> FileReader:
-        """Open a file for reading; see `Storage.open`."""
         full = self._full(path)
         with errors_of("read", full):
             try:
@@ -266,7 +262,6 @@ class LocalStorage(Storage):
         return LocalReader(full, fd=fd, size=about.st_size)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe a file; see `Storage.stat`."""
         full = self._full(path)
         with errors_of("read", full):
             try:
@@ -317,7 +312,7 @@ class LocalStorage(Storage):
                         )
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a link itself, and the directories this leaves empty; see `Storage.delete`."""
+        """Remove a file, or a link itself, and the directories this leaves empty."""
         self.delete_many((path,))
 
     def delete_many(self, paths: Iterable[str]) -> None:
@@ -384,14 +379,14 @@ class LocalStorage(Storage):
                 self._prune(inside)
 
     def make_directories(self, paths: Iterable[str]) -> None:
-        """Make directories without files; see `Storage.make_directories`. A directory behind a link is refused."""
+        """Make directories without files. A directory behind a link is refused."""
         for path in paths:
             inside = self._below(check_path(path))
             with errors_of("make the directory", self._door.full(inside)):
                 self._in_directory(inside, lambda _: None)
 
     def tidy(self, directory: str) -> None:
-        """Remove temporary files of dead writers, and the directory if that leaves it empty; see `Storage.tidy`."""
+        """Remove temporary files of dead writers, and the directory if that leaves it empty."""
         inside = self._below(check_path(directory))
         with errors_of("delete", self._door.full(inside)):
             try:
@@ -403,7 +398,7 @@ class LocalStorage(Storage):
             self._prune(inside)
 
     def copy(self, source: str, target: str) -> None:
-        """Hard-link a file, or copy its bytes where that is impossible; see `Storage.copy`."""
+        """Hard-link a file, or copy its bytes where that is impossible."""
         new = self._full(target)
         self.stat(source)
         (old_inside, old_name), (inside, name) = self._split(source), self._split(target)
@@ -426,17 +421,10 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno not in _NO_LINK:
                     raise
-                self._copy_bytes(source, target)
-
-    def _copy_bytes(self, source: str, target: str) -> None:
-        with self.open(source) as reader, self.create(target, reader.size) as writer:
-            for start in range(0, reader.size, _COPY_BYTES):
-                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+                copy_bytes(self, source, target)
 
     def adopt(self, source: str, path: str) -> bool:
-        """Make a file durable and rename it into this storage; see `Storage.adopt`."""
+        """Make a file durable and rename it into this storage."""
         inside, name = self._split(path)
 
         def once(folder: OpenDirectory) -> None:
@@ -462,7 +450,6 @@ class LocalStorage(Storage):
         return True
 
     def sync(self, path: str) -> None:
-        """Make a file and its name durable; see `Storage.sync`."""
         inside, name = self._split(path)
         with errors_of("make durable", self._full(path)):
             with self._door.folder(inside) as folder:
@@ -475,7 +462,7 @@ class LocalStorage(Storage):
                 inside = inside.rpartition("/")[0]
 
     def sync_all(self, paths: Collection[str]) -> None:
-        """Make files and their names durable, each directory once; see `Storage.sync_all`."""
+        """Make files and their names durable, each directory once."""
         with errors_of("make durable", self._root):
             places = [self._split(path) for path in paths]
             if flush_whole(self._ops, self._door, self._prefix, {inside for inside, _ in places}, len(places)):

@@ -17,17 +17,9 @@ from .beneath import Beneath, OpenDirectory
 from .ops import Ops
 
 __all__ = [
-    "NO_LOCKS",
-    "lock_new",
-    "lock_quietly",
-    "locked",
-    "make_durable",
-    "nearest_existing",
-    "remove_below",
-    "remove_if_empty",
-    "sweep",
-    "type_of_file_system",
-]
+    "NO_LOCKS", "lock_new", "lock_quietly", "locked", "make_durable", "nearest_existing", "remove_below",
+    "remove_if_empty", "sweep", "type_of_file_system",
+]  # fmt: skip
 
 NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 """How flock(2) says that a file system, as it is mounted, has no locks."""

@@ -178,7 +178,11 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
     if ":" in netloc or not _BUCKET.fullmatch(netloc):
         # A URI is shown, logged and stored: credentials in it would be too.
         raise ConfigError(f"location {uri!r}: write scheme://bucket/prefix; credentials belong into the environment")
-    given = {name: _text(value) for name, value in {**options, **secrets}.items() if value is not None}
+    given = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in {**options, **secrets}.items()
+        if value is not None
+    }
     kind, find = _FINDERS[scheme]
     store, bucket, settings = find(netloc, given)
     secrets = {name: value for name, value in sorted(settings.items()) if name in SECRETS}
@@ -207,10 +211,6 @@ def looked_for(place: BucketConfig) -> tuple[str, ...]:
         if os.path.exists(os.path.expanduser(other)) if other.startswith("~") else os.environ.get(other):
             return ()
     return (*_NAMED["az" if place.scheme == "abfs" else place.scheme], *others)
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _with_environment(given: dict[str, str], table: _Table) -> dict[str, str]:

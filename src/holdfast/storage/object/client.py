@@ -1,21 +1,37 @@
-"""The client of a bucket: obstore's store with our settings, time-outs and credentials, made when first used."""
+"""The client of a bucket: obstore's store with our settings, time-outs and credentials, made when first used.
+
+Also what has to be known of the store behind it. Some that speak S3 take the headers of conditional writes and ignore
+them: two writers that create the same object are both answered that they have created it. Others compare etags without
+the quotes that belong to them (radosgw up to 16 at least), and refuse the right etag. A trial write finds that out,
+once for each bucket and process (`conditions_of`). And multipart uploads that a process killed in the middle of one
+leaves in a bucket, unseen (`UnfinishedUploads`): obstore cannot list them, boto3 can (the extra ``s3-sweep``). Only
+stores that speak S3 need it: Google and Azure forget such uploads by themselves after a week.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from typing import Any, Literal
 
+from holdfast._log import get_logger
 from holdfast._optional import require
-from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError, StoragePermissionError
 
-from ..base import StorageTraits
+from ..base import TEMPORARY, Storage, StorageTraits
+from ..together import together
 from .bucket import BucketConfig
-from .errors import errors_of, said
+from .errors import NO_BUCKET, again_if_broken, errors_of, said, was_retried
 
-__all__ = ["BucketClient", "make_store"]
+__all__ = [
+    "MARK", "BucketClient", "UnfinishedUploads", "Upload", "as_condition", "conditions_of", "landed", "make_store",
+]  # fmt: skip
 
 _FEW = 2  # a store that has never heard of a request may answer 501, which the client takes for a passing failure
 _first_pid: list[int] = []
@@ -143,3 +159,294 @@ def _static_keys(config: dict[str, Any]) -> Any:
         "expires_at": None,
     }
     return lambda: dict(keys)
+
+
+# ---- conditional writes
+
+
+MARK = "holdfastput"
+"""Name of the metadata field that says which request wrote an object (Azure allows letters and digits only)."""
+
+_Conditions = Literal["etags", "bare etags", "none"]
+_PROBES = f"{TEMPORARY}probe"
+_OLD = timedelta(minutes=15)
+_LOG = get_logger("storage")
+_REFUSALS = ("AlreadyExistsError", "PreconditionError")
+_lock = threading.Lock()  # of the two below; never held while a store is asked
+_known: dict[tuple[str, str], _Conditions] = {}
+_asking: dict[tuple[str, str], threading.Lock] = {}
+
+
+def conditions_of(client: BucketClient, prefix: str) -> bool:
+    """Find out whether conditional writes are enforced, when first asked; warn once if they are not.
+
+    Args:
+        client: of the bucket.
+        prefix: below which we may write.
+
+    Raises:
+        StorageError: the store could not be asked.
+    """
+    key = _key(client)
+    with _lock:
+        if (conditions := _known.get(key)) is not None:
+            return conditions != "none"
+        asking = _asking.setdefault(key, threading.Lock())
+    with asking:  # one thread asks each store: a slow store holds up no other
+        conditions = _known.get(key)
+        if conditions is None:
+            conditions = _known[key] = _try_out(client, prefix)
+            if conditions == "none":
+                _LOG.warning(
+                    "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
+                    "that start the same run in the same moment could both take it, and the later commit of two under "
+                    "one name wins unnoticed. A single trainer loses nothing.",
+                    key[0],
+                )
+        return conditions != "none"
+
+
+def as_condition(client: BucketClient, tag: str) -> str:
+    """Spell an etag as the store wants it in a condition, once `conditions_of` has asked."""
+    return tag.strip('"') if _known.get(_key(client)) == "bare etags" else tag
+
+
+def _key(client: BucketClient) -> tuple[str, str]:
+    return client.uri, client.place.options.get("endpoint", "")
+
+
+def _try_out(client: BucketClient, prefix: str) -> _Conditions:
+    folder = f"{prefix}/{_PROBES}" if prefix else _PROBES
+    left = _left_behind(client, folder)
+    # Credentials may have the right to write without the right to delete: then the same probe serves every time.
+    if left is not None:
+        with suppress(StorageNotFoundError):  # another process removed it meanwhile
+            if (conditions := _ask(client, folder, left)) != "none":
+                return conditions
+    return _ask(client, folder, f"{folder}/{uuid.uuid4().hex}")
+
+
+def _left_behind(client: BucketClient, folder: str) -> str | None:
+    """Return the probe of a process that could not remove it, None if there is none or listing is refused."""
+    try:
+        pages = again_if_broken(lambda: list(client.obs.list(client.store, folder)))
+    except Exception as error:  # noqa: BLE001 - rights to write without rights to list
+        _LOG.debug("%s cannot be listed: %s", folder, type(error).__name__)
+        return None
+    now = datetime.now(timezone.utc)
+    return min((meta["path"] for page in pages for meta in page if now - meta["last_modified"] > _OLD), default=None)
+
+
+def _ask(client: BucketClient, folder: str, key: str) -> _Conditions:
+    obs, store = client.obs, client.store
+    with client.errors("write", key):
+        try:
+            made = again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
+        except Exception as error:
+            if _is_unsupported(error):
+                return "none"
+            # A refusal means that the object exists: left behind, or made by our own first try, whose answer was lost.
+            if type(error).__name__ not in _REFUSALS:
+                raise
+            made = again_if_broken(lambda: obs.head(store, key))
+        gone, name, tag = [key], client.tag_name, client.tag(made) or ""
+        modes: list[Any] = ["create", {name: _wrong_tag(client)}, {name: tag}]
+        asks: list[Callable[[], Any]] = [partial(_refuses, client, key, mode) for mode in modes]
+        try:
+            *refused, gone = together(client, [*asks, lambda: _with_old_ones(client, folder, key)])
+            if refused == [True, True, False]:
+                return "etags"
+            if refused == [True, True, True] and name == "e_tag":
+                bare = [_refuses(client, key, {name: text.strip('"')}) for text in (_wrong_tag(client), tag)]
+                return "bare etags" if bare == [True, False] else "none"
+            return "none"
+        finally:
+            try:
+                again_if_broken(lambda: obs.delete(store, gone))
+            except Exception as error:  # noqa: BLE001 - the probe stays, and the next process uses it
+                _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
+
+
+def _with_old_ones(client: BucketClient, folder: str, key: str) -> list[str]:
+    """Return our probe and those of processes that were killed; all ages are by the clock of the store."""
+    times = {}
+    with suppress(Exception):  # rights to write without rights to list
+        pages = client.obs.list(client.store, folder)
+        times = {meta["path"]: meta["last_modified"] for page in pages for meta in page}
+    now = times.get(key)
+    return [key, *(path for path, time in times.items() if now is not None and now - time > _OLD)]
+
+
+def _wrong_tag(client: BucketClient) -> str:
+    return "1" if client.tag_name == "version" else '"00000000000000000000000000000000"'
+
+
+def _refuses(client: BucketClient, key: str, mode: Any) -> bool:
+    try:
+        again_if_broken(lambda: client.obs.put(client.store, key, b"2", use_multipart=False, mode=mode))
+    except Exception as error:
+        if type(error).__name__ in _REFUSALS:
+            return True
+        if _is_unsupported(error):
+            return False
+        raise
+    return False
+
+
+def _is_unsupported(error: Exception) -> bool:
+    return type(error).__name__ == "NotSupportedError" or "501 Not Implemented" in str(error)
+
+
+def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
+    """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
+
+    A request whose answer was lost is sent again by the client, or by us, and then meets its own object.
+    """
+    refused = type(error).__name__ in _REFUSALS
+    if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
+        return None
+    try:
+        answer = again_if_broken(lambda: client.obs.get(client.store, key, options={"head": True}))
+    except Exception as unread:  # noqa: BLE001 - the caller gets the first error
+        _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
+        return None
+    return client.tag(answer.meta) if answer.attributes.get(MARK) == mark else None
+
+
+# ---- unfinished uploads
+
+
+_REFUSED = frozenset({"403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
+_UNKNOWN = frozenset({"501", "405", "NotImplemented", "MethodNotAllowed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """An upload that was begun and not finished.
+
+    Attributes:
+        path: of the object, inside the storage.
+        upload_id: its name at the store.
+        started: seconds since 1970, by the clock of the store.
+    """
+
+    path: str
+    upload_id: str
+    started: float
+
+
+class UnfinishedUploads:
+    """Finds and removes the unfinished uploads below a storage, with its endpoint and its credentials.
+
+    Args:
+        storage: an ``s3://`` or ``oci://`` location, or ``gs://`` with HMAC keys.
+
+    Raises:
+        ConfigError: ``storage`` is another kind of storage.
+        MissingExtraError: boto3 is not installed.
+
+    Example:
+        >>> uploads = UnfinishedUploads(resolve("s3://bucket/runs/gpt"))                # doctest: +SKIP
+        >>> [upload.path for upload in uploads.find()]                                  # doctest: +SKIP
+        ['step_00000100/model-00000-1f0c77aa90b2c3d4-1.safetensors']
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        from .object_storage import ObjectStorage  # here: that module imports this one
+
+        if not isinstance(storage, ObjectStorage):
+            raise ConfigError(f"{storage.uri} is no object store: unfinished uploads exist in those alone")
+        place = storage._place
+        if place.store != "S3Store":
+            raise ConfigError(
+                f"{storage.uri} does not speak S3: Google and Azure forget unfinished uploads by themselves after a "
+                "week"
+            )
+        self._storage, self._place = storage, place
+        self._prefix = f"{storage._prefix}/" if storage._prefix else ""
+        try:
+            self._client = _client(place)
+        except HoldfastError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of any class; only its essence may be shown: it may hold the keys
+            reason = said(str(error), tuple(place.secrets.values()))
+            raise ConfigError(f"{storage.uri}: boto3 refuses these settings: {reason}") from None
+
+    def find(self) -> list[Upload]:
+        """List the unfinished uploads, oldest first."""
+        uploads = []
+        with self._errors("list the unfinished uploads below"):
+            pages = self._client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._place.bucket, Prefix=self._prefix):
+                for row in page.get("Uploads", ()):
+                    # Some servers have never heard of the prefix.
+                    if row["Key"].startswith(self._prefix):
+                        path = row["Key"][len(self._prefix) :]
+                        started = row["Initiated"].timestamp()
+                        uploads.append(Upload(path=path, upload_id=row["UploadId"], started=started))
+        return sorted(uploads, key=lambda upload: (upload.started, upload.path))
+
+    def remove(self, upload: Upload) -> None:
+        """Abort an upload, so that the store frees its parts; fine if it is gone."""
+        with self._errors("remove an unfinished upload of", upload.path):
+            try:
+                self._client.abort_multipart_upload(
+                    Bucket=self._place.bucket, Key=self._prefix + upload.path, UploadId=upload.upload_id
+                )
+            except Exception as error:
+                if _code(error) not in ("NoSuchUpload", "404"):
+                    raise
+
+    @contextmanager
+    def _errors(self, action: str, path: str = "") -> Iterator[None]:
+        where = f"{self._storage.uri}/{path}".rstrip("/")
+        try:
+            yield
+        except HoldfastError:
+            raise
+        except Exception as error:
+            if not type(error).__module__.startswith(("boto", "urllib3")):
+                raise
+            # Not chained, as everywhere else: what clients print may show signed URLs.
+            raise _translated(error, f"cannot {action} {where}", tuple(self._place.secrets.values())) from None
+
+
+def _client(place: BucketConfig) -> Any:
+    boto3 = require("boto3", extra="s3-sweep", purpose="looking for unfinished uploads")
+    config = require("botocore.config", extra="s3-sweep", purpose="looking for unfinished uploads")
+    options, secrets = place.options, place.secrets
+    endpoint = options.get("endpoint")
+    virtual = options.get("virtual_hosted_style_request") == "true" or endpoint is None
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=options.get("region"),
+        aws_access_key_id=secrets.get("access_key_id"),
+        aws_secret_access_key=secrets.get("secret_access_key"),
+        aws_session_token=secrets.get("session_token"),
+        config=config.Config(
+            s3={"addressing_style": "virtual" if virtual else "path"},
+            retries={"mode": "standard", "max_attempts": 5},
+            connect_timeout=10,
+            read_timeout=60,
+        ),
+    )
+
+
+def _code(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else type(error).__name__
+
+
+def _translated(error: Exception, start: str, secrets: tuple[str, ...]) -> StorageError:
+    code, reason = _code(error), said(str(error), secrets)
+    if code in ("NoSuchBucket", "404"):
+        return StorageNotFoundError(f"{start}: {NO_BUCKET}; create it, or check the name")
+    if code in _REFUSED or "Credentials" in code:
+        return StoragePermissionError(
+            f"{start}: access was refused ({reason}); it needs the rights s3:ListBucketMultipartUploads and "
+            "s3:AbortMultipartUpload"
+        )
+    if code in _UNKNOWN:
+        return StorageError(f"{start}: this store cannot do it ({reason}); give the bucket the rule of docs/storage.md")
+    return StorageError(f"{start}: {reason}")

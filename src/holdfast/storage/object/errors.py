@@ -21,16 +21,9 @@ from holdfast.errors import (
 )
 
 __all__ = [
-    "NO_BUCKET",
-    "Errors",
-    "ShortAnswerError",
-    "again_if_broken",
-    "errors_of",
-    "has_no_tls",
-    "said",
-    "status_of",
+    "NO_BUCKET", "Errors", "ShortAnswerError", "again_if_broken", "errors_of", "has_no_tls", "said", "status_of",
     "was_retried",
-]
+]  # fmt: skip
 
 _TRIES = 8
 _AGAIN_S = 120.0  # no new try after this time, so that the client's own deadline is the bound of the whole

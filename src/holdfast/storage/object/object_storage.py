@@ -1,7 +1,7 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-General layout: `bucket` says which bucket with which settings, `client` talks to it, `read` reads,
-`errors` translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
+General layout: `bucket` says which bucket with which settings, `client` talks to it and knows whether the store keeps
+the promise of conditional writes, `read` reads, `errors` translates what goes wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from holdfast._log import get_logger
 from holdfast._optional import require
 from holdfast.errors import (
     ConfigError,
-    StorageConflictError,
     StorageError,
     StorageExistsError,
     StorageNotFoundError,
@@ -32,13 +31,14 @@ from ..base import (
     ObjectInfo,
     Storage,
     StorageTraits,
+    check_condition,
     check_path,
     check_prefix,
     check_view,
+    copy_bytes,
 )
 from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
-from .client import BucketClient, make_store
-from .conditions import MARK, as_condition, conditions_of, landed
+from .client import MARK, BucketClient, as_condition, conditions_of, landed, make_store
 from .errors import NO_BUCKET, Errors, again_if_broken, status_of
 from .read import list_all, open_reader, read_version
 
@@ -54,7 +54,6 @@ _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
-_COPY_BYTES = 32 << 20
 # Settings of this module, not of the client.
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
@@ -99,13 +98,15 @@ class ObjectStorage(Storage):
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
-        """Store a small object atomically; see `Storage.put`."""
         key, obs = self._key(path), self._obs
         if not if_absent and if_match is None:
             with self._errors("write", key):
                 return again_if_broken(lambda: self._tag(obs.put(self._store, key, bytes(data), use_multipart=False)))
         if not self.conditional:
-            self._check_first(path, if_absent=if_absent, if_match=if_match)
+            found = None
+            with suppress(StorageNotFoundError):
+                found = self.stat(path)
+            check_condition(f"{self.uri}/{path}", found, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
         mark = uuid.uuid4().hex
         mode = (
@@ -121,28 +122,15 @@ class ObjectStorage(Storage):
                 after=lambda error, again: landed(self._client, key, mark, error, again=again),
             )
 
-    def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
-        """Look before writing, where the store itself does not compare."""
-        try:
-            etag: str | None = self.stat(path).etag
-        except StorageNotFoundError:
-            etag = None
-        if if_absent and etag is not None:
-            raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
-        if if_match is not None and etag != if_match:
-            raise StorageConflictError(
-                f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
-            )
-
     def create(self, path: str, size: int) -> FileWriter:
-        """Start a multipart upload; see `Storage.create`."""
+        """Start a multipart upload."""
         key = self._key(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
         return _ObjectWriter(self._client, key, lambda action: self._errors(action, key), self._client.shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
-        """Copy on the side of the server; see `Storage.copy`."""
+        """Copy on the side of the server."""
         old, new = self._key(source), self._key(target)
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._client.shown(new)}: it exists; use another name")
@@ -151,21 +139,13 @@ class ObjectStorage(Storage):
                 again_if_broken(lambda: self._obs.copy(self._store, old, new))
             return
         except StorageNotFoundError:
-            # If the source exists, the server does not understand unusual names in this request.
-            size = self.stat(source).size
+            pass  # if the source exists, the server does not understand unusual names in this request
         except StorageError:
-            size = self.stat(source).size
-            if size <= _COPY_MAX:
+            if self.stat(source).size <= _COPY_MAX:
                 raise
-        with self.open(source) as reader, self.create(target, size) as writer:
-            buffer = memoryview(bytearray(_COPY_BYTES))
-            for start in range(0, size, _COPY_BYTES):
-                chunk = buffer[: min(_COPY_BYTES, size - start)]
-                reader.read_into(start, chunk)
-                writer.write(chunk)
+        copy_bytes(self, source, target)
 
     def delete(self, path: str) -> None:
-        """Remove an object; see `Storage.delete`."""
         self._delete([self._key(path)])
 
     def delete_many(self, paths: Iterable[str]) -> None:
@@ -189,12 +169,12 @@ class ObjectStorage(Storage):
     # -- reading
 
     def open(self, path: str) -> FileReader:
-        """Open the present version of an object; see `Storage.open`."""
+        """Open the present version of an object."""
         key = self._key(path)
         return open_reader(self._client, key, lambda action: self._errors(action, key), self._client.shown(key))
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Return the bytes of an object, nearly always in one request, or a range of them; see `Storage.read`."""
+        """Return the bytes of an object, nearly always in one request, or a range of them."""
         if offset or size is not None:
             return super().read(path, offset, size)
         key = self._key(path)
@@ -202,20 +182,17 @@ class ObjectStorage(Storage):
             return read_version(self._client, key, self._client.shown(key))[0]
 
     def read_tagged(self, path: str) -> tuple[bytes, str | None]:
-        """Return content and etag of one version of an object; see `Storage.read_tagged`."""
         key = self._key(path)
         with self._errors("read", key):
             data, meta = read_version(self._client, key, self._client.shown(key))
             return data, self._tag(meta)
 
     def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; see `Storage.stat`."""
         key = self._key(path)
         with self._errors("look at", key):
             return self._info(again_if_broken(lambda: self._obs.head(self._store, key)), path)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
         inside = check_prefix(prefix)
         base = "/".join(part for part in (self._prefix, inside) if part)
         skip = len(self._prefix) + 1 if self._prefix else 0

@@ -1,10 +1,10 @@
 """The function trainer: a run of workers, in the driver and on the workers. Public names come from `holdfast`.
 
 Start with `trainer` (what `TorchTrainer.fit` does) and `engine` (what a driver needs of an engine). Driver:
-`control/controller` is a state machine (with `actions`, `policy`, `report_ledger`, `known_checkpoints`: pure), `drive`
-and `execute` carry out what it decides. Engines: `engines/local` (zygote, supervisor, child, logs), `engines/cluster`
-(the same on each node of a Ray cluster). Worker: `worker/main`, `session` (what the function calls), `delivery`
-(reports with data: `handoff`, `staging`), `link`. All sides: `transit`, `types`; `control/result` reads a run.
+`control/controller` is a state machine (with `actions`, `plan`, `reports`, `report_ledger`: pure), `drive` carries out
+what it decides. Engines: `engines/local` (zygote, supervisor, logs), `engines/cluster` (the same on each node of a Ray
+cluster), `local_mode` (calls in this process). Worker: `worker/main`, `session` (what the function calls), `delivery`
+(reports with data: `handoff`), `link`. All sides: `transit`, `types`; `control/result` reads a run.
 
 May import interop and all below it. The zygote imports what it forks with before any thread exists: keep this module
 free of imports.

@@ -200,7 +200,7 @@ Event: TypeAlias = Placed | Started | Received | Dying | Exited | Capacity | Dra
 
 
 class Engine(Protocol):
-    """Runs worker groups for one controller; every method but `wake` belongs to the controller's thread.
+    """Runs worker groups, and tasks, for one controller; every method but `wake` belongs to the controller's thread.
 
     Each rank of a started group yields Started once (unless it could not be started, and with Placed before it where
     there are nodes), then Received for each message in order, then Exited once and last (see there); a Dying
@@ -225,6 +225,21 @@ class Engine(Protocol):
 
         Does not wait. Every rank still yields its Exited.
         """
+
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
+        """Run a pickled function without arguments in a process of its own, beside the group.
+
+        Args:
+            blob: cloudpickle of the function.
+            name: stands before each line of its output.
+            log_file: its output is appended to it.
+
+        Returns:
+            The number that its `TaskEnded` will have.
+        """
+
+    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
+        """End a task; its `TaskEnded` still comes. A task that has ended is left alone."""
 
     def wake(self) -> None:
         """Make `events` return; callable from any thread and from signal handlers, also after `close`."""

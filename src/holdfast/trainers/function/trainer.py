@@ -30,19 +30,25 @@ from .config import (
     ScalingConfig,
     ValidationConfig,
 )
-from .control.drive import Driver, ExecutorOptions, Stops
-from .control.messages import say
-from .control.plan import RunSpec, WaitLimits
-from .control.policy import FailurePolicy
+from .control.drive import Driver, DriverOptions, Stops, say
+from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
 from .engines.cluster import ray_api
 from .engines.cluster.engine import ClusterEngine
 from .engines.cluster.ray_nodes import RayNodes, Wanted
 from .engines.local.engine import LocalEngine
-from .engines.local.inline import InlineEngine
-from .transit import describe_location, pack_call, pack_result, pack_secrets, pack_value, takes_config, unpack_result
-from .types import RunContext
-from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
+from .transit import (
+    describe_location,
+    pack_call,
+    pack_checkpoint,
+    pack_result,
+    pack_secrets,
+    pack_value,
+    takes_config,
+    unpack_checkpoint,
+    unpack_result,
+)
+from .types import TIMESTAMP, RunContext
 
 __all__ = ["TorchTrainer"]
 
@@ -192,7 +198,7 @@ class TorchTrainer:
             raise
 
     def _result(self, driver: Driver, keep: Keep, value: Any) -> Result:
-        memory, newest = driver.controller.commits.known.memory, driver.controller.commits.known.newest()
+        memory, newest = driver.controller.reports.known.memory, driver.controller.reports.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()
@@ -200,9 +206,9 @@ class TorchTrainer:
 
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
-        from .launched import Launched, drive_here, ranks_of_launcher, work_here  # load torch
-        from .worker._session import in_session
+        from .local_mode import InlineEngine, Launched, drive_here, ranks_of_launcher, work_here  # load torch
         from .worker.group import launched_group
+        from .worker.session import in_session
 
         # A worker of ours has the variables of a launcher, too: what it starts is its own.
         info = None if in_session() else ranks_of_launcher()
@@ -312,10 +318,10 @@ class TorchTrainer:
         task = None if self._validation is None else self._validation.task_config
         return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
 
-    def _options(self, name: str, storage: Storage) -> ExecutorOptions:
+    def _options(self, name: str, storage: Storage) -> DriverOptions:
         if self._validation is not None:
             pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
-        return ExecutorOptions(
+        return DriverOptions(
             blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,

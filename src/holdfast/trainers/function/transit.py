@@ -11,6 +11,7 @@ import inspect
 import io
 import json
 import pickle
+import secrets
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,10 +22,12 @@ import cloudpickle
 
 from holdfast import errors
 from holdfast._log import get_logger
-from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
+from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint, DictStore
 from holdfast.errors import ConfigError
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
+from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import from_description
 from holdfast.writer.messages import error_from_json
 
@@ -37,11 +40,14 @@ __all__ = [
     "learn_secrets",
     "open_root",
     "pack_call",
+    "pack_checkpoint",
     "pack_result",
     "pack_secrets",
     "pack_value",
+    "run_validation",
     "takes_config",
     "unpack_call",
+    "unpack_checkpoint",
     "unpack_result",
 ]
 
@@ -162,9 +168,25 @@ class _TransitPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def _reduce_checkpoint(checkpoint: Any) -> tuple[Any, ...]:
-    from .values import pack_checkpoint, unpack_checkpoint
+def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
+    """Return all files of a (small) checkpoint as bytes that `unpack_checkpoint` takes. In transit only."""
+    prefix = f"{checkpoint.directory}/"
+    storage = checkpoint.storage
+    files = {info.path[len(prefix) :]: storage.read(info.path) for info in storage.list(checkpoint.directory)}
+    return pickle.dumps(files, protocol=5)
 
+
+def unpack_checkpoint(data: bytes) -> Checkpoint:
+    """Rebuild in memory what `pack_checkpoint` packed; it lives as long as a handle refers to it."""
+    files: dict[str, bytes] = pickle.loads(data)
+    store = DictStore(secrets.token_hex(8))
+    storage = MemoryStorage(store.uri.removeprefix("memory://"))
+    for path in sorted(files, key=lambda path: path == MANIFEST_NAME):  # the manifest last, as every commit
+        storage.put(f"checkpoint/{path}", files[path])
+    return Checkpoint(f"{store.uri}/checkpoint")
+
+
+def _reduce_checkpoint(checkpoint: Any) -> tuple[Any, ...]:
     if not checkpoint.uri.startswith("memory://"):
         raise ConfigError(f"{checkpoint.uri} is in a file system that only this process knows; copy it to a directory")
     return unpack_checkpoint, (pack_checkpoint(checkpoint),)
@@ -321,6 +343,19 @@ class TravellingSecrets:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return learn_secrets, (self._data,)
+
+
+def run_validation(_: object, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> Any:
+    """Validate, in a process of its own; credentials come first: with them the checkpoint's storage is rebuilt."""
+    from holdfast.checkpointer.identity import plain_metrics
+
+    found = function(checkpoint, **arguments)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"validation={getattr(function, '__name__', function)!r} returned {type(found).__name__}: return a dict of "
+            "metrics"
+        )
+    return plain_metrics(found)  # here, where the devices of its tensors are
 
 
 def _storage(location: Mapping[str, Any]) -> Storage:

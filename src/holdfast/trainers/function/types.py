@@ -1,4 +1,4 @@
-"""Small public values of the function trainer, and the interface of its callbacks."""
+"""Small values of the function trainer, and the interface of its callbacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,27 @@ from holdfast.checkpoint.handle import Checkpoint
 from .config import RunConfig, ScalingConfig
 
 __all__ = [
+    "TIMESTAMP",
+    "VALIDATED",
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",
     "RunContext",
     "UserCallback",
+    "without_marks",
 ]
+
+TIMESTAMP = "_timestamp"
+"""Score attribute that means the time of the save."""
+
+VALIDATED = "_validated"
+"""Late metric that says how a validation ended: true, "failed" or "timeout"."""
+
+
+def without_marks(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics without what Holdfast notes among them for itself."""
+    return {name: value for name, value in metrics.items() if name != VALIDATED}
 
 
 class CheckpointUploadMode(Enum):

@@ -2,7 +2,7 @@
 
 A worker uploads two kinds of data in the background: directories that it has reported, and its shares of states
 that are on a disk of its node first (``RunConfig(local_dir=...)``). The message that announces such work (a report, or
-"staged") has the key ``unfinished``, which `left_directory` or `left_share` makes; the message "part" of that report
+"staged") has the key ``unfinished``, which `left_directory` or `Staging.left` makes; the message "part" of that report
 ends it.
 """
 
@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,7 +33,7 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from .transit import error_to_wire
 
-__all__ = ["Staging", "Unfinished", "bring_share", "left_directory", "left_share"]
+__all__ = ["Staging", "Unfinished", "bring_share", "left_directory"]
 
 _LOG = get_logger("trainers.function")
 _WRITER_S = 30.0  # for the writer of a dead worker, which still stores on the disk what it has
@@ -53,18 +54,6 @@ def left_directory(*, home: str, path: str, rank: int, owned: bool) -> dict[str,
         owned: it is deleted once it is stored.
     """
     return {"kind": "directory", "home": home, "path": path, "rank": rank, "owned": owned}
-
-
-def left_share(*, folder: str, directory: str, save_id: str, rank: int) -> dict[str, Any]:
-    """Describe a share of a state that is, or will be, on a disk of this node.
-
-    Args:
-        folder: the local folder of the run.
-        directory: of the checkpoint.
-        save_id: of the save.
-        rank: whose share it is.
-    """
-    return {"kind": "share", "folder": folder, "directory": directory, "save_id": save_id, "rank": rank}
 
 
 def bring_share(local: Storage, remote: Storage, *, directory: str, save_id: str, rank: int) -> None:
@@ -263,51 +252,46 @@ class Staging:
             _sweep(home, start_id, remote)
         self.local = home.child(start_id)
         self._remote, self._rank = remote, rank
-        self._room = threading.BoundedSemaphore(_MOST_STAGED)
+        self._under_way: list[Future[None]] = []  # shares; done when they are uploaded, or have failed
         self._executor = SerialExecutor("holdfast-staging")
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until there is room for another share, and take it; return False if that takes longer."""
-        return self._room.acquire(timeout=timeout_s)
-
-    def give_back(self) -> None:
-        """Give back the room of a share that was not stored."""
-        self._room.release()
+    def wait(self, timeout_s: float, *, at_most: int = _MOST_STAGED - 1) -> bool:
+        """Wait until so many shares at most are stored here, or about to be; return False if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._under_way) > at_most:
+            wait(self._under_way, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
+            self._under_way = [share for share in self._under_way if not share.done()]
+            if time.monotonic() >= deadline:
+                break
+        return len(self._under_way) <= at_most
 
     def left(self, go: Mapping[str, Any]) -> dict[str, Any]:
         """Describe where the share of a checkpoint will be, so that the node can finish it if this worker dies."""
-        return left_share(
-            folder=str(self.local.local_root), directory=go["directory"], save_id=go["save_id"], rank=self._rank
-        )
+        where = {"directory": go["directory"], "save_id": go["save_id"], "rank": self._rank}
+        return {"kind": "share", "folder": str(self.local.local_root), **where}
 
-    def bring(self, directory: str, save_id: str, ended: Ended) -> None:
-        """Upload a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""
-        self._executor.run(partial(self._bring, directory, save_id, ended))
+    def bring(self, stored: Future[Any], go: Mapping[str, Any], ended: Ended) -> None:
+        """Upload a share once it is stored here; ``ended`` is called, on another thread, with the error or None."""
+        brought: Future[None] = Future()
+        self._under_way.append(brought)
 
-    def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until everything stored here is uploaded; return False if that takes longer."""
-        deadline = time.monotonic() + timeout_s
-        taken = 0
-        while taken < _MOST_STAGED and self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            taken += 1
-        for _ in range(taken):
-            self._room.release()
-        return taken == _MOST_STAGED
+        def work(failure: BaseException | None) -> None:
+            try:
+                if failure is None:
+                    which = {"directory": go["directory"], "save_id": go["save_id"], "rank": self._rank}
+                    bring_share(self.local, self._remote, **which)
+            except Exception as error:  # noqa: BLE001 - a thread edge: the report fails with it
+                failure = error
+            try:
+                ended(failure)
+            finally:
+                brought.set_result(None)
+
+        stored.add_done_callback(lambda done: self._executor.run(partial(work, done.exception())))
 
     def close(self) -> None:
         """End after what is stored is uploaded, without waiting for that. Idempotent."""
         self._executor.close(wait=False)
-
-    def _bring(self, directory: str, save_id: str, ended: Ended) -> None:
-        failure: Exception | None = None
-        try:
-            bring_share(self.local, self._remote, directory=directory, save_id=save_id, rank=self._rank)
-        except Exception as error:  # noqa: BLE001 - a thread edge: the report fails with it
-            failure = error
-        try:
-            ended(failure)
-        finally:
-            self._room.release()
 
 
 def _sweep(home: Storage, start_id: str, remote: Storage) -> None:

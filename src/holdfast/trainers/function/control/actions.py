@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
+from holdfast.writer.messages import IngestSource
+
 from ..engine import Event
 
 __all__ = [
@@ -20,12 +22,9 @@ __all__ = [
     "Begin",
     "Call",
     "Commit",
-    "CommitParts",
-    "CommitUploaded",
     "Details",
     "End",
     "FindStart",
-    "Ingest",
     "Input",
     "KillGroup",
     "LateMetrics",
@@ -33,7 +32,6 @@ __all__ = [
     "Note",
     "OpenRun",
     "Protect",
-    "ReportedDirectory",
     "Resumed",
     "RunState",
     "Say",
@@ -46,9 +44,6 @@ __all__ = [
     "Validate",
     "check_transition",
 ]
-
-Location: TypeAlias = Mapping[str, Any]
-"""A checkpoint for the wire: {"storage": description or None, "uri": of the storage, "name": directory}."""
 
 # -- out: the run -----------------------------------------------------------------------------------------------------
 
@@ -68,7 +63,7 @@ class NextAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindStart:
-    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.starts`.
+    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.checkpoints`.
 
     Attributes:
         deep: names of checkpoints of which every byte is read, not just sizes.
@@ -127,52 +122,28 @@ class LateMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedDirectory:
-    """A directory that a rank reported."""
-
-    rank: int
-    path: str
-    owned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Commit a checkpoint; a subclass says from what. Outcome: `holdfast.writer.messages.SaveResult`."""
+    """Commit a checkpoint: of parts that writers have stored, or of directories. Outcome: `SaveResult`.
+
+    Attributes:
+        index: of the report.
+        directory: of the checkpoint.
+        save_id: of the save.
+        manifest: its fields.
+        writers: ranks whose writers have stored a part each; () for reported directories.
+        wait_s: how long parts are waited for, more than 0 where a worker is dead whose writer finishes its part.
+        sources: what ranks reported, merged into one.
+        uploaded: the user has put files into ``directory``: they stay, and those of ``sources`` are copied beside them.
+    """
 
     index: int
     directory: str
     save_id: str
     manifest: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ingest(Commit):
-    """Merge directories of ranks into one checkpoint."""
-
-    sources: tuple[ReportedDirectory, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitParts(Commit):
-    """Merge what the ranks' writers have stored already.
-
-    Attributes:
-        wait_s: how long parts are waited for, more than 0 where a worker is dead whose writer finishes its part.
-    """
-
-    writers: tuple[int, ...]
+    writers: tuple[int, ...] = ()
     wait_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitUploaded(Commit):
-    """Commit files that the user has put into ``directory`` of the run.
-
-    Attributes:
-        beside: directories of other ranks, whose files are copied there first.
-    """
-
-    beside: tuple[ReportedDirectory, ...] = ()
+    sources: tuple[IngestSource, ...] = ()
+    uploaded: bool = False
 
 
 # -- out: workers -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The controller of a run: a state machine that takes events in and gives actions out, and does nothing else.
 
 It reads no clock, starts no process and touches no storage, so every situation can be tested one step at a time.
-`reports` and `commits` beside it handle reports; `policy` decides about failures.
+`reports` beside it handles reports and commits; `plan` decides about failures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..transit import error_from_wire
 from .actions import (
     Action,
     ActionResult,
+    Begin,
     Call,
     Commit,
     Details,
@@ -43,14 +44,22 @@ from .actions import (
     Validate,
     check_transition,
 )
-from .commits import Commits
-from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
-from .plan import Room, RunSpec
-from .policy import Cause, GiveUp
+from .checkpoints import RunContents, Start, choose_start
+from .plan import Cause, GiveUp, Room, RunSpec
 from .report_ledger import ReportLedger
 from .reports import Reports
-from .starts import RunContents, Start, choose_start
-from .worker_group import Clock, WorkerGroup, first_line, training_failed
+from .worker_group import (
+    Clock,
+    Ending,
+    Handover,
+    Teardown,
+    WorkerGroup,
+    find_trouble,
+    first_line,
+    gather_s,
+    next_check,
+    training_failed,
+)
 
 __all__ = ["Controller"]
 _HANDOVERS = 3  # agreed saves that are tried for one move
@@ -65,8 +74,7 @@ class Controller:
 
     Attributes:
         state: where the run is.
-        commits: its checkpoints.
-        reports: the reports of the group that runs.
+        reports: those of the group that runs, and the checkpoints of the run.
         attempt: number of the attempt that runs.
         restarts: how often the workers were started again.
         first: what the first group started from.
@@ -77,8 +85,7 @@ class Controller:
         self._plan, self._limits = plan, plan.limits
         self._out: list[Action] = []
         self.state = RunState.INITIALIZING
-        self.commits = Commits(plan, self._out)
-        self.reports = Reports(plan, self.commits, self._out)
+        self.reports = Reports(plan, self._out)
         self.attempt = self.restarts = 0
         self._run_id = self._start_id = ""
         self.returned: bytes | None = None
@@ -123,7 +130,7 @@ class Controller:
             self._room.update(event, now)
         elif isinstance(event, Draining):
             if self._group is not None and self._teardown is None:
-                wait_s = gather_s(event.left_s, self.commits.longest_s)
+                wait_s = gather_s(event.left_s, self.reports.longest_s)
                 self._hand_over(self._group, Cause.PREEMPTION, event.detail, wait_s=wait_s)
         elif isinstance(event, Unable):
             self._fatal(event.error)
@@ -136,11 +143,11 @@ class Controller:
 
     def deadline(self) -> float | None:
         """Return when a `Tick` is due if nothing else happens; None: never."""
-        times = [self.commits.validations.deadline, self._answer_until]
+        times = [self.reports.validations.deadline, self._answer_until]
         if self._teardown is not None:
             times.append(self._teardown.deadline(self._now))
         elif self._group is not None:
-            times.append(next_check(self._group, self.reports, self.commits, self._limits, self._last_sign))
+            times.append(next_check(self._group, self.reports, self._limits, self._last_sign))
             times.append(self._ending.deadline if self._ending is not None else None)
             times.append(self._growth(self._group))
             if self._handover is not None and self._group.running_since is not None and not self._handover.is_asked:
@@ -158,11 +165,11 @@ class Controller:
             self._fatal(error)  # the lease is lost: another process writes to the run now
         if isinstance(action, Commit):
             self._last_sign = self._now  # workers may have waited for this
-            self.commits.done(action, value, error, self._now)
+            self.reports.done(action, value, error, self._now)
         elif isinstance(action, Validate):
-            self.commits.validated(value, error)
+            self.reports.validated(value, error)
         elif isinstance(action, LateMetrics):
-            self.commits.ranked(action.name, value or ())
+            self.reports.ranked(action.name, value or ())
             if error is not None:
                 self._say(f"the metrics of {action.name} could not be stored: {first_line(error)}")
         elif isinstance(action, (OpenRun, FindStart, NextAttempt)):
@@ -188,7 +195,7 @@ class Controller:
         self._run_id, self._start_id, self.attempt = opened.run_id, opened.start_id, opened.attempt
         noted = opened.notes.get("number")
         if isinstance(noted, int):
-            self.commits.known.number = max(self.commits.known.number, noted)
+            self.reports.known.number = max(self.reports.known.number, noted)
         self._ask(FindStart())
 
     def _registered(self, attempt: dict[str, Any]) -> None:
@@ -196,14 +203,14 @@ class Controller:
         self._ask(FindStart())
 
     def _found(self, contents: RunContents) -> None:
-        self.commits.known.refresh(contents.kept, taken=contents.taken, set_aside=contents.set_aside)
-        self.commits.resume_validations(contents.unvalidated)
+        self.reports.known.refresh(contents.kept, taken=contents.taken, set_aside=contents.set_aside)
+        self.reports.resume_validations(contents.unvalidated)
         self._past = [start for start in contents.starts if start != self._start_id][-_MOST_PAST:]
         if self._suspect is not None:
             (suspect, group), self._suspect = self._suspect, None
             self._decide(group, free=any(name == suspect for name, _ in contents.skipped))
             return
-        self._start = choose_start(self._plan, contents.start, self.commits.known.memory)
+        self._start = choose_start(self._plan, contents.start, self.reports.known.memory)
         if self._start.resumed is not None:
             self._out.append(self._start.resumed)
         if not self.restarts:
@@ -232,8 +239,7 @@ class Controller:
         self._group = WorkerGroup(size, self._now)
         ledger = ReportLedger(size, self._start.step + 1)
         parent = self._start.kept.checkpoint_id if self._start.kept is not None else None
-        self.commits.begin(ledger, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
-        self.reports.begin(ledger)
+        self.reports.begin(ledger, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
         self._last_sign, self._ending, self._handover = self._now, None, None
         self._become(RunState.SCHEDULING)
         self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
@@ -258,16 +264,7 @@ class Controller:
             return
         if isinstance(event, Started):
             group.started.add(rank)
-            begin = self._start.begin(
-                self._plan,
-                rank,
-                size=group.size,
-                placed=group.placed.get(rank),
-                attempt=self.attempt,
-                start_id=self._start_id,
-                past=self._past,
-            )
-            self._out.append(begin)
+            self._out.append(Begin(rank=rank, header=self._begin_message(group, rank), memory=self._start.memory))
             return
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
@@ -300,6 +297,31 @@ class Controller:
                 self._handover.at(rank, header["calls"], self._out)
         else:
             self._take(rank, header, attachments)
+
+    def _begin_message(self, group: WorkerGroup, rank: int) -> dict[str, Any]:
+        """Return the first message to a worker."""
+        plan, start, placed = self._plan, self._start, group.placed.get(rank)  # None: it is on the driver's machine
+        return {
+            "do": "begin",
+            "rank": rank,
+            "world_size": group.size,
+            "local_rank": rank if placed is None else placed.local_rank,
+            "local_world_size": group.size if placed is None else placed.local_size,
+            "node_rank": 0 if placed is None else placed.node_rank,
+            "apart": placed is not None,  # the driver cannot read what only this node has
+            "first_index": start.step + 1,
+            "run_name": plan.run_name,
+            "local_dir": plan.local_dir,
+            "run_root": plan.location(""),
+            "attempt": self.attempt,
+            "start_id": self._start_id,
+            "past": list(self._past),
+            "strategy": None if plan.strategy is None else dict(plan.strategy),
+            "score": None if plan.score is None else dict(plan.score),
+            "report_timeout_s": plan.limits.report_s,
+            "all_metrics": plan.has_callbacks,
+            "checkpoint": None if start.location is None else dict(start.location),
+        }
 
     def _take(self, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         if self._teardown is not None and header["on"] == "report" and header["index"] > self._teardown.upto:
@@ -340,9 +362,9 @@ class Controller:
             self._hand_over(
                 group, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {group.size} run"
             )
-        saved, self.commits.just_saved = self.commits.just_saved, []
+        saved, self.reports.just_saved = self.reports.just_saved, []
         handover = self._handover
-        failed, self.commits.agreed_failed = self.commits.agreed_failed, False
+        failed, self.reports.agreed_failed = self.reports.agreed_failed, False
         if handover is not None and failed and not saved:
             self._handover = None  # a later move may be agreed on anew
             if handover.cause is Cause.PREEMPTION and handover.tries > 1:
@@ -397,7 +419,7 @@ class Controller:
 
     def _decide(self, group: WorkerGroup, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
-        cause, failures = group.cause, group.descriptions()
+        cause, failures = group.cause, {str(rank): first_line(error) for rank, error in group.causes.items()}
         reason, ended = group.summary(), group.ended_before(self.reports.ledger.entered)
         ended_how = "told to go" if group.preempted else "goes back" if group.rolled_back else "failed"
         ended_how = "moves" if group.moved is not None else ended_how
@@ -414,7 +436,7 @@ class Controller:
             self._history.append(cause)
             decision = self._plan.policy.decide(self._history, idle_starts=self._idle_starts)
             if isinstance(decision, GiveUp):
-                newest = self.commits.known.newest()
+                newest = self.reports.known.newest()
                 name = None if newest is None else newest.name
                 error = training_failed(group, decision.why, self._plan.uri, name, ended)
                 self._end(RunState.ERRORED, f"training failed: {decision.why}", error, details)
@@ -436,11 +458,10 @@ class Controller:
         if self._waiting and self._now >= self._not_before:
             self._seek_room()
         if self._group is not None and self._teardown is None:
-            self.commits.advance()
             self.reports.advance(self._now)
             self._advance_moves(self._group)
         if self._group is not None and self._teardown is None:
-            found = find_trouble(self._now, self._group, self.reports, self.commits, self._limits, self._last_sign)
+            found = find_trouble(self._now, self._group, self.reports, self._limits, self._last_sign)
             if found is not None:
                 ranks, error = found
                 for rank in ranks:
@@ -450,7 +471,7 @@ class Controller:
         elif self._group is not None and self._group.all_finished:
             self._advance_end(self._group)
         if self.state is not RunState.INITIALIZING and not self.state.is_end and self._stop is None:
-            self.commits.advance_validations(self._now)
+            self.reports.advance_validations(self._now)
 
     def _advance_teardown(self, group: WorkerGroup, teardown: Teardown) -> None:
         if not teardown.step(self._now, group, self.reports, self._limits, self._out):
@@ -478,7 +499,7 @@ class Controller:
     def _advance_end(self, group: WorkerGroup) -> None:
         if self._ending is None:
             self._ending = Ending.begin(self._now, self._limits)
-        outcome = self._ending.step(self._now, group, self.reports, self.commits, self._limits, self._out)
+        outcome = self._ending.step(self._now, group, self.reports, self._limits, self._out)
         if isinstance(outcome, BaseException):
             self._fatal(outcome)
             self._advance()
@@ -494,10 +515,10 @@ class Controller:
     ) -> None:
         self._become(state)
         self._group = self._teardown = None
-        running = self.commits.validations.running
+        running = self.reports.validations.running
         if running is not None:
             self._out.append(StopValidation(name=running.name))
-        self._out.append(Note(key="number", value=self.commits.known.number))
+        self._out.append(Note(key="number", value=self.reports.known.number))
         seconds = {"seconds": dict(self._clock.seconds)}
         self._out.append(End(state=state, reason=reason, error=error, details={**seconds, **(details or {})}))
 

@@ -36,20 +36,18 @@ class Entry:
     Attributes:
         kind: "directory", "uploaded", "state" or "values".
         call: number of the call that waits for the commit; None: no call waits.
-        path: of the directory.
-        owned: the directory has been taken over and may be moved.
-        coming: the directory is not uploaded yet: a message of its rank says when it is.
+        source: a directory: its "path", and whether it is "owned": taken over, so that it may be moved.
         location: where an uploaded checkpoint lies.
+        coming: the directory is not there yet, or not uploaded: the message "part" of its rank says when it is.
         asks: its train_func calls `should_save`.
     """
 
     rank: int
     kind: str
     call: int | None = None
-    path: str = ""
-    owned: bool = False
-    coming: bool = False
+    source: Mapping[str, Any] | None = None
     location: Mapping[str, Any] | None = None
+    coming: bool = False
     asks: bool = False
 
 
@@ -108,16 +106,6 @@ class LedgerEntry:
         """Whether every part is stored."""
         return self.durable >= self.entries.keys()
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether every part is stored or will be, even if its worker dies."""
-        return self.sealed | self.durable >= self.entries.keys()
-
-    @property
-    def is_handed_over(self) -> bool:
-        """Whether storages alone have to finish every part."""
-        return self.sealed | self.staged | self.durable >= self.entries.keys()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -172,11 +160,12 @@ class ReportLedger:
     @property
     def is_storing(self) -> bool:
         """Whether workers, or their writers, still store parts of a report that is complete otherwise."""
-        return any(
-            not self.waits_for_ranks(report)
-            and (report.coming or (report.in_parts and report.is_handed_over and not report.is_durable))
-            for report in self.reports.values()
-        )
+        for report in self.reports.values():
+            # Of parts that are not stored yet: storages alone have to finish them.
+            handed_over = report.in_parts and report.sealed | report.staged | report.durable >= report.entries.keys()
+            if not self.waits_for_ranks(report) and (report.coming or (handed_over and not report.is_durable)):
+                return True
+        return False
 
     def enter(self, rank: int, upto: int) -> None:
         """Note that ``rank`` has entered all reports up to ``upto``."""
@@ -296,7 +285,7 @@ class ReportLedger:
             gone = {rank for rank in ended if rank not in report.left or rank in lost}
             if report.coming:
                 possible += [report] if gone.isdisjoint(report.coming) else []
-            elif report.is_sealed:
+            elif report.sealed | report.durable >= report.entries.keys():
                 sure.append(report)
             elif gone.isdisjoint(report.entries.keys() - report.sealed - report.durable):
                 possible.append(report)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast._optional import require
-from holdfast.checkpoint._location import file_system
-from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.config import Keep, stored_keep
 from holdfast.errors import (
     ConfigError,
@@ -29,7 +28,7 @@ from holdfast.run.retention import is_number, rank
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
 
-from .known_checkpoints import without_marks
+from ..types import without_marks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -295,14 +294,11 @@ def _check_is_run(storage: Storage) -> None:
 def _with_checkpoints(rows: Sequence[Mapping[str, Any]], records: Sequence[Record]) -> list[dict[str, Any]]:
     """Add to each report what came late: the name of its checkpoint and the metrics of a validation."""
     saved = {(record.attempt, record.step): record for record in records}
-    found = []
-    for row in rows:
-        full = dict(row)
-        record = saved.get((int(row["attempt"]), row.get("step")))  # type: ignore[arg-type]
-        if record is not None:
-            full["checkpoint"] = full.get("checkpoint") or record.name
-            full["metrics"] = {**full["metrics"], **record.metrics}
-        found.append(full)
+    found = [dict(row) for row in rows]
+    for row in found:
+        if (record := saved.get((int(row["attempt"]), row.get("step")))) is not None:  # type: ignore[arg-type]
+            row["checkpoint"] = row.get("checkpoint") or record.name
+            row["metrics"] = {**row["metrics"], **record.metrics}
     return found
 
 

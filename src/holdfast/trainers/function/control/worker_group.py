@@ -1,4 +1,9 @@
-"""A group of workers as the controller sees it: who has started, who runs, who ended and how."""
+"""A group of workers as the controller sees it: who has started, who runs, who ended and how.
+
+It ends in order (`Ending`), is torn down before its time (`Teardown`), or is moved after a save that all ranks agree on
+(`Handover`). `find_trouble` finds what ends a group without any event: ranks that do not report, do not start, or are
+silent.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,27 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import TrainingError, TrainingFailedError
+from holdfast._ranks import rank_list
+from holdfast.errors import TrainingError, TrainingFailedError, WorkerHangError
 
 from ..engine import Exited, Placed
-from .policy import Cause, ended_by_preemption
+from .actions import Action, KillGroup, Send
+from .plan import Cause, WaitLimits, ended_by_preemption
+from .reports import Reports
 
-__all__ = ["Clock", "WorkerGroup", "describe_exit", "first_line", "training_failed"]
+__all__ = [
+    "Clock",
+    "Ending",
+    "Handover",
+    "Teardown",
+    "WorkerGroup",
+    "describe_exit",
+    "find_trouble",
+    "first_line",
+    "gather_s",
+    "next_check",
+    "training_failed",
+]
 
 _MAX_SHOWN = 300
 _HINTS = {
@@ -19,6 +39,8 @@ _HINTS = {
     signal.SIGSEGV: " (a crash in native code, whose Python stack is in the log of the rank)",
     signal.SIGTERM: " (it was told to go)",
 }
+_GATHER_S = 6.0
+_SAVES = 4  # after the wait, the time of so many saves and half of the time at first are left
 
 
 @dataclass(slots=True)
@@ -203,10 +225,6 @@ class WorkerGroup:
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
         return "; ".join(f"{self.label(rank)}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
-    def descriptions(self) -> dict[str, str]:
-        """Return a line for each failure by rank, for the index of the run."""
-        return {str(rank): first_line(error) for rank, error in self.causes.items()}
-
     def label(self, rank: int) -> str:
         """Name a rank; with its node if it failed by itself, for a disk may be full only there, say."""
         placed = self.placed.get(rank) if rank not in self.died else None
@@ -257,3 +275,210 @@ def training_failed(group: WorkerGroup, why: str, uri: str, newest: str | None, 
     )
     error.__cause__ = next(iter(group.causes.values()), None)
     return error
+
+
+def gather_s(left_s: float, save_s: float | None) -> float:
+    """Return the seconds that a save before a preemption may wait for notices about more nodes: one restart serves all.
+
+    The workers train on meanwhile. Without a save whose time is known there is no wait, and none where `should_save` is
+    never called: the next reported checkpoint serves there.
+
+    Args:
+        left_s: seconds until the first node goes.
+        save_s: how long the slowest save took; None: not known.
+    """
+    return 0.0 if save_s is None else max(0.0, min(_GATHER_S, left_s / 2 - _SAVES * save_s))
+
+
+@dataclass(slots=True)
+class Handover:
+    """From the wish to move until a checkpoint is committed.
+
+    Attributes:
+        cause: a preemption, or another size.
+        why: for people.
+        size: number of ranks.
+        due: when the ranks are asked where they are.
+        is_asked: they have been.
+        calls: how often each rank has called `should_save`, as they answer.
+        tries: agreed saves that may be made in all before it is given up.
+        is_sent: all have answered and know the call to save at.
+    """
+
+    cause: Cause
+    why: str
+    size: int
+    tries: int = 1
+    due: float = 0.0
+    is_asked: bool = False
+    calls: dict[int, int] = field(default_factory=dict)
+    is_sent: bool = False
+
+    def begin(self, out: list[Action]) -> None:
+        """Ask every rank where it is, once."""
+        if self.is_asked:
+            return
+        self.is_asked = True
+        for rank in range(self.size):
+            out.append(Send(rank=rank, header={"do": "save_soon"}))
+
+    def at(self, rank: int, calls: int, out: list[Action]) -> None:
+        """Take the answer of a rank; the last answer settles the call."""
+        self.calls[rank] = calls
+        if len(self.calls) == self.size and not self.is_sent:
+            self.is_sent = True
+            for receiver in range(self.size):
+                out.append(Send(rank=receiver, header={"do": "save_at", "call": max(self.calls.values()) + 1}))
+
+    def is_served(self, *, agreed: bool) -> bool:
+        """Whether a commit ends the handover: the agreed save, or any save where no rank calls `should_save`."""
+        return agreed or (self.is_sent and not any(self.calls.values()))
+
+
+@dataclass(slots=True)
+class Teardown:
+    """The end of a group before its time: commit what is complete, then kill, then wait for the exits.
+
+    Attributes:
+        settle_until: when the cause has to be known.
+        drain_until: when what is complete has to be committed, and workers seen to end by themselves have to be gone.
+        upto: reports after this one are not taken any more.
+        fatal: what ends the run; None: the failure policy decides, unless the run is aborted.
+        kill_until: when killed workers have to be gone; None before they are killed.
+    """
+
+    settle_until: float
+    drain_until: float
+    upto: int
+    fatal: BaseException | None = None
+    kill_until: float | None = None
+
+    def deadline(self, now: float) -> float:
+        """When `step` is due if nothing happens."""
+        if self.kill_until is not None:
+            return self.kill_until
+        return self.settle_until if now < self.settle_until else self.drain_until
+
+    def step(self, now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, out: list[Action]) -> bool:
+        """Go on; return True when no worker is left, or waiting for the rest is given up."""
+        if self.kill_until is None:
+            left = self.drain_until - now
+            busy = reports.salvage(group.dead, left, lost=group.lost)
+            if left > 0 and (busy or group.has_silent_end):
+                return False
+            if now < self.settle_until and not group.is_explained:
+                return False
+            self.kill_until = now + limits.grace_s + limits.stop_s
+            if not group.all_exited:
+                out.append(KillGroup(grace_s=limits.grace_s))
+        if not group.all_exited:
+            if now < self.kill_until:
+                return False
+            left_over = [rank for rank in range(group.size) if rank not in group.exited]
+            self.fatal = TrainingError(
+                f"{rank_list(left_over)} did not end within {limits.stop_s:g} s of SIGKILL: stuck in the kernel, on a "
+                "dead network disk perhaps; no other attempt can be started beside it"
+            )
+        return True
+
+
+@dataclass(slots=True)
+class Ending:
+    """The end of a training that is over: the last commits, the exits, the validations; all of it bounded.
+
+    Attributes:
+        commit_until: when the last commits have to be made; None once they are.
+        exit_until: when workers have to be gone, by themselves or after a kill; None once they are.
+        killed: they were not gone in time.
+    """
+
+    commit_until: float | None
+    exit_until: float | None
+    killed: bool = False
+
+    @classmethod
+    def begin(cls, now: float, limits: WaitLimits) -> Ending:
+        """Begin when the last rank has finished."""
+        return cls(commit_until=now + limits.end_s, exit_until=now + limits.stop_s)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `step` is due if nothing happens."""
+        return min((time for time in (self.commit_until, self.exit_until) if time is not None), default=None)
+
+    def step(
+        self, now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, out: list[Action]
+    ) -> bool | BaseException:
+        """Go on; return True when everything is done, an error if that is impossible."""
+        if reports.undelivered:
+            failures = dict(reports.undelivered)
+            text = "; ".join(f"rank {rank}: {first_line(error)}" for rank, error in failures.items())
+            message = f"train_func has ended, but its last checkpoint could not be saved: {text}"
+            return TrainingFailedError(message, failures=failures)
+        if self.commit_until is not None:
+            left = self.commit_until - now
+            if reports.salvage(group.exited, left, lost=group.lost) or reports.ledger.reports:
+                if left > 0:
+                    return False
+                return TrainingError(
+                    f"the last checkpoint was not committed within {limits.end_s:g} s of the end of train_func: is the "
+                    "storage stuck?"
+                )
+            self.commit_until = None
+        if not group.all_exited and self.exit_until is not None:
+            if now < self.exit_until:
+                return False
+            if not self.killed:
+                self.killed, self.exit_until = True, now + limits.grace_s + limits.stop_s
+                out.append(KillGroup(grace_s=limits.grace_s))
+                return False
+        # All is safe, so a process that even SIGKILL does not end (it hangs in the kernel) is left behind.
+        self.exit_until = None
+        return not reports.pending_validation
+
+
+def find_trouble(
+    now: float, group: WorkerGroup, reports: Reports, limits: WaitLimits, last_sign: float
+) -> tuple[list[int], TrainingError] | None:
+    """Return the ranks that hang or do not report, with the error; None if all are well.
+
+    Args:
+        now: the time.
+        group: the workers.
+        reports: their reports, and what is being committed.
+        limits: bounds of all waits.
+        last_sign: when any of them last sent a message or was answered.
+    """
+    if (found := reports.mismatch(now)) is not None:
+        return found
+    if not group.all_running:
+        if now < group.since + limits.start_s:
+            return None
+        slow = [rank for rank in range(group.size) if rank not in group.running]
+        text = f"train_func did not begin on {rank_list(slow)} within {limits.start_s:g} s; see the logs of the attempt"
+        return slow, TrainingError(text)
+    if limits.hang_s is None or not _may_hang(group, reports) or now < last_sign + limits.hang_s:
+        return None
+    last = ", ".join(
+        f"rank {rank} {now - group.heard[rank]:.1f} s ago (report {reports.ledger.entered[rank]})"
+        for rank in group.unfinished
+    )
+    return group.unfinished, WorkerHangError(
+        f"no worker has given a sign of life for {now - last_sign:.1f} s (hang_timeout_s={limits.hang_s:g}); last "
+        f"heard of {last}. Every report, with or without a checkpoint, is a sign of life"
+    )
+
+
+def next_check(group: WorkerGroup, reports: Reports, limits: WaitLimits, last_sign: float) -> float | None:
+    """Return when `find_trouble` may find something if nothing happens."""
+    times = [reports.next_deadline()]
+    if not group.all_running:
+        times.append(group.since + limits.start_s)
+    elif limits.hang_s is not None and _may_hang(group, reports):
+        times.append(last_sign + limits.hang_s)
+    return min((time for time in times if time is not None), default=None)
+
+
+def _may_hang(group: WorkerGroup, reports: Reports) -> bool:
+    """Whether silence would mean that workers are stuck; not while they may be waiting for storage."""
+    return not (group.all_finished or reports.busy or reports.ledger.is_storing)

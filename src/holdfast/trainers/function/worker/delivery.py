@@ -1,44 +1,305 @@
-"""Reports with data: a directory, a file, a state, values, or a checkpoint that is stored elsewhere."""
+"""Reports with data: a directory, a file, a state, values, a checkpoint stored elsewhere; their arguments, checked."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
-from holdfast.model_files import ModelFiles
+from holdfast.model_files import Content, ModelFiles, model_files_of
+from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
+from holdfast.run.record import check_length, metric_value
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, check_path
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Message
 from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..transit import describe_location, open_root
-from ..types import CheckpointUploadMode
+from ..config import ValidationTaskConfig
+from ..transit import describe_location, open_root, pack_checkpoint
+from ..types import TIMESTAMP, CheckpointUploadMode
 from ..unfinished import Staging, left_directory
-from ..values import TIMESTAMP, pack_checkpoint, score_of
 from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
-from .requests import Request
 
-__all__ = ["Delivery", "Finish", "Shares"]
+__all__ = [
+    "Delivery",
+    "Finish",
+    "Request",
+    "Shares",
+    "UploadFn",
+    "check_request",
+    "check_score",
+    "plain_metrics",
+    "score_of",
+]
 
+_LOG = get_logger("trainers.function")
+UploadFn = Callable[[Checkpoint, str], Checkpoint]
 _ASYNC = CheckpointUploadMode.ASYNC
 _MAX_SENDING = 4
+_SHORT = frozenset({float, str, bool, type(None)})
+_PLAIN = _SHORT | {int}
+_MAX_DEPTH = 32
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
+Finish = Callable[[], object]
 
-Finish = Callable[[], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The checked arguments of `report`."""
+
+    metrics: dict[str, Any]
+    checkpoint: Checkpoint | None
+    state: Mapping[Any, Any] | None
+    model_files: ModelFiles | None
+    name: str | None
+    mode: CheckpointUploadMode
+    delete: bool | None
+    upload: UploadFn | None
+    validation: bool | dict[str, Any]
+
+
+def check_request(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    *,
+    state: Mapping[Any, Any] | None = None,
+    model_files: ModelFiles | Mapping[str, Content] | str | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: UploadFn | None = None,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
+) -> Request:
+    """Check the arguments of `report`, without looking at any file.
+
+    Raises:
+        ConfigError: an argument, or their combination, is wrong.
+    """
+    mode, delete = checkpoint_upload_mode, delete_local_checkpoint_after_upload
+    name, upload = checkpoint_dir_name, checkpoint_upload_fn
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise ConfigError(
+            f"report(checkpoint={_show(checkpoint)}): give a Checkpoint, as in Checkpoint.from_directory(path); "
+            "a live state goes into state="
+        )
+    if state is not None and not isinstance(state, Mapping):
+        raise ConfigError(f"report(state={_show(state)}): give a mapping such as {{'model': model}}")
+    if model_files is not None and state is None:
+        raise ConfigError(
+            "report(model_files=...) goes with state=, whose tensors they describe; into a directory that you report "
+            "put the files yourself"
+        )
+    if state is not None and checkpoint is not None:
+        raise ConfigError(
+            "report() got both checkpoint= and state=: a report makes a single checkpoint; use one of them"
+        )
+    if not isinstance(mode, CheckpointUploadMode):
+        raise ConfigError(
+            f"checkpoint_upload_mode={mode!r}: use CheckpointUploadMode.SYNC, ASYNC or NO_UPLOAD (of holdfast)"
+        )
+    if upload is not None and not callable(upload):
+        raise ConfigError(f"checkpoint_upload_fn={_show(upload)}: give a function (checkpoint, dir_name) -> Checkpoint")
+    if delete is not None and not isinstance(delete, bool):
+        raise ConfigError(f"delete_local_checkpoint_after_upload={delete!r}: use True, False or None")
+    if upload is not None and mode is CheckpointUploadMode.NO_UPLOAD:
+        raise ConfigError("checkpoint_upload_fn with CheckpointUploadMode.NO_UPLOAD: use SYNC or ASYNC to upload")
+    if state is not None and (upload is not None or mode is CheckpointUploadMode.NO_UPLOAD):
+        raise ConfigError("report(state=...) stores the state itself: checkpoint_upload_fn and NO_UPLOAD do not apply")
+    wanted = _validation(validation)
+    if wanted and checkpoint is None and state is None:
+        raise ConfigError("report(validation=...) without a checkpoint: there is nothing to validate")
+    return Request(
+        metrics=plain_metrics(metrics),
+        checkpoint=checkpoint,
+        state=state,
+        model_files=model_files_of(model_files, state or {}),
+        name=None if name is None else _check_name(name),
+        mode=mode,
+        delete=delete,
+        upload=upload,
+        validation=wanted,
+    )
+
+
+def _validation(given: Any) -> bool | dict[str, Any]:
+    """Return what the message holds: a bool, or the fields of a `ValidationTaskConfig`."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, Mapping):
+        given = ValidationTaskConfig.of(given)
+    if not isinstance(given, ValidationTaskConfig):
+        raise ConfigError(
+            f"validation={_show(given)}: use True, False, a ValidationTaskConfig, or a dict of arguments for the "
+            "function"
+        )
+    try:
+        arguments = plain_metrics(given.fn_kwargs or {})
+    except ConfigError as error:
+        raise ConfigError(
+            f"validation: the arguments of the function are stored with the checkpoint, as metrics are: {error}"
+        ) from error
+    return {"fn_kwargs": arguments, "timeout_s": given.timeout_s}
+
+
+def _check_name(name: str) -> str:
+    try:
+        fine = is_checkpoint_name(check_path(name))
+    except ConfigError:
+        fine = False
+    if not fine:
+        raise ConfigError(
+            f"checkpoint_dir_name={name!r}: give the name of one directory below the run, without '/', not starting "
+            f"with '.', and none of {', '.join((*RUN_NAMES, LATEST))}"
+        )
+    return name
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of metrics in which everything is JSON: nested dicts and lists, one-element tensors as numbers.
+
+    A tensor on an accelerator is read here, which waits for its device.
+
+    Raises:
+        ConfigError: a value is no metric; the message names the first.
+    """
+    if type(metrics) is dict:
+        for key, value in metrics.items():
+            if type(value) not in _SHORT or type(key) is not str:
+                break
+        else:
+            return metrics.copy()
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"report(metrics={_show(metrics)}): metrics are a dict such as {{'loss': 0.3}}, not {_kind(metrics)}"
+        )
+    return _plain_mapping(metrics, "", 0)
+
+
+def check_score(metrics: Mapping[str, Any], attribute: str) -> None:
+    """Refuse a score that cannot rank. A missing score and NaN are fine: they rank below everything.
+
+    Raises:
+        ConfigError: the value is neither a number nor missing.
+    """
+    value = metric_value(metrics, attribute)
+    if value is not None and not isinstance(value, (int, float)):
+        raise ConfigError(
+            f"metric {attribute!r} is {_show(value)} ({_kind(value)}), but checkpoint_score_attribute={attribute!r} "
+            "ranks checkpoints by it: report a number, or name another metric"
+        )
+
+
+def score_of(values: Mapping[str, Any], attribute: str, *, required: bool) -> float | None:
+    """Return the number in ``values`` that ranks a dictionary checkpoint.
+
+    Args:
+        values: what `save_checkpoint` got.
+        attribute: which of them.
+        required: refuse values without it.
+
+    Raises:
+        ConfigError: it is missing, or no number.
+    """
+    if attribute not in values:
+        if not required:
+            return None
+        raise ConfigError(
+            f"save_checkpoint() got no {attribute!r}, which checkpoint_score_attribute ranks by; it got "
+            f"{sorted(map(str, values))}: add it, or name another attribute in CheckpointStrategy"
+        )
+    value = values[attribute]
+    if type(value) not in (int, float):
+        value = _number(value)
+    if value is None:
+        raise ConfigError(
+            f"save_checkpoint({attribute}={_show(values[attribute])}): checkpoint_score_attribute={attribute!r} ranks "
+            f"by it, so it has to be a number, not {_kind(values[attribute])}"
+        )
+    return float(value)
+
+
+def _plain_mapping(metrics: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
+    plain = {}
+    for key, value in metrics.items():
+        if not isinstance(key, (str, int)):
+            raise ConfigError(f"metrics{f' below {path!r}' if path else ''} have the key {_show(key)}: use strings")
+        plain[str(key)] = _plain(value, f"{path}/{key}" if path else str(key), depth)
+    return plain
+
+
+def _plain(value: Any, path: str, depth: int) -> Any:
+    check_length(value, path)
+    if type(value) in _PLAIN:
+        return value
+    for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, path, depth + 1)
+    if isinstance(value, (list, tuple)):
+        if depth >= _MAX_DEPTH:
+            raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
+        return [_plain(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
+    shape = getattr(value, "shape", None)
+    if shape is not None and callable(getattr(value, "item", None)):  # torch, NumPy, JAX
+        if math.prod(shape) != 1:
+            raise ConfigError(
+                f"metric {path!r} is a {type(value).__name__} of shape {tuple(shape)}: report one number "
+                "(.mean(), .item()), or .tolist() if you want them all; tensors to keep go into state= or a checkpoint"
+            )
+        return _plain(value.item(), path, depth + 1)
+    number = _number(value)
+    if number is None:
+        raise ConfigError(
+            f"metric {path!r} is {_show(value)} ({_kind(value)}): metrics are numbers, strings, None, and dicts and "
+            "lists of these; put anything else into state= or the checkpoint"
+        )
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Convert what has a number's value: a one-element tensor, a Decimal, an average meter; None for the rest."""
+    if isinstance(value, (int, float)):
+        return value
+    shape = getattr(value, "shape", None)
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or (shape and math.prod(shape) != 1):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Delivery:
     """Carries out the reports with data of a rank. Callers make sure that reports follow one another.
+
+    A directory is taken over at once if the driver sees it. What takes time (an upload, a copy of what is no local
+    directory) happens in the call, or in the background: then the report is entered at once as one that is coming, and
+    the message "part" says where its files are. States and values go through a writer of this rank's own (`Shares`).
 
     Args:
         link: to the controller.
@@ -51,40 +312,42 @@ class Delivery:
         self._shares: dict[str, Shares] = {}
         self._sender: SerialExecutor | None = None
         self._sending: deque[Future[None]] = deque()
+        self._closed = False
 
     def enter(self, request: Request, index: int) -> Finish | None:
         """Enter report ``index``; return a function that waits for its end, None if nothing has to wait."""
-        checkpoint = request.checkpoint
+        checkpoint, area, asynchronous = request.checkpoint, self._area, request.mode is _ASYNC
         if checkpoint is None:
             self._state(request, index)
             return None
         local = checkpoint.storage.local_root is not None
         if local and request.upload is None:  # an upload function may wait for a writer of the files
-            check_source(checkpoint.path, self._area)
-        in_run = checkpoint.uri.startswith(f"{self._area.uri.rstrip('/')}/")
-        if (
-            request.upload is not None
-            or request.mode is CheckpointUploadMode.NO_UPLOAD
-            or (in_run and not local)
-        ):  # fmt: skip
-            return self._make(request, index, partial(self._uploaded, request, index, checkpoint))
-        if not local and self._area.is_sent:
-            return self._send(request, index, partial(_download, checkpoint), later=request.mode is _ASYNC)
+            check_source(checkpoint.path, area)
+        in_run = checkpoint.uri.startswith(f"{area.uri.rstrip('/')}/")
+        if request.upload is not None or request.mode is CheckpointUploadMode.NO_UPLOAD or (in_run and not local):
+            header = self._header(request, index, "uploaded")
+            if asynchronous:
+                self._later(header, partial(self._uploaded, request, index, checkpoint))
+                return None
+            header |= self._uploaded(request, index, checkpoint)
+            return partial(self._link.answer, self._link.call(header), f"report {index}")
         if not local:
-            return self._make(request, index, partial(self._downloaded, request, index, checkpoint))
-        return self._directory(request, index, checkpoint)
+            find = partial(_download, checkpoint, None if area.is_sent else area.incoming(index))
+            return self._directory(request, index, find, later=asynchronous)
+        taken = take(checkpoint, area, index, delete=request.delete, asynchronous=asynchronous)
+        return self._directory(request, index, lambda: taken, later=asynchronous and taken.safe, on_disk=taken)
 
     def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
         """Enter report ``index`` of `save_checkpoint` on rank 0; return a function that waits for its end, or None."""
         header, stripped = self._values_header(values, index), without_prefix(values)
-        answer = self._link.answer(self._link.call(header), index).header["value"]
+        answer = self._link.answer(self._link.call(header), f"report {index}").header["value"]
         if answer.get("memory"):
             try:
                 packed = pack_checkpoint(Checkpoint.from_dict(stripped))
             except BaseException as error:
                 self._link.part_failed(index, error)  # so that the controller does not wait for them
                 raise
-            self._link.memory(index, packed)
+            self._link.send({"on": "memory", "index": index}, (packed,))
         if not answer.get("go"):
             return None
         self._submit("values", stripped, answer["go"], index)
@@ -97,141 +360,136 @@ class Delivery:
         for shares in self._shares.values():
             shares.wait_for_staged(max(0.0, deadline - time.monotonic()))
         if not all(future.done() for future in self._sending):
+            _LOG.warning("uploads in the background were given up: train_func has failed")
             self._link.undo_all()
 
     def close(self) -> None:
-        """Leave the writers to finish what they have; idempotent."""
+        """Leave the writers to finish what they have, and begin no more uploads; idempotent."""
+        self._closed = True
         for shares in self._shares.values():
             shares.close()
         if self._sender is not None:
-            self._sender.close()
+            self._sender.close(wait=False)
             self._sender = None
 
     # -- directories ---------------------------------------------------------------------------------------------
 
-    def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
-        asynchronous = request.mode is _ASYNC
-        taken = take(checkpoint, self._area, index, delete=request.delete, asynchronous=asynchronous)
-        if self._area.is_sent:
-            later = asynchronous and taken.safe
-            return self._send(request, index, lambda: taken, later=later, undo=taken.failed, on_disk=taken)
-        header = self._header(request, index, "directory") | {"source": taken.source()}
-        if asynchronous and taken.safe:
-            self._link.tell(header, undo=taken.failed)
-            return None
-        return partial(self._finish, self._link.call(header), index, taken)
-
-    def _send(
-        self,
-        request: Request,
-        index: int,
-        find: Callable[[], Taken],
-        *,
-        later: bool,
-        undo: Callable[[], object] = lambda: None,
-        on_disk: Taken | None = None,
+    def _directory(
+        self, request: Request, index: int, find: Callable[[], Taken], *, later: bool, on_disk: Taken | None = None
     ) -> Finish | None:
-        """Enter a report, and upload its files to the store, from where the driver's writer takes them.
+        """Enter a report of files that the driver's writer takes in; return a function that waits for it, or None.
 
         Args:
             request: of the report.
             index: of the report.
             find: returns the files; may take time.
-            later: in the background.
-            undo: puts them back if that fails.
-            on_disk: the same files, if they are known now: this node uploads them if this worker dies.
+            later: what takes time happens in the background, and so does the commit.
+            on_disk: the same files, if they are known now.
         """
-        home = self._area.incoming_object(index)
-        source = {"path": home, "owned": True, "coming": True}
-        header = self._header(request, index, "directory") | {"source": source}
-        if on_disk is not None:
-            header["unfinished"] = left_directory(
-                home=home, path=on_disk.path, rank=self._area.rank, owned=on_disk.owned
-            )
-        if later:
-            brought: list[Taken] = []
-            self._link.tell(header, undo=undo, done=partial(self._run_soon, partial(_remove_owned, brought)))
-            self._run_later(partial(self._bring_later, index, find, home, brought))
+        if self._area.is_sent:
+            return self._send(request, index, find, later=later, on_disk=on_disk)
+        header = self._header(request, index, "directory")
+        if later and on_disk is None:
+            self._later(header, lambda: {"source": _source(find())})
             return None
-        return partial(self._bring_now, self._link.call(header), index, find, home, undo)
+        taken = find()
+        header["source"] = _source(taken)
+        if later:
+            self._link.tell(header, undo=taken.failed)
+            return None
+        return partial(self._finish, self._link.call(header), index, taken)
 
-    def _bring_now(
-        self, future: Future[Message], index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]
-    ) -> None:
-        """Upload files to the store, and wait for the commit."""
-        try:
-            taken = find()
-            self._bring(taken, home)
-        except BaseException as error:
-            undo()
-            self._link.part_failed(index, error)
-            raise
-        self._link.brought(index)
-        try:
-            self._finish(future, index, taken)
-        except SessionError:
-            raise  # as in `_finish`
-        except Exception:
-            remove_incoming(self._root(), home)
-            raise
-        if taken.owned:
-            remove_local(taken.path)
+    def _send(
+        self, request: Request, index: int, find: Callable[[], Taken], *, later: bool, on_disk: Taken | None
+    ) -> Finish | None:
+        """Do so where the driver's writer is on another machine and takes the files from the store.
 
-    def _bring_later(self, index: int, find: Callable[[], Taken], home: str, brought: list[Taken]) -> None:
-        """Upload files to the store. They stay here until the commit: until then there is no other copy that lasts."""
-        if not self._link.is_expected(index):
-            # The report has failed meanwhile, and its files are back in their place.
-            self._link.bringing_failed(index, CheckpointError(f"report {index} failed before its files were brought"))
-            return
-        try:
+        If they are known now, this node uploads them if this worker dies.
+        """
+        rank, home = self._area.rank, self._area.incoming_object(index)
+        header = self._header(request, index, "directory") | {"source": {"path": home, "owned": True}}
+        undo = None
+        if on_disk is not None:
+            undo = on_disk.failed
+            header["unfinished"] = left_directory(home=home, path=on_disk.path, rank=rank, owned=on_disk.owned)
+        brought: list[Taken] = []
+
+        def bring() -> dict[str, Any]:
             taken = find()
-            self._bring(taken, home)
-        except BaseException as error:  # noqa: BLE001 - a thread edge: the next call raises it
-            self._link.bringing_failed(index, error)
-        else:
+            put_incoming(self._root(), home, IngestSource(rank=rank, path=taken.path))
             brought.append(taken)
-            self._link.brought(index)
+            return {}
 
-    def _bring(self, taken: Taken, home: str) -> None:
-        put_incoming(self._root(), home, IngestSource(rank=self._area.rank, path=taken.path))
+        if later:
 
-    def _run_later(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the sending thread, after earlier work; waits while four others wait."""
+            def committed() -> None:
+                # On the sending thread. Until now the files stayed here: there was no other copy that lasts.
+                if (sender := self._sender) is not None:
+                    sender.run(lambda: _remove_owned(brought))
+
+            self._later(header, bring, undo=undo, done=committed)
+            return None
+        future = self._link.call(header | {"coming": True})
+
+        def finish() -> None:
+            try:
+                bring()
+            except BaseException as error:
+                if undo is not None:
+                    undo()
+                self._link.part_failed(index, error)
+                raise
+            self._link.part_ended(index, None)
+            self._finish(future, index, brought[0], home)
+            _remove_owned(brought)
+
+        return finish
+
+    def _later(
+        self,
+        header: dict[str, Any],
+        work: Callable[[], dict[str, Any]],
+        *,
+        undo: Callable[[], object] | None = None,
+        done: Callable[[], object] | None = None,
+    ) -> None:
+        """Enter a report; ``work`` says on the sending thread where its files are. Waits while four others wait."""
+        index = header["index"]
         if self._sender is None:
             self._sender = SerialExecutor("holdfast-send")
         while len(self._sending) >= _MAX_SENDING:
             wait([self._sending.popleft()])
-        self._sending.append(self._sender.run(work))
+        self._link.tell(header | {"coming": True}, undo=undo, done=done)
 
-    def _run_soon(self, work: Callable[[], None]) -> None:
-        """Run short ``work`` on the sending thread, if it exists; never waits."""
-        if self._sender is not None:
-            self._sender.run(work)
+        def run() -> None:
+            error: BaseException | None = None
+            where: dict[str, Any] = {}
+            if self._closed or not self._link.is_expected(index):
+                # It has failed meanwhile, and its files are back in their place.
+                error = CheckpointError(f"report {index} failed before its files were brought")
+            else:
+                try:
+                    where = work()
+                except BaseException as failure:  # noqa: BLE001 - a thread edge: the next call raises it
+                    error = failure
+            self._link.part_ended(index, error, **where)
 
-    def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
+        self._sending.append(self._sender.run(run))
+
+    def _finish(self, future: Future[Message], index: int, taken: Taken, home: str | None = None) -> None:
         try:
-            self._link.answer(future, index)
+            self._link.answer(future, f"report {index}")
         except SessionError:
             raise  # the driver is gone: its writer may still be at work on these files
         except Exception:
             taken.failed()
+            if home is not None:
+                remove_incoming(self._root(), home)
             raise
         taken.committed()
 
-    def _make(self, request: Request, index: int, work: Callable[[], dict[str, Any]]) -> Finish | None:
-        """Let ``work`` make the message of the report: in this call, or in the background."""
-        if request.mode is _ASYNC:
-            self._link.tell_later(index, work)
-            return None
-        future = self._link.call(work())
-
-        def finish() -> None:
-            self._link.answer(future, index)
-
-        return finish
-
     def _uploaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Let the caller's function upload, if there is one; return the message that says where the checkpoint is."""
+        """Let the caller's function upload, if there is one; return where the checkpoint is."""
         rank, placed = self._area.rank, checkpoint
         if request.upload is not None:
             name = request.name or f"checkpoint_{index:06d}-{self._area.start_id}"
@@ -245,13 +503,7 @@ class Delivery:
         wanted = request.mode is _ASYNC if request.delete is None else request.delete
         if wanted and placed != checkpoint and checkpoint.storage.local_root is not None:
             remove_local(checkpoint.path)
-        where = describe_location(self._root(), name)
-        return self._header(request, index, "uploaded") | {"location": where}
-
-    def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Copy what is no local directory (a dictionary, another storage) into a directory that the writer can take."""
-        path = checkpoint.to_directory(self._area.incoming(index))
-        return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
+        return {"location": describe_location(self._root(), name)}
 
     # -- states and values ---------------------------------------------------------------------------------------
 
@@ -259,7 +511,7 @@ class Delivery:
         assert request.state is not None
         self._root()  # before the report is entered: opening it may fail
         header = self._header(request, index, "state")
-        go = self._link.answer(self._link.call(header), index).header["value"]["go"]
+        go = self._link.answer(self._link.call(header), f"report {index}").header["value"]["go"]
         self._submit("state", request.state, go, index, request.model_files)
 
     def _submit(
@@ -270,18 +522,19 @@ class Delivery:
         index: int,
         model_files: ModelFiles | None = None,
     ) -> None:
-        self._link.expect(index)
+        link = self._link
+        link.expect(index)
         try:
             self._get_shares(kind).submit(
                 state,
                 go,
                 model_files=model_files,
-                sealed=partial(self._link.sealed, index),
-                staged=partial(self._link.staged, index),
-                ended=partial(self._link.part_ended, index),
+                sealed=lambda: link.send({"on": "sealed", "index": index}),
+                staged=lambda left: link.send({"on": "staged", "index": index, "unfinished": dict(left)}),
+                ended=partial(link.part_ended, index),
             )
         except BaseException as error:
-            self._link.part_failed(index, error)
+            link.part_failed(index, error)
             raise
 
     def _values_header(self, values: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -300,22 +553,18 @@ class Delivery:
     def _get_shares(self, kind: str) -> Shares:
         found = self._shares.get(kind)
         if found is None:
+            root, area, staging = self._root(), self._area, None
             if kind == "state":
-                snapshotter = Snapshotter(rank=self._area.rank, world_size=self._begin["world_size"])
+                snapshotter = Snapshotter(rank=area.rank, world_size=self._begin["world_size"])
+                if (folder := self._begin.get("local_dir")) is not None:
+                    first = self._begin["local_rank"] == 0
+                    staging = Staging(folder, root, rank=area.rank, start_id=area.start_id, sweeps=first)
             else:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
-            snapshotter.max_file_bytes = self._root().traits.max_file_bytes
+            snapshotter.max_file_bytes = root.traits.max_file_bytes
             timeout_s: float = self._begin["report_timeout_s"]
-            staging = self._staging() if kind == "state" else None
-            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s, staging=staging)
+            found = self._shares[kind] = Shares(root, snapshotter, timeout_s=timeout_s, staging=staging)
         return found
-
-    def _staging(self) -> Staging | None:
-        folder, area = self._begin.get("local_dir"), self._area
-        if folder is None:
-            return None
-        first = self._begin["local_rank"] == 0
-        return Staging(folder, self._root(), rank=area.rank, start_id=area.start_id, sweeps=first)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -343,9 +592,14 @@ def _remove_owned(brought: list[Taken]) -> None:
             remove_local(taken.path)
 
 
-def _download(checkpoint: Checkpoint) -> Taken:
-    path = checkpoint.to_directory()
+def _download(checkpoint: Checkpoint, path: str | None) -> Taken:
+    """Copy what is no local directory (a dictionary, another storage) into a directory: at ``path``, or anywhere."""
+    path = checkpoint.to_directory(path)
     return Taken(path=path, owned=True, safe=True, caller=path)
+
+
+def _source(taken: Taken) -> dict[str, Any]:
+    return {"path": taken.path, "owned": taken.owned}
 
 
 class Shares:
@@ -398,10 +652,9 @@ class Shares:
             raise SessionError(
                 "report(state=...) was called in the middle of another: not from a signal handler, please"
             )
-        self._busy, waited = True, False
+        self._busy = True
         try:
             self._wait()
-            waited = True
             if self._client is None or self._client.closed:
                 self._client = WriterClient.start(self._target)
             self._snapshotter.model_files = model_files
@@ -418,8 +671,6 @@ class Shares:
                 ),
             )
         except BaseException:
-            if self._staging is not None and waited:
-                self._staging.give_back()
             # Interrupted after the hand-over, the job may still read the arena: the arena is never used again.
             self._snapshotter.close()
             raise
@@ -430,17 +681,13 @@ class Shares:
             sealed()
             saved.add_done_callback(lambda done: ended(done.exception()))
         else:
-            staging = self._staging
-            staged(staging.left(go))
-            saved.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
+            staged(self._staging.left(go))
+            self._staging.bring(saved, go, ended)
 
     def wait_for_staged(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` until the shares stored on this node are uploaded."""
-        deadline = time.monotonic() + timeout_s
         if self._staging is not None:
-            if self._pending is not None:
-                wait([self._pending], timeout=timeout_s)
-            self._staging.wait_until_idle(max(0.0, deadline - time.monotonic()))
+            self._staging.wait(timeout_s, at_most=0)
 
     def close(self) -> None:
         """Leave the writer to finish what it has; idempotent."""
@@ -459,14 +706,3 @@ class Shares:
                 "or very slow"
             )
         self._pending = None
-
-
-def _staged(
-    staging: Staging, go: Mapping[str, Any], ended: Callable[[BaseException | None], None], error: BaseException | None
-) -> None:
-    """Go on with a share that is stored on this node, or has failed there."""
-    if error is None:
-        staging.bring(go["directory"], go["save_id"], ended)
-    else:
-        staging.give_back()
-        ended(error)

@@ -17,7 +17,7 @@ from holdfast._log import get_logger
 from holdfast._ranks import RankInfo
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 
-from ._session import current_session
+from .session import current_session
 
 __all__ = [
     "ALONE_S",
@@ -56,10 +56,8 @@ class Group:
         """
         if self._store is None or self._size == 1:
             return
-        if self._arrive("joined") == self._size:
-            self._store.set(_key("joined", "all"), b"1")
         try:
-            self._store.wait([_key("joined", "all")], timedelta(seconds=timeout_s))
+            self._store.wait([self._arrive("joined")], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TrainingError(f"not all {self._size} ranks joined the process group: {error}") from error
 
@@ -77,10 +75,9 @@ class Group:
             return
         pause, until = 0.001, time.monotonic() + alone_s
         try:
-            if self._arrive("done") == self._size:
-                self._store.set(_key("done", "all"), b"1")
+            done = self._arrive("done")
             # Polled rather than one long wait: signal handlers of the user have to run meanwhile.
-            while not self._store.check([_key("done", "all")]):
+            while not self._store.check([done]):
                 time.sleep(pause)
                 pause = min(_POLL_S, pause * 2)
                 if time.monotonic() > until:
@@ -130,8 +127,12 @@ class Group:
             pause = min(_POLL_S, pause * 2)
         return bytes(self._store.get(_key(place, "data")))
 
-    def _arrive(self, what: str) -> int:
-        return int(self._store.add(_key(what, "count"), 1))
+    def _arrive(self, what: str) -> str:
+        """Count this rank in; return the key that is there once all have come."""
+        everybody = _key(what, "all")
+        if int(self._store.add(_key(what, "count"), 1)) == self._size:
+            self._store.set(everybody, b"1")
+        return everybody
 
 
 def barrier() -> None:
@@ -179,14 +180,9 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
         ConfigError: there are fewer devices than workers.
         TrainingError: other ranks did not join.
     """
-    import torch
     import torch.distributed as dist
 
-    from holdfast.state.accelerator import accelerator, group_backend
-
-    kind = accelerator() or "cuda"
-    if use_gpu:
-        _choose_device(kind, torch.get_device_module(kind).device_count())
+    kind, backend = _choose_device(use_gpu=use_gpu)
     # For Accelerate, which otherwise takes any GPU that it sees.
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"{kind}:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
     if not dist.is_available():
@@ -200,7 +196,7 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
         wait_for_workers=False,
         master_listen_fd=listen_fd if rank == 0 and listen_fd >= 0 else None,
     )
-    dist.init_process_group(group_backend(kind) if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     global _current
     _current = group = Group(store, world_size, rank)
     group.joined()
@@ -223,21 +219,16 @@ def launched_group(info: RankInfo, *, use_gpu: bool) -> Iterator[None]:
     Raises:
         ConfigError: there are fewer devices than workers, or no store to meet through.
     """
-    import torch
     import torch.distributed as dist
 
     from holdfast.checkpointer.rendezvous import find_store, store_of_this_life
-    from holdfast.state.accelerator import accelerator, group_backend
 
     global _current, _joined
-    kind = accelerator() or "cuda"
-    if use_gpu:
-        _choose_device(kind, torch.get_device_module(kind).device_count())
+    _, backend = _choose_device(use_gpu=use_gpu)
     found = find_store(info, "give ScalingConfig(num_workers=...)")
     store = store_of_this_life(found, info, timeout_s=_JOIN_S)
     if not dist.is_initialized():
         # In that part of the store: gloo would take addresses of an earlier life for those of the ranks (torch 2.13).
-        backend = group_backend(kind) if use_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
         _joined = True
     _current = group = Group(store, info.world_size, info.rank)
@@ -261,12 +252,19 @@ def _key(what: str, part: str) -> str:
     return f"holdfast/{what}/{part}"
 
 
-def _choose_device(kind: str, count: int) -> None:
-    """Make LOCAL_RANK's device the current one. All workers see all devices, as under torchrun: NCCL needs them."""
+def _choose_device(*, use_gpu: bool) -> tuple[str, str]:
+    """Return the kind of accelerator and the group's backend; with ``use_gpu`` LOCAL_RANK's device is the current one.
+
+    All workers see all devices, as under torchrun: NCCL needs them.
+    """
     import torch
 
-    from holdfast.state.accelerator import make_current
+    from holdfast.state.accelerator import accelerator, group_backend, make_current
 
+    kind = accelerator() or "cuda"
+    if not use_gpu:
+        return kind, "gloo"
+    count = torch.get_device_module(kind).device_count()
     workers, place = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if count < workers:
         raise ConfigError(
@@ -275,3 +273,4 @@ def _choose_device(kind: str, count: int) -> None:
             f"lower num_workers or leave use_gpu out"
         )
     make_current(torch.device(kind, place))
+    return kind, group_backend(kind)

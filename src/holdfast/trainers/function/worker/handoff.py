@@ -14,7 +14,6 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
@@ -79,10 +78,6 @@ class HandoffArea:
         base = self.local or private_directory("holdfast-new")
         return os.path.join(base, f"{INCOMING}{self.start_id}", name)
 
-    def sibling(self, path: str, index: int) -> str:
-        """Return a hidden path beside the caller's directory, so on the same file system."""
-        return os.path.join(os.path.dirname(path), f".holdfast-{self.start_id}-{index:x}-{self.rank}")
-
     def sweep_siblings(self, path: str) -> None:
         """Remove what workers of earlier attempts have taken over beside ``path`` and never delivered."""
         folder = os.path.dirname(path)
@@ -138,10 +133,6 @@ class Taken:
     delete: bool = False
     moved: tuple[tuple[str, str], ...] = ()
 
-    def source(self) -> dict[str, Any]:
-        """Describe this for the controller."""
-        return {"path": self.path, "owned": self.owned}
-
     def committed(self) -> None:
         """Clean up after the commit; a failure is only logged, for the checkpoint is safe."""
         if self.delete:
@@ -184,8 +175,10 @@ def take(checkpoint: Checkpoint, area: HandoffArea, index: int, *, delete: bool 
     if wanted:
         # What no checkpoint can hold is refused before the files are moved.
         scan(IngestSource(rank=area.rank, path=path))
-        beside = area.sibling(path, index) if area.is_sent or not area.apart else None
-        if beside is not None:
+        beside = None
+        if area.is_sent or not area.apart:
+            # Hidden, on the same file system.
+            beside = os.path.join(os.path.dirname(path), f".holdfast-{area.start_id}-{index:x}-{area.rank}")
             area.sweep_siblings(path)
         for target in filter(None, (incoming, beside)):
             moved = _move(path, target)

@@ -1,15 +1,16 @@
-"""A worker's link to its controller: reports in order, answers, and what is still on its way.
+"""A worker's link to its controller: reports in order, answers, commits, trouble, and the end of the driver.
 
-Two parts are separate classes: uploads in the background, whose reports keep their place among the others
-(`BackgroundUploads`), and saves that all ranks agree on (`Agreement`).
+`ReportQueue` gathers reports without data; `Agreement` is this rank's part in saves that all ranks agree on.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -17,28 +18,38 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import SessionError
 from holdfast.writer.frames import Channel, Message
-from holdfast.writer.serial_executor import SerialExecutor
 
-from ..transit import error_to_wire
-from .answers import ControllerAnswers, end_process
-from .report_queue import ReportQueue
+from ..transit import error_from_wire, error_to_wire
 
-__all__ = ["Agreement", "BackgroundUploads", "ControllerLink"]
+__all__ = ["Agreement", "ControllerLink", "ReportQueue", "end_process"]
 
 _LOG = get_logger("trainers.function")
 _CLOSE_S = 1.0
-_MAX_WAITING = 4
 _HOLD_S = 60.0
+_PATIENCE_S = 60.0
+_PAUSE_S = 0.001
+_MAX_WAITING = 2000
+_BACKLOG_S = 1.0
+
+
+def end_process() -> None:
+    """End this worker at once: without its driver its reports go nowhere, and nothing else would stop it.
+
+    What was handed to a writer process is still committed by that process.
+    """
+    os._exit(1)
 
 
 class ControllerLink:
-    """Numbers the reports of a rank and sends them. Callers make sure that reports follow one another.
+    """Numbers the reports of a rank, sends them, and receives on a thread of its own. Callers report one by one.
+
+    An answer or the end of the driver releases callers that wait.
 
     Args:
-        channel: to the controller; only this link receives on it.
+        channel: to the controller; only this link receives on it from now on.
         first_index: number of the next report.
         timeout_s: how long to wait for a controller that takes no message.
-        on_gone: what to do when the driver is gone.
+        on_gone: called on the receiving thread when the driver has gone away by itself.
 
     Attributes:
         count: number of the last report that was entered.
@@ -49,12 +60,20 @@ class ControllerLink:
         self, channel: Channel, *, first_index: int, timeout_s: float, on_gone: Callable[[], None] = end_process
     ) -> None:
         self.count = first_index - 1
-        self._channel, self._timeout_s = channel, timeout_s
-        self._closed = False
+        self._channel, self._timeout_s, self._on_gone = channel, timeout_s, on_gone
         self._queue = ReportQueue(channel, timeout_s=timeout_s)
-        self.agreement = Agreement(self._queue.send_now)
-        self._answers = ControllerAnswers(channel, on_gone=on_gone, other=self.agreement.take)
-        self._uploads = BackgroundUploads(self._queue)
+        self.agreement = Agreement(self._queue.send)
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Future[Message]] = {}
+        self._unsettled: set[int] = set()  # reports that go on in the background
+        self._undo: dict[int, Callable[[], object]] = {}  # of those that have taken files away
+        self._done: dict[int, Callable[[], object]] = {}  # of those with work left after the commit
+        self._failed_here: set[int] = set()  # failures that the controller repeats are ignored
+        self._troubles: deque[BaseException] = deque()  # failures of background work that were not raised yet
+        self._closed = self._gone = False
+        self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
+        self._thread.start()
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -65,200 +84,373 @@ class ControllerLink:
 
     def call(self, header: dict[str, Any]) -> Future[Message]:
         """Enter a report that is answered."""
-        header["call"], future = self._answers.call()
+        header["call"], future = self._new_call()
         self.count = header["index"]
         self._queue.send(header)
         return future
 
     def tell(
-        self, header: dict[str, Any], *, undo: Callable[[], object], done: Callable[[], object] | None = None
+        self,
+        header: dict[str, Any],
+        *,
+        undo: Callable[[], object] | None = None,
+        done: Callable[[], object] | None = None,
     ) -> None:
-        """Enter a report that is committed in the background; ``undo`` is called if that fails, ``done`` if not."""
+        """Enter a report that is committed in the background; see `expect`."""
         self.count = header["index"]
-        self._answers.expect(self.count, undo, done)
+        self.expect(self.count, undo=undo, done=done)  # first: "committed" may come before `send` returns
         self._queue.send(header)
 
-    def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:
-        """Enter a report whose message ``work`` makes in the background; what follows is sent after it."""
-        self._answers.expect(index)  # first: the message "committed" may come before `submit` returns
-        try:
-            self._uploads.submit(work)
-        except BaseException:
-            self._answers.forget(index)
-            raise
-        self.count = index
+    def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send a message about a report that is entered; never waits."""
+        self._queue.send(header, attachments)
 
-    def expect(self, index: int) -> None:
-        """Note that report ``index`` goes on in the background."""
-        self._answers.expect(index)
+    def expect(
+        self, index: int, *, undo: Callable[[], object] | None = None, done: Callable[[], object] | None = None
+    ) -> None:
+        """Note that a report goes on in the background: `drain` waits for its end.
 
-    def memory(self, index: int, values: bytes) -> None:
-        """Send the controller values that are not written to storage."""
-        self._queue.send({"on": "memory", "index": index}, (values,))
-
-    def sealed(self, index: int) -> None:
-        """Report that this rank's writer has its part and will finish it even if this process dies."""
-        self._queue.send_now({"on": "sealed", "index": index})
-
-    def staged(self, index: int, left: Mapping[str, Any]) -> None:
-        """Report that this rank's part is on a disk of this node, to be uploaded; ``left`` says where."""
-        self._queue.send_now({"on": "staged", "index": index, "unfinished": dict(left)})
-
-    def part_ended(self, index: int, error: BaseException | None) -> None:
-        """Report that this rank's part is durable, or has failed: then the next call here raises the error."""
-        if error is None:
-            self._queue.send_now({"on": "part", "index": index})
-        else:
-            self.part_failed(index, error)
-            self._answers.trouble(index, error)
-
-    def brought(self, index: int) -> None:
-        """Report that the files of a report are in the store, after the report itself, which may wait for another."""
-        self._queue.send({"on": "part", "index": index})
+        Args:
+            index: of the report.
+            undo: called if it fails.
+            done: called when it is committed; returns at once.
+        """
+        if undo is not None:
+            self._undo[index] = undo
+        if done is not None:
+            self._done[index] = done
+        with self._changed:
+            self._unsettled.add(index)
 
     def is_expected(self, index: int) -> bool:
         """Whether report ``index`` goes on in the background; not once it has failed."""
-        return self._answers.is_expected(index)
+        with self._changed:
+            return index in self._unsettled
 
-    def bringing_failed(self, index: int, error: BaseException) -> None:
-        """Report that files were not uploaded; the next call here raises the error, unless the report has ended.
+    def part_ended(self, index: int, error: BaseException | None, **where: Any) -> None:
+        """Report that this rank's part is stored, or has failed: then the next call here raises the error, once.
 
-        Sent in any case: else the node would go on with these files when this worker has ended.
+        A failure is sent in any case: else the node would go on with these files when this worker has ended.
+
+        Args:
+            index: of the report.
+            error: why it failed.
+            where: what was not known yet when the report was entered: "source" or "location".
         """
-        self._answers.fail_here(index, error)
+        if error is None:
+            self._queue.send({"on": "part", "index": index, **where})
+            return
+        with self._changed:
+            ends_it = index in self._unsettled  # else the controller was first
+            if ends_it:
+                self._failed_here.add(index)
+        if ends_it:
+            self._fail(index, error)
         self._tell_failure(index, error)
-
-    def undo_all(self) -> None:
-        """Put back the files of every report in the background that has not ended."""
-        self._answers.undo_all()
 
     def part_failed(self, index: int, error: BaseException) -> None:
-        """Report that this rank's part has failed with an error that the caller has got already."""
+        """Report that this rank's part has failed with an error that the caller gets now."""
         self._tell_failure(index, error)
-        self._answers.forget(index)
+        self._settle(index)
 
     def _tell_failure(self, index: int, error: BaseException) -> None:
         description, blob = error_to_wire(error)
-        self._queue.send({"on": "part", "index": index, "error": description}, (blob,))  # after the report itself
+        self._queue.send({"on": "part", "index": index, "error": description}, (blob,))
+
+    def undo_all(self) -> None:
+        """Put back the files of reports in the background that have not ended, those of the newest report first."""
+        for index in reversed(list(self._undo)):
+            undo = self._undo.pop(index, None)  # the receiving thread may end the report meanwhile
+            if undo is not None:
+                undo()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def ask(self, question: dict[str, Any]) -> Callable[[], Message]:
         """Send a question; return a function that waits for its answer."""
-        call, future = self._answers.call()
-        self._queue.send_now({"on": "ask", "call": call, **question})
-        return partial(self._answers.answer, future, f"the answer to {question['what']!r}")
+        call, future = self._new_call()
+        self._queue.send({"on": "ask", "call": call, **question})
+        return partial(self.answer, future, f"the answer to {question['what']!r}")
 
-    def answer(self, future: Future[Message], index: int) -> Message:
-        """Wait for the answer to report ``index``.
+    def answer(self, future: Future[Message], what: str) -> Message:
+        """Wait for the answer to ``what``; the controller bounds the wait.
 
         Raises:
             BaseException: what the controller answered instead.
         """
-        return self._answers.answer(future, f"report {index}")
+        begun = time.monotonic()
+        while not wait([future], timeout=_PATIENCE_S).done:
+            _LOG.warning("still waiting for %s, for %.0f s now", what, time.monotonic() - begun)
+        return future.result()
 
     def committed(self, index: int) -> None:
         """Wait for the commit of report ``index``; raise the error if it failed."""
-        self._answers.settled(f"the commit of report {index}", index)
+        self._wait_settled(f"the commit of report {index}", lambda: index not in self._unsettled)
 
     def check(self) -> None:
-        """Refuse to go on after the end, or after an upload that has left a hole in the reports of this rank."""
+        """Refuse to go on after the end."""
         if self._closed:
             raise SessionError("this session is over: train_func has ended on this worker")
-        self._uploads.check()
-
-    @property
-    def has_trouble(self) -> bool:
-        """Whether background work has failed with an error that was not raised yet."""
-        return bool(self._answers.troubles)
 
     def raise_trouble(self) -> None:
-        """Raise the oldest failure of background work, once."""
-        self._answers.raise_trouble()
+        """Raise the oldest failure of background work that was not raised yet, if there is one."""
+        if self._troubles:
+            raise self._troubles.popleft()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until everything reported is committed; raises what failed and was not raised yet."""
-        self._uploads.drain()
         self.check()
         self.raise_trouble()
         if not self._queue.flush(self._timeout_s):
             raise SessionError(f"the driver has taken nothing for {self._timeout_s:.0f} s: is it stopped?")
-        self._answers.settled("the last reports to be committed")
+        self._wait_settled("the last reports to be committed", lambda: not self._unsettled)
 
     def abandon(self, timeout_s: float) -> None:
         """Send what is ready; never raises."""
-        deadline = time.monotonic() + timeout_s
-        done = self._uploads.drain(timeout_s)
-        if not self._queue.flush(max(0.0, deadline - time.monotonic())) or not done:
-            _LOG.warning("uploads in the background, or reports, were given up: train_func has failed")
+        if not self._queue.flush(timeout_s):
+            _LOG.warning("reports were given up, which the driver did not take: train_func has failed")
 
     def close(self) -> None:
         """End all threads and close the channel; idempotent."""
         self._closed = True
         self.agreement.end()
-        self._uploads.close()
         self._queue.close()
         self._channel.flush(_CLOSE_S)
-        self._answers.close()
+        self._channel.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def forget_in_child(self) -> None:
         """Let go of the channel in a forked child, so that the driver still sees this worker's end."""
         self._closed = True
         self._channel.forget_in_child()
 
+    # -- inside --------------------------------------------------------------------------------------------------
 
-class BackgroundUploads:
-    """Runs pieces of work in order on a thread and sends the message that each returns, in the place held for it.
+    def _new_call(self) -> tuple[int, Future[Message]]:
+        number, future = next(self._numbers), Future[Message]()
+        with self._changed:
+            if self._gone:
+                future.set_exception(_gone())
+            else:
+                self._calls[number] = future
+        return number, future
 
-    A failure stays: nothing behind it is sent any more, and every `check` raises it, because a report of this rank is
-    missing for good.
+    def _fail(self, index: int, error: BaseException) -> None:
+        """End a report, and keep its failure for the next call."""
+        self._done.pop(index, None)
+        undo = self._undo.pop(index, None)
+        if undo is not None:  # first: a caller that gets the error finds the files in their place
+            undo()
+        with self._changed:
+            self._troubles.append(error)
+            self._unsettled.discard(index)
+            self._changed.notify_all()
+
+    def _settle(self, index: int) -> None:
+        """Stop waiting for a report: it is committed, or its caller knows that it never will be."""
+        self._undo.pop(index, None)
+        self._done.pop(index, None)
+        with self._changed:
+            self._unsettled.discard(index)
+            self._changed.notify_all()
+
+    def _wait_settled(self, what: str, is_settled: Callable[[], bool]) -> None:
+        begun = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: is_settled() or self._troubles or self._gone, _PATIENCE_S):
+                seconds, waiting = time.monotonic() - begun, sorted(self._unsettled)
+                _LOG.warning("still waiting for %s (reports %s), for %.0f s now", what, waiting, seconds)
+            gone = self._gone
+        self.raise_trouble()
+        if gone:
+            raise _gone()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._take(message)
+        except Exception as error:  # noqa: BLE001 - a thread edge: waiting callers get an error
+            _LOG.error("a message of the controller could not be read", exc_info=error)
+        if not self._closed:
+            self._on_gone()
+        with self._changed:
+            self._gone = True
+            lost, self._calls = list(self._calls.values()), {}
+            self._changed.notify_all()
+        for future in lost:
+            future.set_exception(_gone())
+
+    def _take(self, message: Message) -> None:
+        header = message.header
+        if header["do"] == "answer":
+            with self._changed:
+                future = self._calls.pop(header["call"], None)
+            if future is None:
+                return
+            if "error" in header:
+                future.set_exception(_error(message))
+            else:
+                future.set_result(message)
+        elif header["do"] == "committed":
+            done = self._done.pop(header["index"], None)
+            if done is not None:
+                done()
+            self._settle(header["index"])
+        elif header["do"] == "trouble":
+            if header["index"] not in self._failed_here:
+                self._fail(header["index"], _error(message))
+        elif not self.agreement.take(header):
+            _LOG.debug("a message of unknown kind: %s", header["do"])
+
+
+def _error(message: Message) -> BaseException:
+    return error_from_wire(message.header["error"], message.attachments[0] if message.attachments else b"")
+
+
+def _gone() -> SessionError:
+    return SessionError("the driver of this run is gone: nobody takes reports any more, this worker has to end")
+
+
+class _Batch:
+    """Reports without data, one after another; ranks other than 0 only count them."""
+
+    __slots__ = ("first", "rows", "upto")
+
+    def __init__(self, index: int, row: dict[str, Any] | None) -> None:
+        self.first = self.upto = index
+        self.rows = [] if row is None else [row]
+
+
+class ReportQueue:
+    """Sends the messages of a rank in the order of its reports, those without data gathered.
+
+    The first of these goes at once, those that follow at most every millisecond, so that a kill of the worker takes no
+    more than those. May be used by several threads; `close` ends its own.
+
+    Args:
+        channel: to the controller.
+        pause_s: reports without data go at most this often.
+        max_waiting: reports that may wait here before `add` waits too.
+        timeout_s: how long `add` waits for a controller that takes no message.
     """
 
-    def __init__(self, queue: ReportQueue) -> None:
-        self._queue = queue
-        self._executor: SerialExecutor | None = None
-        self._closed = False
-        self._waiting: deque[Future[None]] = deque()
-        self._failure: BaseException | None = None
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        pause_s: float = _PAUSE_S,
+        max_waiting: int = _MAX_WAITING,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._channel, self._pause_s, self._max, self._timeout_s = channel, pause_s, max_waiting, timeout_s
+        self._changed = threading.Condition()  # re-entrant: a signal handler may report in the middle of a report
+        self._batch: _Batch | None = None  # what waits
+        self._blocked = 0  # threads that wait for room
+        self._due = 0.0
+        self._armed = False  # the thread looks at the batch at `_due`, without being woken
+        self._closed = self._gone = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-reports", daemon=True)
+        self._thread.start()
 
-    def submit(self, work: Callable[[], dict[str, Any]]) -> None:
-        """Run ``work`` later; its message goes before everything that is sent from now on.
+    def add(self, index: int, row: dict[str, Any] | None) -> None:
+        """Queue a report without data; ``row`` is None on ranks whose metrics are not kept.
 
-        Waits while four others wait.
+        Raises:
+            SessionError: the controller has taken nothing for ``timeout_s``.
         """
-        while len(self._waiting) >= _MAX_WAITING:
-            wait([self._waiting.popleft()])
-        self.check()
-        if self._executor is None:
-            self._executor = SerialExecutor("holdfast-upload")
-        slot = self._queue.hold()
-
-        def run() -> None:
-            if self._failure is not None or self._closed:
+        with self._changed:
+            batch = self._batch
+            if batch is None:
+                self._batch = _Batch(index, row)
+                if time.monotonic() >= self._due and self._channel.flush(0.0):
+                    self._push()
+                elif not self._armed:
+                    # Waking a thread costs more than the rest of a report: once awake it stays so while reports come.
+                    self._armed = True
+                    self._changed.notify_all()
                 return
-            try:
-                self._queue.fill(slot, work())
-            except BaseException as error:  # noqa: BLE001 - a thread edge: `check` raises it
-                self._failure = error
+            batch.upto = index
+            if row is not None:
+                batch.rows.append(row)
+            if batch.upto - batch.first >= self._max - 1:
+                self._wait_for_room()
 
-        self._waiting.append(self._executor.run(run))
+    def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send a message after the reports before it; never waits."""
+        with self._changed:
+            self._push()
+            self._deliver(header, attachments)
 
-    def check(self) -> None:
-        """Raise what an earlier piece of work raised."""
-        if self._failure is not None:
-            raise self._failure
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait for all work; return False when that took longer than ``timeout_s``."""
-        return not wait(self._waiting, timeout=timeout_s).not_done
+    def flush(self, timeout_s: float) -> bool:
+        """Send what waits here and wait until the kernel has it; return False when that took too long."""
+        with self._changed:
+            self._push()
+        return self._channel.flush(timeout_s)
 
     def close(self) -> None:
-        """Drop what has not begun; idempotent."""
-        self._closed = True
-        if self._executor is not None:
-            self._executor.close(wait=False)
+        """End the thread; idempotent. What was not flushed is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- inside, with the lock held ------------------------------------------------------------------------------
+
+    def _push(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        if batch.rows:
+            self._deliver({"on": "rows", "first": batch.first, "rows": batch.rows})
+        else:
+            self._deliver({"on": "count", "upto": batch.upto})
+        self._due = time.monotonic() + self._pause_s
+        if self._blocked:
+            self._changed.notify_all()
+
+    def _deliver(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        try:
+            self._channel.send(header, attachments)
+        except OSError as error:
+            # The reader of the channel sees the same end and handles it.
+            self._gone = True
+            _LOG.debug("the controller is gone (%s): %s is lost", error, header.get("on"))
+
+    def _wait_for_room(self) -> None:
+        self._blocked += 1
+        self._armed = True
+        self._changed.notify_all()
+        try:
+            if self._changed.wait_for(self._has_room, self._timeout_s):
+                return
+        finally:
+            self._blocked -= 1
+        raise SessionError(
+            f"{self._max} reports wait to be sent: the driver has taken nothing for {self._timeout_s:.0f} s; is it "
+            "stuck, or its storage?"
+        )
+
+    def _has_room(self) -> bool:
+        batch = self._batch
+        return self._closed or self._gone or batch is None or batch.upto - batch.first < self._max - 1
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._armed)
+                pause = max(0.0, self._due - time.monotonic())
+                self._changed.wait_for(lambda: self._closed or self._blocked > 0, pause)
+                if self._closed:
+                    return
+            # A controller that is behind: rows wait here, where they are counted, not in the channel.
+            if self._channel.flush(_BACKLOG_S):
+                with self._changed:
+                    self._armed = self._batch is not None  # nothing came for a while: sleep until something does
+                    self._push()
 
 
 class Agreement:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -21,27 +21,15 @@ from holdfast.writer.frames import Channel, Message
 
 from ..transit import error_to_wire, learn_secrets, pack_result, takes_config, unpack_call
 from .group import ALONE_S, process_group
+from .session import Session
 
-__all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_here", "run_task"]
+__all__ = ["run", "run_here", "run_task"]
 
-FLUSH_S = 30.0
-
-
-class WorkerSession(Protocol):
-    """What this module needs of `holdfast.trainers.function.worker.session.Session`."""
-
-    def drain(self) -> None:
-        """Wait until everything reported is committed; raise what failed."""
-
-    def abandon(self, timeout_s: float = 10.0) -> None:
-        """Send what is ready after the function has raised; never raises."""
-
-
-MakeSession = Callable[[Channel, dict[str, Any], bytes | None], WorkerSession]
+_FLUSH_S = 30.0
 
 
 def run(
-    channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False, make_session: MakeSession | None = None
+    channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False, make_session: Callable[..., Any] = Session
 ) -> int:
     """Run a train function as the controller asks; return the exit status of this process.
 
@@ -55,33 +43,23 @@ def run(
         make_session: stands in for `holdfast.trainers.function.worker.session.Session`.
     """
     begin = _receive(channel, "begin")
-    session: WorkerSession | None = None
+    session: Session | None = None
     try:
         # Storages that the session and the function open may need them.
         learn_secrets(*begin.attachments[2:3] or (b"",))
         # Before the function is loaded: the session notices the end of the driver.
-        session = (make_session or _session)(channel, begin.header, *(begin.attachments[1:2] or (None,)))
+        session = make_session(channel, begin.header, *(begin.attachments[1:2] or (None,)))
         function, config = unpack_call(begin.attachments[0])
-        arguments = ({} if config is None else config,) if takes_config(function) else ()
+        arguments = _arguments(function, config)
         rank, world_size = begin.header["rank"], begin.header["world_size"]
         with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu) as group:
-            channel.send({"on": "running"})
-            ended = call(function, arguments)
-            status = ended.status
-            session.drain()
-            if status:
-                # Ahead of the end of the group, at which others in a collective fail: the end itself takes longer.
-                channel.send({"on": "leaving", "rolled_back": ended.rolled_back})
-                channel.flush(FLUSH_S)
-            else:
-                packed = pack_result(ended.value) if rank == 0 else None
-                channel.send({"on": "finished", "left": ended.left}, [] if packed is None else [packed])
-                channel.flush(FLUSH_S)
+            status = _call(channel, session, function, arguments, returns=rank == 0)
+            if not status:
                 group.leave(min(ALONE_S, begin.header.get("report_timeout_s", ALONE_S)))
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the controller decides what it means
-        fail(channel, session, error)
+        _fail(channel, session, error)
         status = 1
-    channel.flush(FLUSH_S)
+    channel.flush(_FLUSH_S)
     return status
 
 
@@ -92,18 +70,12 @@ def run_task(channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False) ->
     try:
         result = cloudpickle.dumps(cloudpickle.loads(message.attachments[0])())
     except BaseException as error:  # noqa: BLE001 - as above
-        fail(channel, None, error)
+        _fail(channel, None, error)
         result = None
     else:
         channel.send({"on": "result"}, [result])
-    channel.flush(FLUSH_S)
+    channel.flush(_FLUSH_S)
     return 0 if result is not None else 1
-
-
-def _session(channel: Channel, begin: dict[str, Any], memory: bytes | None) -> WorkerSession:
-    from .session import Session
-
-    return Session(channel, begin, memory)
 
 
 def _receive(channel: Channel, what: str) -> Message:
@@ -117,34 +89,47 @@ def _receive(channel: Channel, what: str) -> Message:
     return message
 
 
-class Ended(NamedTuple):
-    """How the function ended.
+def _arguments(function: Callable[..., Any], config: Any) -> tuple[Any, ...]:
+    if not takes_config(function):
+        return ()
+    return ({} if config is None else config,)
 
-    Attributes:
-        status: that it wants this process to have.
-        left: it ended by ``sys.exit``.
-        value: what it returned.
-        rolled_back: a guard has ended it for a bad step.
+
+def _call(
+    channel: Channel, session: Session, function: Callable[..., Any], arguments: tuple[Any, ...], *, returns: bool
+) -> int:
+    """Call the function, wait until what it reported is safe, say how it ended; return the status that it wants.
+
+    Args:
+        channel: to the controller.
+        session: of this worker.
+        function: the train function.
+        arguments: of it.
+        returns: the controller gets what it returns.
     """
-
-    status: int
-    left: bool = False
-    value: Any = None
-    rolled_back: bool = False
-
-
-def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ended:
-    """Call the function; return how it ended."""
+    channel.send({"on": "running"})
+    status, left, rolled_back, value = 0, False, False, None
     try:
-        return Ended(0, value=function(*arguments))
+        value = function(*arguments)
     except SystemExit as leaving:
+        left, rolled_back = True, isinstance(leaving, RolledBack)
         if leaving.code is None or isinstance(leaving.code, int):
-            return Ended(leaving.code or 0, left=True, rolled_back=isinstance(leaving, RolledBack))
-        print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return Ended(1, left=True)
+            status = leaving.code or 0
+        else:
+            print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+            status, rolled_back = 1, False
+    session.drain()
+    if status:
+        # Ahead of the end of the group, at which others in a collective fail: the end itself takes longer.
+        channel.send({"on": "leaving", "rolled_back": rolled_back})
+    else:
+        packed = pack_result(value) if returns else None
+        channel.send({"on": "finished", "left": left}, [] if packed is None else [packed])
+    channel.flush(_FLUSH_S)
+    return status
 
 
-def fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
+def _fail(channel: Channel, session: Session | None, error: BaseException) -> None:
     """Send the controller an error, after all earlier reports."""
     _begin_at_user(error)
     traceback.print_exception(error)
@@ -183,8 +168,6 @@ def run_here(
         ended: called before the channel is closed, with the status that a worker process would have ended with and what
             the function raised.
     """
-    from ._session import Session
-
     begin = channel.receive()
     if begin is None:
         ended(1, None)
@@ -195,19 +178,11 @@ def run_here(
     try:
         memory = (*begin.attachments[1:2], None)[0]
         session = Session(channel, begin.header, memory, on_gone=lambda: None)
-        channel.send({"on": "running"})
-        arguments = ({} if config is None else config,) if takes_config(function) else ()
-        how = call(function, arguments)
-        status = how.status
-        session.drain()
-        if status:
-            channel.send({"on": "leaving", "rolled_back": how.rolled_back})
-        else:
-            channel.send({"on": "finished", "left": how.left})
+        status = _call(channel, session, function, _arguments(function, config), returns=False)
     except BaseException as error:  # noqa: BLE001 - the edge of a worker: the controller decides what it means
         raised, status = error, 1
-        fail(channel, session, error)
-    channel.flush(FLUSH_S)
+        _fail(channel, session, error)
+    channel.flush(_FLUSH_S)
     ended(status, raised)
     if session is not None:
         session.close()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast._log import get_logger
-from holdfast.checkpoint._location import locate
+from holdfast.checkpoint.handle import locate
 from holdfast.checkpointer.console import ResumeBlock, load_bar
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import (

@@ -67,6 +67,10 @@ class DataPosition:
         self.trained()
         return self._live
 
+    def is_in(self, batches: ResumableBatches) -> bool:
+        """Tell whether training is in this epoch as `open` gave it; False if another position was loaded since."""
+        return self._live is batches
+
     def trained(self) -> None:
         """Count the batch drawn last as trained."""
         self._drawn = None

@@ -60,16 +60,34 @@ class TrainingLoop:
         self._logs_metrics = logs_metrics
         self._counted = True  # all ranks know beforehand how many batches an epoch has
         self._before = 0  # samples of the epoch before the batch drawn last
+        self._batches: ResumableBatches | None = None  # of the epoch that is trained
 
     def run(self) -> bool:
         """Train; False if it was left early because it was asked to stop."""
         state = self._state
-        stage, state.dataset_state.stage = state.dataset_state.stage, ""
         state.model.train()
         self._pace.begin()
         if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
             for optimizer in state.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
+        while True:
+            try:
+                if not self._from_here():
+                    return False
+                break
+            except _ElsewhereError:
+                self._batches = None
+        ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
+        return not ended or self._evaluated("fit_end", ended)
+
+    def _from_here(self) -> bool:
+        """Train from the moment that the state is at to the end; False if asked to stop.
+
+        Raises:
+            _ElsewhereError: a callback has loaded another moment.
+        """
+        state = self._state
+        stage, state.dataset_state.stage = state.dataset_state.stage, ""
         if stage in _EVAL_EVENTS:
             event = _EVAL_EVENTS[stage]
             again = self._due(event) or list(state.eval_dataloaders)
@@ -78,29 +96,48 @@ class TrainingLoop:
         while not state.is_finished or (stage and state.is_epoch_over):
             if not self._epoch():
                 return False
-        ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
-        return not ended or self._evaluated("fit_end", ended)
+        return True
+
+    def _tell(self, event: Event) -> None:
+        """Run an event between two batches; what a callback loads there is where training goes on.
+
+        Raises:
+            _ElsewhereError: a callback has loaded another moment.
+        """
+        self._engine.run(event)
+        if self._has_moved:
+            raise _ElsewhereError
+
+    @property
+    def _has_moved(self) -> bool:
+        return self._batches is not None and not self._state.dataset_state.is_in(self._batches)
 
     def _epoch(self) -> bool:
         """Train the rest of the current epoch; False if asked to stop."""
-        state, engine = self._state, self._engine
-        epoch = state.timestamp.count("epoch")
+        state = self._state
         if state.timestamp.count("batch_in_epoch") == 0:
             for metric in state.train_metrics.values():
                 metric.reset()
-            engine.run(Event.EPOCH_START)
-        batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
+            self._engine.run(Event.EPOCH_START)
+            if self._has_moved and (state.timestamp.count("batch_in_epoch") or state.dataset_state.stage):
+                raise _ElsewhereError  # else this epoch begins here, and whoever loads at each begin has done so
+        epoch = state.timestamp.count("epoch")
+        batches = self._batches = state.dataset_state.open(
+            state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch
+        )
         self._check_even(batches, epoch)
         source = iter(batches)
         while True:
-            engine.run(Event.BEFORE_DATALOADER)
+            self._tell(Event.BEFORE_DATALOADER)
             batch = self._next(source, batches)
             if batch is _END:
                 break
             state.batch = on_device(batch, state.train_spec, state.device)
-            engine.run(Event.AFTER_DATALOADER)
-            engine.run(Event.BATCH_START)
+            self._tell(Event.AFTER_DATALOADER)
+            self._tell(Event.BATCH_START)
             self._step.run()
+            if self._has_moved:
+                raise _refusal("a batch is trained")
             if self._schedule_by_batch:
                 self._step_schedulers()
             samples, tokens = self._counts(batches, batches.samples - self._before)
@@ -113,7 +150,7 @@ class TrainingLoop:
                 now = computed(state.train_metrics, state.ranks)
                 self._logger.log_metrics({f"metrics/train/{name}": value for name, value in now.items()})
             self._pace.logged()
-            engine.run(Event.BATCH_END)
+            self._tell(Event.BATCH_END)
             if (due := self._due(Event.BATCH_CHECKPOINT)) and not self._evaluated("batch_eval", due):
                 return False
             if not self._after(Event.BATCH_CHECKPOINT):
@@ -166,7 +203,7 @@ class TrainingLoop:
         return samples if exact else round(own), tokens
 
     def _end_epoch(self) -> bool:
-        state, engine = self._state, self._engine
+        state = self._state
         if not self._schedule_by_batch:
             self._step_schedulers()
         state.previous_timestamp = state.timestamp
@@ -175,14 +212,14 @@ class TrainingLoop:
             state.train_metric_values = computed(state.train_metrics, state.ranks)
             values = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
             self._logger.log_metrics(values)
-        engine.run(Event.EPOCH_END)
+        self._tell(Event.EPOCH_END)
         if (due := self._due(Event.EPOCH_CHECKPOINT)) and not self._evaluated("epoch_eval", due):
             return False
         return self._after(Event.EPOCH_CHECKPOINT)
 
     def _after(self, event: Event) -> bool:
         """Let savers have their turn; False if training has to be left now."""
-        self._engine.run(event)
+        self._tell(event)
         if not self._pace.stopping:
             return True
         if self._state.is_finished:  # what comes after the last batch is left to the next life
@@ -217,19 +254,38 @@ class TrainingLoop:
         return every.due(Event.EPOCH_CHECKPOINT, now, after, state.span)
 
     def _evaluated(self, stage: str, labels: Sequence[str]) -> bool:
-        """Evaluate; False, and noted in the state, if it was left: then the next life has to do it again."""
+        """Evaluate; False if it was left.
+
+        That it is still to be done is noted in the state: who goes on from what is saved meanwhile, or from where it
+        was left, does it again.
+        """
         state = self._state
-        if not self._pace.stopping and self._evaluation.run(labels):
-            state.dataset_state.evaluated.update({label: state.eval_metric_values[label] for label in labels})
-            return True
         state.dataset_state.stage = stage
-        return False
+        if self._pace.stopping or not self._evaluation.run(labels):
+            return False
+        if self._has_moved:
+            raise _refusal("an evaluation goes on")
+        state.dataset_state.stage = ""
+        state.dataset_state.evaluated.update({label: state.eval_metric_values[label] for label in labels})
+        return True
 
     def _step_schedulers(self) -> None:
         for scheduler in self._state.schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 raise ConfigError("ReduceLROnPlateau needs a metric: step it in a callback at eval_end, not here")
             scheduler.step()
+
+
+class _ElsewhereError(Exception):
+    """A callback has loaded another moment, with its place in the data: training goes on from there."""
+
+
+def _refusal(meanwhile: str) -> ConfigError:
+    return ConfigError(
+        f"a callback has loaded a whole checkpoint while {meanwhile}, which would mix two moments of training: load it "
+        "at BATCH_END, BATCH_CHECKPOINT, EPOCH_START, EPOCH_END or EPOCH_CHECKPOINT, and training goes on from the "
+        "moment that was loaded; or load weights alone (load_weights_only=True)"
+    )
 
 
 def _refuse_uneven(counts: list[int], epoch: int) -> None:

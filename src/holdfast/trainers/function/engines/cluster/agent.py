@@ -30,9 +30,7 @@ from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 
-from ..local.child import Child, Inbox
-from ..local.launch import threads_for
-from ..local.supervisor import Supervisor
+from ..local.supervisor import Child, Supervisor, threads_for
 from .nodes import AgentCall
 
 __all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
@@ -92,19 +90,17 @@ class Agent:
 
     def __init__(self, sock: socket.socket, *, silence_s: float) -> None:
         self._sock, self._silence_s = sock, silence_s
-        self._channel, self._inbox = Channel(sock), Inbox(sock)
+        self._channel = Channel(sock, "the driver")
         self._supervisor = Supervisor(
             on_start=self._on_start,
             on_message=self._on_message,
-            on_dying=lambda child: self._tell({"on": "dying", "child": self._numbers[child.number]}),
+            on_dying=lambda child: self._tell({"on": "dying", "child": child.number}),
             on_end=self._on_end,
             zygote_sinks=(_Sink(self._tell, 0, 0), _Sink(self._tell, 0, 1)),
         )
         self._supervisor.watch(sock.fileno(), self._read)
         self._children: dict[int, Child] = {}
-        self._numbers: dict[int, int] = {}  # the supervisor's number of a child -> the driver's
         self._kept: dict[str, bytes] = {}
-        self._killed: set[int] = set()  # the driver's numbers of children that it wants to end
         self._unfinished = Unfinished(
             lambda child, header, parts: self._tell({"on": "message", "child": child, "header": header}, parts),
             lambda line: self._tell({"on": "output", "child": 0, "stream": 1}, (f"{line}\n".encode(),)),
@@ -151,11 +147,11 @@ class Agent:
     # ---- what the driver says
 
     def _read(self) -> None:
-        for message in self._inbox.read():
+        for message in self._channel.read():
             self._heard = time.monotonic()
             if self._ended is None:
                 self._does[message.header["do"]](message)
-        if self._inbox.ended:
+        if self._channel.ended:
             self._end("the driver is gone")
 
     def _end(self, why: str) -> None:
@@ -191,7 +187,8 @@ class Agent:
         environment["OMP_NUM_THREADS"] = str(threads_for(request["local_size"]))
         try:
             self._supervisor.prepare(request["local_size"])
-            child = self._supervisor.fork(
+            self._children[number] = self._supervisor.fork(
+                number,
                 request["name"],
                 request["entry"],
                 environment={**environment, **request["environment"]},
@@ -207,8 +204,6 @@ class Agent:
         if request["listen"] and self._listener is not None:
             self._listener.close()  # the worker has it
             self._listener = None
-        self._children[number] = child
-        self._numbers[child.number] = number
 
     def _keep(self, message: Message) -> None:
         (self._kept[message.header["key"]],) = message.attachments
@@ -225,7 +220,6 @@ class Agent:
     def _kill(self, message: Message) -> None:
         child = self._children.get(message.header["child"])
         if child is not None:
-            self._killed.add(message.header["child"])
             self._supervisor.kill(child, message.header["grace_s"])
 
     def _limit(self, message: Message) -> None:
@@ -236,19 +230,16 @@ class Agent:
     # ---- what children do
 
     def _on_start(self, child: Child) -> None:
-        self._tell({"on": "started", "child": self._numbers[child.number], "pid": child.pid})
+        self._tell({"on": "started", "child": child.number, "pid": child.pid})
 
     def _on_message(self, child: Child, message: Message) -> None:
-        number = self._numbers[child.number]
-        self._unfinished.note(number, message.header)
-        self._tell({"on": "message", "child": number, "header": message.header}, message.attachments)
+        self._unfinished.note(child.number, message.header)
+        self._tell({"on": "message", "child": child.number, "header": message.header}, message.attachments)
 
     def _on_end(self, child: Child, why: str) -> None:
-        number = self._numbers.pop(child.number)
-        del self._children[number]
-        self._tell({"on": "ended", "child": number, "status": child.status, "why": why})
-        self._unfinished.end(number, finish=number not in self._killed)
-        self._killed.discard(number)
+        del self._children[child.number]
+        self._tell({"on": "ended", "child": child.number, "status": child.status, "why": why})
+        self._unfinished.end(child.number, finish=not child.killed)
 
     def _tell(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
         with contextlib.suppress(OSError):  # the driver is gone: the next read finds that

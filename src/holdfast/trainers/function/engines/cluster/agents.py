@@ -1,4 +1,7 @@
-"""An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers."""
+"""An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers.
+
+The connections to them are here too: accepting them, messages, and when an agent counts as gone.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import xxhash
 
 from holdfast._log import get_logger
 from holdfast._version import __version__
@@ -19,58 +24,150 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.run.names import PROBE
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import Capacity, Reason, node_name
-from holdfast.writer.frames import Message
+from holdfast.writer.frames import Channel, Message
+from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof, read_answer
 
-from .agent import BEAT_S
-from .links import AgentLink, AgentListener
-from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
-from .places import NodePlace
+from .agent import BEAT_S, connect
+from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesChanged, Refused
 
-__all__ = ["AgentMessage", "AgentNews", "Agents", "Leaving", "LostNode", "StorageProbe", "Unfit"]
+__all__ = [
+    "AgentLink",
+    "AgentListener",
+    "Agents",
+    "StorageProbe",
+]
 
+_LOG = get_logger("trainers.function")
+_HELLO_S = 10.0
+_PAUSE_S = 0.1
+_STRANGERS = 256
+_KEEP = 8
+_LARGE = 64 << 10
 _WORDS = b"Written by the driver; nodes look whether they see it.\n"
 _CLEAN_S = 5.0
 _PROBE_AGAIN_S = 2.0
 _TRIALS = 4  # an agent looks for 10 s
-
-_LOG = get_logger("trainers.function")
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
 _AGENT_SILENCE_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class AgentMessage:
-    """A message of an agent about the processes on its node."""
+class AgentLink:
+    """An agent, as long as it is connected.
 
-    link: AgentLink
-    message: Message
+    Attributes:
+        node: where it runs.
+        number: of the agent.
+        heard: when it last sent something, as of `time.monotonic`.
+        facts: what it reported about its node; None before.
+        ready: it sees the storage and may run workers.
+    """
+
+    def __init__(self, node: str, number: int, sock: socket.socket) -> None:
+        self.node, self.number = node, number
+        self.channel = Channel(sock, "an agent")
+        self._kept: OrderedDict[str, None] = OrderedDict()
+        self.heard = time.monotonic()
+        self.facts: dict[str, Any] | None = None
+        self.ready = False
+
+    def fileno(self) -> int:
+        """Descriptor for a selector."""
+        return self.channel.fileno()
+
+    def tell(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send without blocking; dropped if the agent is gone, which the reading side notices."""
+        try:
+            self.channel.send(header, attachments)
+        except OSError as error:
+            _LOG.debug("the agent on %s takes nothing: %s", self.node, error)
+
+    def pass_on(self, child: int, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        """Send a message to a process of this agent; a large attachment that several processes get travels once."""
+        parts: list[str | None] = []
+        rest: list[bytes] = []
+        for item in attachments:
+            key = xxhash.xxh3_128_hexdigest(item) if len(item) >= _LARGE else None
+            parts.append(key)
+            if key is None:
+                rest.append(item)
+            elif key not in self._kept:
+                self.tell({"do": "keep", "key": key}, [item])
+                self._kept[key] = None
+                if len(self._kept) > _KEEP:
+                    self._kept.popitem(last=False)
+        self.tell({"do": "send", "child": child, "header": header, "parts": parts}, rest)
+
+    def close(self) -> None:
+        """Close the connection: the agent ends. Idempotent."""
+        self.channel.close()
 
 
-@dataclass(frozen=True, slots=True)
-class LostNode:
-    """Nothing runs on a node any more, as far as is known."""
+class AgentListener:
+    """Listens for agents and accepts those that know the token.
 
-    node: str
-    why: str
-    reason: Reason
+    Args:
+        host: address to listen on.
+        token: of this run.
+        welcome: takes the number of an agent and its socket; called on another thread.
+    """
 
+    def __init__(self, host: str, token: str, welcome: Callable[[int, socket.socket], None]) -> None:
+        self._token, self._welcome = token, welcome
+        self._closed = False
+        self._room = threading.BoundedSemaphore(_STRANGERS)
+        try:
+            self._listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise HoldfastError(f"cannot listen on {host} for the nodes of the cluster: {error}") from error
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="holdfast-agents", daemon=True).start()
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """Nodes are announced to go: seconds until then."""
+    def close(self) -> None:
+        """Accept no more agents. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
 
-    nodes: Mapping[str, float]
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                _LOG.warning("an agent could not connect: %s", error)  # out of descriptors, say: it comes again
+                time.sleep(_PAUSE_S)
+                continue
+            if not self._room.acquire(blocking=False):
+                sock.close()  # more than so many unproven connections are not agents
+                continue
+            threading.Thread(target=self._greet, args=(sock,), name="holdfast-hello", daemon=True).start()
 
-
-@dataclass(frozen=True, slots=True)
-class Unfit:
-    """The run cannot go on, or not begin."""
-
-    error: BaseException
-
-
-AgentNews: TypeAlias = AgentMessage | LostNode | Leaving | Unfit
+    def _greet(self, sock: socket.socket) -> None:
+        """Check that the other side knows the token. Nothing is parsed before that."""
+        deadline = time.monotonic() + _HELLO_S
+        try:
+            sock.settimeout(_HELLO_S)
+            challenge = make_challenge()
+            sock.sendall(challenge)
+            answer = b""
+            while len(answer) < ANSWER_BYTES and time.monotonic() < deadline:
+                more = sock.recv(ANSWER_BYTES - len(answer))
+                if not more:
+                    break
+                answer += more
+            number = read_answer(self._token, challenge, answer) if len(answer) == ANSWER_BYTES else None
+            if number is None or self._closed:
+                sock.close()
+                return
+            sock.sendall(make_proof(self._token, challenge, answer))
+            self._welcome(number, connect(sock))
+        except OSError:
+            sock.close()
+        finally:
+            self._room.release()
 
 
 class Agents:
@@ -84,7 +181,10 @@ class Agents:
         storage: root of the run, which every node has to see; None: not checked.
         selector: of the engine, which calls `read` with the link that is ready.
         post: runs a function on the engine's thread; callable from any thread.
-        tell: takes `AgentNews`.
+        on_message: takes what an agent says about the processes on its node.
+        on_lost: takes a node on which nothing runs any more, as far as is known; why, for people and as a `Reason`.
+        on_leaving: takes nodes that are announced to go, with the seconds until then.
+        on_unfit: takes the error with which the run cannot go on, or not begin.
         silence_s: an agent that sends nothing for so long is given up.
 
     Attributes:
@@ -98,10 +198,14 @@ class Agents:
         *,
         selector: selectors.BaseSelector,
         post: Callable[[Callable[[], None]], None],
-        tell: Callable[[AgentNews], None],
+        on_message: Callable[[AgentLink, Message], None],
+        on_lost: Callable[[str, str, Reason], None],
+        on_leaving: Callable[[Mapping[str, float]], None],
+        on_unfit: Callable[[BaseException], None],
         silence_s: float,
     ) -> None:
-        self._nodes, self._selector, self._post, self._tell = nodes, selector, post, tell
+        self._nodes, self._selector, self._post = nodes, selector, post
+        self._on_message, self._on_lost, self._on_leaving, self._on_unfit = on_message, on_lost, on_leaving, on_unfit
         self._silence_s = silence_s
         self.trained = False
         self._closed = False
@@ -153,11 +257,11 @@ class Agents:
         if node in self._links:
             self._links[node].tell(header)
 
-    def tell_all(self, header: dict[str, Any]) -> None:
-        """Send a message to every agent that can start workers."""
+    def give_up(self) -> None:
+        """Have every agent stop what it finishes for workers that have ended: a group begins."""
         for link in self._links.values():
             if link.ready:
-                link.tell(header)
+                link.tell({"do": "give_up"})
 
     def capacity(self) -> Capacity | None:
         """Return how many workers there is room for; None: not known yet."""
@@ -182,7 +286,7 @@ class Agents:
     def bar(self, node: str, error: ConfigError) -> None:
         """Start no worker on a node: it cannot run them. Ends the run if no worker has run anywhere yet."""
         if not self.trained:
-            self._tell(Unfit(error))
+            self._on_unfit(error)
             return
         if node in self._barred:
             return
@@ -201,7 +305,7 @@ class Agents:
         )
         self.bar(node, error)
 
-    def advance(self, is_busy: Callable[[str], bool]) -> None:
+    def advance(self, busy: Collection[str]) -> None:
         """Start agents where they are wanted; end those on nodes that are neither listed nor busy."""
         if self._closed:
             return
@@ -211,7 +315,7 @@ class Agents:
             if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
                 self._launch(node)
         for node in [*self._links, *self._starting]:
-            if node not in listed and not is_busy(node):
+            if node not in listed and node not in busy:
                 self._drop_agent(node)
                 self._give_up(node, "its agent is not needed any more", "node")
 
@@ -223,15 +327,15 @@ class Agents:
         due += [until for node, until in self._again.items() if node not in self._barred | self._draining]
         return due + [link.heard + self._silence_s for link in self._links.values()]
 
-    def listened(self, now: float) -> None:
-        """Restart the count of silence: this thread was busy and has not read."""
-        for link in self._links.values():
-            link.heard = max(link.heard, now)
+    def see_time(self, read_at: float) -> None:
+        """Give up agents that are silent, or have not come.
 
-    def see_time(self) -> None:
-        """Give up agents that are silent, or have not come."""
+        Args:
+            read_at: silence counts from then on only: this thread was busy before, and has not read.
+        """
         now = time.monotonic()
         for link in list(self._links.values()):
+            link.heard = max(link.heard, read_at)
             if now >= link.heard + self._silence_s:
                 why = f"its agent has said nothing for {self._silence_s:.0f} s; it may be alive and cut off"
                 self._lose(link, why, "unreachable")
@@ -248,15 +352,15 @@ class Agents:
 
     def read(self, link: AgentLink) -> None:
         """Take what an agent has sent, or its end."""
-        messages = list(link.inbox.read())
-        if not link.inbox.ended:
+        messages = list(link.channel.read())
+        if not link.channel.ended:
             link.heard = time.monotonic()  # a part of a large message is a sign of life too
         for message in messages:
             if self._links.get(link.node) is link:  # not given up for an earlier message
                 self._take(link, message)
-        if link.inbox.ended and self._links.get(link.node) is link:
+        if link.channel.ended and self._links.get(link.node) is link:
             why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
-            self._lose(link, link.inbox.broken or why, "node")
+            self._lose(link, link.channel.broken or why, "node")
 
     def _take(self, link: AgentLink, message: Message) -> None:
         on = message.header["on"]
@@ -265,7 +369,7 @@ class Agents:
         elif on == "probed":
             self._probed(link, message.header["why"])
         elif on != "beat":
-            self._tell(AgentMessage(link, message))
+            self._on_message(link, message)
 
     def _meet(self, link: AgentLink, facts: dict[str, Any]) -> None:
         """Check the versions on a node, then whether it sees the storage."""
@@ -311,7 +415,7 @@ class Agents:
         if self._closed:
             return
         if isinstance(event, Refused):
-            self._tell(Unfit(event.error))
+            self._on_unfit(event.error)
         elif isinstance(event, PlacesChanged):
             self._places, self._missing, self._spares = tuple(event.places), event.missing, tuple(event.spares)
             placed = {place.node for place in self._places}
@@ -323,7 +427,7 @@ class Agents:
             new = event.draining.keys() - self._draining
             self._draining = set(event.draining)
             if new:
-                self._tell(Leaving({node: event.draining[node] for node in new}))
+                self._on_leaving({node: event.draining[node] for node in new})
         else:
             self._on_agent_failed(event)
 
@@ -395,7 +499,7 @@ class Agents:
             self._nodes.end(number)
 
     def _give_up(self, node: str, why: str, reason: Reason) -> None:
-        self._tell(LostNode(node, why, "drained" if node in self._drained else reason))
+        self._on_lost(node, why, "drained" if node in self._drained else reason)
 
     # ---- the end
 
@@ -423,17 +527,15 @@ class StorageProbe:
     Args:
         storage: root of the run.
         ident: of this driver among all that probe the same run.
+
+    Attributes:
+        uri: of the storage, for people.
     """
 
     def __init__(self, storage: Storage, ident: str) -> None:
-        self._storage, self._ident = storage, ident
+        self._storage, self._ident, self.uri = storage, ident, storage.uri
         self._markers: set[str] = set()
         self._cleaning: list[threading.Thread] = []
-
-    @property
-    def uri(self) -> str:
-        """URI of the storage, for people."""
-        return self._storage.uri
 
     def ask(self, link: AgentLink, untried: Callable[[], None]) -> None:
         """Have an agent look for the file; it answers by itself. ``untried`` is called if it was not written."""
@@ -451,9 +553,8 @@ class StorageProbe:
             return
         where = {"storage": self._storage.describe(), "secrets": self._storage.secrets()}
         link.tell({"do": "probe", **where, "marker": marker, "node": link.node})
-        for _ in range(
-            _TRIALS
-        ):  # an attempt that begins now sweeps remains of earlier attempts, and this file with them
+        # An attempt that begins now sweeps remains of earlier attempts, and this file with them.
+        for _ in range(_TRIALS):
             time.sleep(_PROBE_AGAIN_S)
             if marker not in self._markers:
                 return

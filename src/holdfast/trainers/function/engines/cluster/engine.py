@@ -7,46 +7,32 @@ import selectors
 import signal
 import sys
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
     Draining,
-    Dying,
-    Event,
-    Exited,
     GroupSpec,
     Placed,
     Reason,
-    Received,
-    Started,
-    TaskEnded,
     Unable,
-    Woken,
     node_name,
 )
-from holdfast.trainers.function.transit import error_from_wire
 from holdfast.writer.frames import Message
 
+from ..local.engine import TASK, WORKER, ProcessEngine
 from ..local.logs import LineLimit, LogText, shown_and_kept
+from ..local.supervisor import Process
 from .agent import BEAT_S
-from .agents import AgentMessage, AgentNews, Agents, Leaving, LostNode
-from .links import AgentLink
-from .nodes import Nodes
-from .places import NodePlace, arrange, rank_environment
+from .agents import AgentLink, Agents
+from .nodes import NodePlace, Nodes, arrange, rank_environment
 
 __all__ = ["ClusterEngine"]
 
-_WORKER = "holdfast.trainers.function.worker.main:run"
-_TASK = "holdfast.trainers.function.worker.main:run_task"
-_TASK_END_S = 10.0
 _SILENCE_S = 20.0
 _PLACE_S = 60.0  # for a group whose places went away before it was started
 _CLOSE_S = 5.0
@@ -54,18 +40,22 @@ _CLOSE_S = 5.0
 _TRAVEL = ("HOLDFAST_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS")
 
 
-@dataclass(slots=True)
-class _Child:
-    """A process on a node: a worker, or a task if ``rank`` is None."""
+class _Child(Process):
+    """A process on a node.
 
-    number: int
-    node: str
-    name: str
-    rank: int | None
+    Attributes:
+        sinks: show and keep its output.
+        node: id; "" before it has a place.
+        forked: its agent was asked to start it.
+        waiting: messages to it, sent before.
+    """
+
     sinks: tuple[LogText, LogText]
-    where: str = ""
-    forked: bool = False
-    outcome: Message | None = None
+
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[LogText, LogText]) -> None:
+        super().__init__(number, name, rank, sinks)
+        self.node, self.forked = "", False
+        self.waiting: list[tuple[dict[str, Any], Sequence[bytes]]] = []
 
 
 @dataclass(slots=True)
@@ -76,13 +66,12 @@ class _Group:
     number: int
     until: float
     places: list[tuple[NodePlace, Placed]] | None = None
-    ranks: dict[int, _Child] = field(default_factory=dict)
     asked_port: bool = False
     forked: bool = False
 
 
-class ClusterEngine:
-    """Implements `Engine` of `holdfast.trainers.function.engine` over nodes; runs single functions as tasks too.
+class ClusterEngine(ProcessEngine[_Child]):
+    """Implements `Engine` of `holdfast.trainers.function.engine` over nodes.
 
     An agent stays on its node over the restarts of groups, with the interpreter that workers are forked from. It is
     replaced when it ends; until then its places do not count.
@@ -95,24 +84,15 @@ class ClusterEngine:
     """
 
     def __init__(
-        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float | None = None
+        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = WORKER, silence_s: float | None = None
     ) -> None:
+        super().__init__()
         self._entry = entry
-        self._ready: list[Event] = []
-        self._posted: deque[Callable[[], None]] = deque()
-        self._over = False
         self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = os.pipe()
-        for fd in (self._woken, self._waker):
-            os.set_blocking(fd, False)
-            weakref.finalize(self, os.close, fd)  # as in the local engine: `wake` may be called at any time
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
         self._silent: set[tuple[str, int, int]] = set()  # ended streams of processes whose other stream goes on
-        self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
-        self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
         self._proven: set[str] = set()  # nodes on which a worker has reported
         self._absent: set[str] = set()  # modules that are missing on proven nodes too
         self._group: _Group | None = None
@@ -125,7 +105,10 @@ class ClusterEngine:
             storage,
             selector=self._selector,
             post=self._post,
-            tell=self._on_agents,
+            on_message=self._take,
+            on_lost=self._lose,
+            on_leaving=self._leave,
+            on_unfit=lambda error: self._ready.append(Unable(error=error)),
             silence_s=_SILENCE_S if silence_s is None else silence_s,
         )
 
@@ -137,90 +120,24 @@ class ClusterEngine:
         Raises:
             HoldfastError: workers of an earlier group have not exited yet.
         """
-        if self._group is not None:
-            left = sorted(self._group.ranks)
-            raise HoldfastError(f"ranks {left} of the earlier group have not exited: kill them first")
-        number = self._number()
-        self._ended_ranks.clear()
-        self._agents.tell_all({"do": "give_up"})  # what is left of the group before is not needed
-        group = self._group = _Group(spec=spec, number=number, until=time.monotonic() + _PLACE_S)
+        self._begin_group()
+        self._agents.give_up()
+        self._group = _Group(spec=spec, number=self._number(), until=time.monotonic() + _PLACE_S)
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
             name = f"rank {rank}"
             # Of thousands of ranks not all can be shown; the file has every line.
             limit = None if path is None else LineLimit(f"{path.parent.name}/{path.name} of the run's logs")
-            group.ranks[rank] = _Child(self._number(), "", name, rank, shown_and_kept(name, path, limit))
+            self._ranks[rank] = _Child(self._number(), name, rank, shown_and_kept(name, path, limit))
         self._advance()
 
-    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; a message to a worker that has ended is dropped."""
-        child = self._group.ranks.get(rank) if self._group is not None else None
-        if child is None:
-            return
-        if child.forked:
-            self._pass_on(child, header, attachments)
-        else:
-            self._waiting.setdefault(child.number, []).append((header, tuple(attachments)))
-
-    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
-        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
-        group = self._group
-        if group is None:
-            return
-        for rank in list(group.ranks) if ranks is None else list(ranks):
-            child = group.ranks.get(rank)
-            if child is None:
-                continue
-            if child.forked:
-                self._agents.tell_to(child.node, {"do": "kill", "child": child.number, "grace_s": grace_s})
-            else:
-                self._exit(child, number=signal.SIGKILL)
-
-    # ---- tasks
-
-    def run_task(
-        self,
-        blob: bytes,
-        *,
-        name: str = "task",
-        environment: Mapping[str, str] | None = None,
-        log_file: Path | None = None,
-    ) -> int:
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
         """Run a pickled function without arguments in a process of its own, on the first node that has an agent."""
-        child = _Child(self._number(), "", name, None, shown_and_kept(name, log_file))
-        self._tasks[child.number] = (child, blob, dict(environment or {}))
+        child = _Child(self._number(), name, None, shown_and_kept(name, log_file))
+        child.waiting.append(({"do": "task"}, [blob]))
+        self._tasks[child.number] = child
         self._advance()
         return child.number
-
-    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
-        if task not in self._tasks:
-            return
-        child = self._tasks[task][0]
-        if child.forked:
-            self._agents.tell_to(child.node, {"do": "kill", "child": task, "grace_s": grace_s})
-        else:
-            self._end_task(child, "was stopped before it was started")
-
-    # ---- events
-
-    def events(self, timeout_s: float | None) -> list[Event]:
-        """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ready:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._wait(left)
-            if left == 0.0:
-                break
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wake(self) -> None:
-        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
-        try:
-            os.write(self._waker, b"w")
-        except BlockingIOError:
-            return
 
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
@@ -237,27 +154,9 @@ class ClusterEngine:
         for sinks in self._outputs.values():
             _end_output(sinks)
         self._selector.close()
-        self._group = None
+        self._ranks.clear()
 
     # ---- what happens
-
-    def _post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the thread of the engine; callable from any thread."""
-        self._posted.append(work)
-        if self._over:  # nobody waits any more
-            self._work_off()
-            return
-        self._poke()
-
-    def _work_off(self) -> None:
-        while self._posted:
-            self._posted.popleft()()
-
-    def _poke(self) -> None:
-        try:
-            os.write(self._waker, b"p")
-        except BlockingIOError:
-            return
 
     def _wait(self, timeout_s: float | None) -> None:
         due = self._agents.due()
@@ -267,20 +166,16 @@ class ClusterEngine:
             left = max(0.0, min(due) - time.monotonic())
             timeout_s = left if timeout_s is None else min(left, timeout_s)
         now = time.monotonic()
-        # If this thread was busy and did not read, silence of the agents does not count.
         unread_s = now - self._read_at
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._woken:
-                if b"w" in os.read(self._woken, 1 << 16):
-                    self._ready.append(Woken())
+                self._on_wake()
             elif self._selector.get_map().get(key.fd) is key:
                 self._agents.read(key.data)
         self._work_off()
         self._read_at = time.monotonic()
-        if unread_s > BEAT_S:
-            self._agents.listened(now)
         if not self._closed:
-            self._agents.see_time()
+            self._agents.see_time(now if unread_s > BEAT_S else 0.0)
             self._advance()
 
     def _take(self, link: AgentLink, message: Message) -> None:
@@ -293,98 +188,55 @@ class ClusterEngine:
         elif on == "closed":
             self._close_output(link, header["child"], header["stream"])
         elif child is None:
-            rank = self._ended_ranks.get(header.get("child", 0))
-            if on == "message" and rank is not None:  # its agent has finished an upload for it
-                passed = Message(header=header["header"], attachments=message.attachments)
-                self._ready.append(Received(rank=rank, message=passed))
+            if on == "message":  # its agent has finished an upload for it
+                self._said_for(header["child"], Message(header=header["header"], attachments=message.attachments))
         elif on == "started":
-            if child.rank is not None:
-                self._ready.append(Started(rank=child.rank, pid=header["pid"]))
+            self._started(child, header["pid"])
         elif on == "message":
             passed = Message(header=header["header"], attachments=message.attachments)
             if child.rank is not None and self._is_unfit(child.node, passed.header):
                 self._agents.lacks(child.node, passed.header["module"])
-            elif child.rank is not None:
-                if passed.header.get("on") == "report":
-                    self._proven.add(child.node)
-                self._ready.append(Received(rank=child.rank, message=passed))
-            else:
-                child.outcome = passed
-                link.tell({"do": "limit", "child": child.number, "seconds": _TASK_END_S})
+                return
+            if child.rank is not None and passed.header.get("on") == "report":
+                self._proven.add(child.node)
+            self._said(child, passed)
         elif on == "dying":
-            if child.rank is not None:
-                self._ready.append(Dying(rank=child.rank))
+            self._dying(child)
         elif on == "ended":
+            for sink in child.sinks:
+                sink.flush()
             self._ended(child, header["status"], header["why"])
 
-    def _ended(self, child: _Child, status: int | None, why: str) -> None:
-        code = None if status is None else os.waitstatus_to_exitcode(status)
-        for sink in child.sinks:
-            sink.flush()
-        if child.rank is None:
-            self._end_task(
-                child, why or (f"ended with status {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}")
-            )
-            return
-        number = -code if code is not None and code < 0 else None
-        self._exit(child, code=code if number is None else None, number=number, why=why)
-
-    def _exit(
-        self,
-        child: _Child,
-        *,
-        code: int | None = None,
-        number: int | None = None,
-        why: str = "",
-        reason: Reason = "process",
-    ) -> None:
-        group, rank = self._group, child.rank
-        if group is None or rank is None or rank not in group.ranks:
-            return
-        del group.ranks[rank]
-        self._children.pop(child.number, None)
-        self._waiting.pop(child.number, None)
-        if reason == "process":
-            self._ended_ranks[child.number] = rank
-        words = "\n".join(line for line in child.sinks[1].tail if line.strip())
-        detail = "\n".join(part for part in (why, words) if part)
-        self._ready.append(
-            Exited(rank=rank, exit_code=code, signal=number, detail=detail, node=child.where, reason=reason)
-        )
-        if not group.ranks:
+    def _ended(self, process: _Child, status: int | None, why: str, reason: Reason = "process") -> None:
+        super()._ended(process, status, why, reason)
+        self._children.pop(process.number, None)
+        if self._group is not None and not self._ranks:
             self._group = None
             self._agents.use(())
 
-    def _end_task(self, child: _Child, how: str) -> None:
-        self._tasks.pop(child.number, None)
-        self._children.pop(child.number, None)
-        outcome, result, error = child.outcome, None, None
-        if outcome is None:
-            words = "\n".join(child.sinks[1].tail)
-            what = f"the process of {child.name} {how} before it had a result"
-            error = TrainingError(what + (f":\n{words}" if words else ""))
-        elif outcome.header["on"] == "failed":
-            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])  # type: ignore[assignment]
+    def _pass_on(self, process: _Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        link = self._agents.ready(process.node)
+        if not process.forked:
+            process.waiting.append((header, attachments))
+        elif link is not None:
+            link.pass_on(process.number, header, attachments)
+
+    def _kill(self, process: _Child, grace_s: float) -> None:
+        if process.forked:
+            self._agents.tell_to(process.node, {"do": "kill", "child": process.number, "grace_s": grace_s})
+        elif process.rank is None:
+            self._ended(process, None, "was stopped before it was started")
         else:
-            (result,) = outcome.attachments
-        self._ready.append(TaskEnded(task=child.number, result=result, error=error))
+            self._ended(process, signal.SIGKILL, "")
+
+    def _limit(self, process: _Child, seconds: float) -> None:
+        self._agents.tell_to(process.node, {"do": "limit", "child": process.number, "seconds": seconds})
 
     # ---- nodes and their agents
 
-    def _on_agents(self, news: AgentNews) -> None:
-        if isinstance(news, AgentMessage):
-            self._take(news.link, news.message)
-        elif isinstance(news, LostNode):
-            self._lose(news.node, news.why, news.reason)
-        elif isinstance(news, Leaving):
-            self._leave(news.nodes)
-        else:
-            self._ready.append(Unable(error=news.error))
-
     def _leave(self, leaving: Mapping[str, float]) -> None:
         """Announce that nodes with workers are about to go."""
-        group = self._group
-        ranks = () if group is None else tuple(rank for rank, child in group.ranks.items() if child.node in leaving)
+        ranks = tuple(rank for rank, child in self._ranks.items() if child.node in leaving)
         if ranks:
             soon = ", ".join(f"{node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
             self._ready.append(Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
@@ -397,12 +249,8 @@ class ClusterEngine:
         if self._closed:
             return
         self._proven.discard(node)
-        for child in list(self._group.ranks.values()) if self._group is not None else ():
-            if child.node == node:
-                self._exit(child, why=why, reason=reason)
-        for child, _, _ in list(self._tasks.values()):
-            if child.node == node:
-                self._end_task(child, f"is lost: {why}")
+        for child in [child for child in self._processes() if child.node == node]:
+            self._ended(child, None, why if child.rank is not None else f"is lost: {why}", reason)
 
     def _is_unfit(self, node: str, said: Mapping[str, Any]) -> bool:
         """Whether a worker failed because of its node: a module is missing there that nodes which trained have."""
@@ -413,16 +261,14 @@ class ClusterEngine:
             self._absent.add(module)
         return module not in self._absent
 
-    def _is_busy(self, node: str) -> bool:
-        """Whether a worker or a task is on a node, or is about to be."""
-        ranks = () if self._group is None else self._group.ranks.values()
-        return any(child.node == node for child in (*ranks, *(task[0] for task in self._tasks.values())))
+    def _processes(self) -> list[_Child]:
+        return [*self._ranks.values(), *self._tasks.values()]
 
     # ---- starting
 
     def _advance(self) -> None:
         """Start what waits for places, agents or answers, if these are there."""
-        self._agents.advance(self._is_busy)
+        self._agents.advance({child.node for child in self._processes()})
         self._tell_capacity()
         self._advance_tasks()
         group = self._group
@@ -432,21 +278,21 @@ class ClusterEngine:
             group.places = arrange(self._agents.usable(), group.spec.num_workers)
             if group.places is None:
                 if time.monotonic() >= group.until:
-                    for child in list(group.ranks.values()):
-                        self._exit(child, why="the places for it went away before it was started", reason="unplaced")
+                    for child in list(self._ranks.values()):
+                        self._ended(child, None, "the places for it went away before it was started", "unplaced")
                 return
             self._agents.use([place for place, _ in group.places])
             for place, placed in group.places:
-                child = group.ranks[placed.rank]
+                child = self._ranks[placed.rank]
                 child.node, child.where = place.node, placed.where
                 for sink in child.sinks:
                     sink.prefix = f"({child.name}, {node_name(place.node)}) "
                 self._ready.append(placed)
         nodes = {place.node for place, _ in group.places}
-        whole = len(group.ranks) == group.spec.num_workers
+        whole = len(self._ranks) == group.spec.num_workers
         if whole and not group.asked_port and all(self._agents.ready(node) is not None for node in nodes):
             group.asked_port = True
-            self._agents.tell_to(group.ranks[0].node, {"do": "listen", "group": group.number})
+            self._agents.tell_to(self._ranks[0].node, {"do": "listen", "group": group.number})
 
     def _tell_capacity(self) -> None:
         capacity = self._agents.capacity()
@@ -458,31 +304,28 @@ class ClusterEngine:
         group = self._group
         if group is None or group.places is None or group.number != listening["group"] or group.forked:
             return
-        if len(group.ranks) < group.spec.num_workers:
+        if len(self._ranks) < group.spec.num_workers:
             return  # some are lost already: the controller kills the others
         group.forked = self._agents.trained = True
-        travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
         for place, placed in group.places:
             gpus = [gpu for other, _ in group.places if other.node == place.node for gpu in other.gpus]
             variables = rank_environment(group.spec, placed, master=(listening["host"], listening["port"]), gpus=gpus)
-            child = group.ranks[placed.rank]
+            child = self._ranks[placed.rank]
             self._fork(
                 child,
                 self._entry,
-                {**travel, **variables},
+                variables,
                 listen=placed.rank == 0,
                 size=placed.local_size,
                 gpu=group.spec.use_gpu,
             )
 
     def _advance_tasks(self) -> None:
-        waiting = [task for task in self._tasks.values() if not task[0].forked]
+        waiting = [task for task in self._tasks.values() if not task.forked]
         link = self._agents.first_ready() if waiting else None
-        for child, blob, environment in waiting if link is not None else ():
+        for child in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
-            travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
-            self._fork(child, _TASK, {**travel, **environment}, listen=False, size=1, gpu=True)
-            self._pass_on(child, {"do": "task"}, [blob])
+            self._fork(child, TASK, {}, listen=False, size=1, gpu=True)
 
     def _fork(
         self, child: _Child, entry: str, environment: Mapping[str, str], *, listen: bool, size: int, gpu: bool
@@ -490,16 +333,13 @@ class ClusterEngine:
         child.forked = True
         self._children[child.number] = child
         self._outputs[child.node, child.number] = child.sinks
-        request = {"child": child.number, "name": child.name, "entry": entry, "environment": dict(environment)}
+        travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
+        request = {"child": child.number, "name": child.name, "entry": entry, "environment": {**travel, **environment}}
         request |= {"listen": listen, "local_size": size, "use_gpu": gpu, "arguments": list(sys.argv)}
         self._agents.tell_to(child.node, {"do": "fork", **request})
-        for header, attachments in self._waiting.pop(child.number, ()):
+        waiting, child.waiting = child.waiting, []
+        for header, attachments in waiting:
             self._pass_on(child, header, attachments)
-
-    def _pass_on(self, child: _Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
-        link = self._agents.ready(child.node)
-        if link is not None:
-            link.pass_on(child.number, header, attachments)
 
     def _output(self, link: AgentLink, number: int) -> tuple[LogText, LogText]:
         key = (link.node, number)

@@ -1,25 +1,29 @@
-"""Places and agents on a Ray cluster: placement groups hold the places, an actor on each node is its agent."""
+"""Places and agents on a Ray cluster: placement groups hold the places, an actor on each node is its agent.
+
+Pure functions decide which groups to ask for and to give back (`plan_changes`), and on which spare nodes an agent gets
+ready (`choose_spares`).
+"""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.trainers.function.engine import node_name
 
-from .nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged, Refused, missing_module
-from .places import NodePlace
+from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, PlacesChanged, Refused, missing_module
 from .ray_api import NodeFacts, RayApi
-from .reservations import Changes, Reservation, choose_spares, matches, plan_changes
 
-__all__ = ["RayNodes", "Wanted"]
+__all__ = ["Changes", "RayNodes", "Reservation", "Wanted", "choose_spares", "matches", "plan_changes"]
 
 _LOG = get_logger("trainers.function")
+_ONE_OF = re.compile(r"in\((.*)\)")
 T = TypeVar("T")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # when all places are known
@@ -28,6 +32,151 @@ _PATIENCE_S = 30.0
 _BACK_S = 0.2  # for a node that did not answer
 _BUSY_S = 60.0
 _APART = "STRICT_SPREAD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A placement group.
+
+    Attributes:
+        first: number of its first place.
+        size: number of its places.
+        nodes: node of each place that has one now, by its index in the group.
+        group: of Ray.
+    """
+
+    first: int
+    size: int
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    group: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What to do about the reservations.
+
+    Attributes:
+        give_back: indices of reservations to give back.
+        ask: sizes of reservations to ask for.
+        usable: numbers of the places that workers may be started on.
+        extra: numbers of usable places that are given back once they are not in use.
+    """
+
+    give_back: tuple[int, ...]
+    ask: tuple[int, ...]
+    usable: frozenset[int]
+    extra: frozenset[int] = frozenset()
+
+
+def plan_changes(
+    held: Sequence[Reservation],
+    *,
+    most: int,
+    alive: Set[str],
+    out: Set[str],
+    used: Set[int],
+    strategy: str,
+    keep: Set[str] = frozenset(),
+    can_exclude: bool = True,
+) -> Changes:
+    """Decide what to ask for and to give back, so that ``most`` places are there or about to come.
+
+    A place on a node that is not alive counts: Ray places it again by itself. A place on a node of ``out`` does not:
+    Ray does not know that it is unusable. Groups of several places are given back whole or not at all, never in use.
+
+    Args:
+        held: the reservations now.
+        most: places that are wanted.
+        alive: nodes that the cluster holds alive.
+        out: nodes that do not answer, are about to go, or cannot run workers.
+        used: numbers of the places that a group of workers has.
+        strategy: of Ray's placement groups; with STRICT_SPREAD a second place on a node does not count.
+        keep: nodes of ``out`` whose places are not given back, as Ray would choose them again.
+        can_exclude: whether a place can be asked for that is on none of certain nodes.
+    """
+    spread = strategy == "STRICT_SPREAD"
+    usable, waiting = _count(held, alive=alive, out=out, used=used, spread=spread)
+    lacking = most - len(usable) - sum(waiting)
+    numbers = [set(range(entry.first, entry.first + entry.size)) for entry in held]
+    idle = [not numbers[index] & used for index in range(len(held))]
+    lost = [index for index in range(len(held)) if not waiting[index] and not numbers[index] & usable]
+    alone = strategy != "STRICT_PACK" and (can_exclude or not spread or not usable)
+    ask: list[int] = []
+    give_back: list[int] = []
+    for index in lost:
+        size = held[index].size
+        if size <= lacking and (size > 1 or alone or not usable):
+            ask.append(size)
+            lacking -= size
+        elif lacking > 0:
+            continue  # nothing replaces it
+        if idle[index] and keep.isdisjoint(held[index].nodes.values()):
+            give_back.append(index)
+    if alone:
+        ask += [1] * max(0, lacking)
+    # Too many: of unused reservations those that Ray has not placed yet go first, then the newest.
+    extra: set[int] = set()
+    others = [index for index in range(len(held)) if index not in lost]
+    for index in sorted(others, key=lambda index: (not idle[index], -waiting[index], -held[index].first)):
+        if held[index].size <= -lacking:
+            lacking += held[index].size
+            if idle[index]:
+                give_back.append(index)
+            else:
+                extra |= numbers[index]
+    gone = {number for index in give_back for number in numbers[index]}
+    return Changes(
+        give_back=tuple(sorted(give_back)),
+        ask=tuple(ask),
+        usable=frozenset(usable - gone),
+        extra=frozenset(extra & usable),
+    )
+
+
+def _count(
+    held: Sequence[Reservation], *, alive: Set[str], out: Set[str], used: Set[int], spread: bool
+) -> tuple[set[int], list[int]]:
+    """Return the numbers of the usable places, and how many of each reservation Ray has yet to place."""
+    found = [
+        (entry.first + bundle, node)
+        for entry in held
+        for bundle, node in entry.nodes.items()
+        if node in alive and node not in out
+    ]
+    usable: set[int] = set()
+    taken: set[str] = set()
+    for number, node in sorted(found, key=lambda item: (item[0] not in used, item[0])):
+        if not spread or node not in taken:
+            usable.add(number)
+            taken.add(node)
+    waiting = [entry.size - sum(1 for node in entry.nodes.values() if node in alive) for entry in held]
+    return usable, waiting
+
+
+def choose_spares(count: int, *, known: Sequence[str], able: Set[str], free: Set[str]) -> tuple[str, ...]:
+    """Choose the spare nodes on which an agent gets ready.
+
+    Args:
+        count: at most so many.
+        known: nodes chosen before; they stay as long as they are able.
+        able: nodes that may be chosen.
+        free: nodes with room for a worker now.
+    """
+    kept = [node for node in known if node in able][:count]
+    new = sorted(able & free - set(kept))[: count - len(kept)]
+    return tuple(sorted(kept + new))
+
+
+def matches(selector: Mapping[str, str] | None, labels: Mapping[str, str]) -> bool:
+    """Whether a label selector of Ray selects a node with these labels."""
+    return all(_is_meant(wanted, labels.get(name)) for name, wanted in (selector or {}).items())
+
+
+def _is_meant(wanted: str, value: str | None) -> bool:
+    if wanted.startswith("!"):
+        return not _is_meant(wanted[1:], value)
+    several = _ONE_OF.fullmatch(wanted)
+    return value in ([label.strip() for label in several[1].split(",")] if several else [wanted])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +199,6 @@ class Wanted:
     strategy: str = "PACK"
     labels: Mapping[str, str] | None = None
     spares: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    """A placement group.
-
-    Attributes:
-        group: of Ray.
-        first: number of its first place.
-        size: number of its places.
-    """
-
-    group: Any
-    first: int
-    size: int
 
 
 @dataclass(slots=True)
@@ -96,7 +230,7 @@ class RayNodes:
         self._api, self._wanted = api, wanted
         self.host = api.host
         self._post: Callable[[NodeEvent], Any] = lambda _: None
-        self._groups: list[_Reserved] = []
+        self._groups: list[Reservation] = []
         self._num_places = 0  # ever asked for
         self._doubted: list[str] = []
         self._refused: set[str] = set()  # nodes that cannot run workers
@@ -161,7 +295,8 @@ class RayNodes:
 
     def _work(self) -> None:
         try:
-            self._reserve()
+            for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
+                self._reserve_group(size)
             self._has_spares = self._wanted.spares > 0 and not self._api.shrinks()
             while not self._stop.is_set():
                 try:
@@ -201,10 +336,6 @@ class RayNodes:
             "was saved is safe; start the cluster, then the same script again: it goes on from the newest checkpoint"
         )
 
-    def _reserve(self) -> None:
-        for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
-            self._reserve_group(size)
-
     def _reserve_group(self, size: int, *, avoid: Collection[str] = (), near: str | None = None) -> None:
         wanted = self._wanted
         bundles = [wanted.resources] * size
@@ -212,7 +343,7 @@ class RayNodes:
             group = self._api.reserve(bundles, wanted.strategy, wanted.labels, avoid=avoid, near=near)
         except ValueError as error:
             raise ConfigError(f"ScalingConfig: Ray cannot reserve {bundles[0]} for each worker: {error}") from error
-        self._groups.append(_Reserved(group, self._num_places, size))
+        self._groups.append(Reservation(first=self._num_places, size=size, group=group))
         self._num_places += size
 
     def _round(self) -> None:
@@ -229,10 +360,8 @@ class RayNodes:
             if node in nodes.keys() - self._gone and not nodes[node].answers():
                 self._gone.add(node)
         draining = {node: left for node, left in self._api.draining().items() if node in nodes}
-        held = [
-            Reservation(first=reserved.first, size=reserved.size, nodes=bundles)
-            for reserved, bundles in zip(self._groups, self._bundles(), strict=True)
-        ]
+        placed = self._api.bundles([reserved.group for reserved in self._groups])
+        held = [replace(reserved, nodes=nodes) for reserved, nodes in zip(self._groups, placed, strict=True)]
         changes = self._balance(held, nodes, self._gone | self._refused | draining.keys())
         self._tell_places(held, nodes, changes, draining)
 
@@ -287,9 +416,6 @@ class RayNodes:
         able -= {node for node, since in self._busy_since.items() if now > since + _BUSY_S}
         self._spares = choose_spares(self._wanted.spares, known=self._spares, able=able, free=free)
 
-    def _bundles(self) -> list[dict[int, str]]:
-        return self._api.bundles([reserved.group for reserved in self._groups])
-
     def _see_ended(self) -> None:
         for ref in self._api.ended([ref for _, _, ref in self._agents.values()]):
             number = next(number for number, (_, _, end) in self._agents.items() if end == ref)
@@ -308,17 +434,13 @@ class RayNodes:
         draining: Mapping[str, float],
     ) -> None:
         places = []
-        groups = {reserved.first: reserved.group for reserved in self._groups}
+        left = {reserved.first for reserved in self._groups}
         for reservation in held:
             for bundle, node in reservation.nodes.items():
                 number = reservation.first + bundle
                 # A group may still run on a place that is about to go: the seconds of its node are announced too.
                 if number in changes.usable or (node in draining and node not in self._gone | self._refused):
-                    gpus = (
-                        self._gpus(number, groups[reservation.first], bundle, node)
-                        if reservation.first in groups
-                        else None
-                    )
+                    gpus = self._gpus(number, reservation.group, bundle, node) if reservation.first in left else None
                     if gpus is not None:
                         where = {"node": node, "address": nodes[node].address}
                         extra = number in changes.extra
@@ -368,7 +490,7 @@ class RayNodes:
         except Exception as error:  # noqa: BLE001 - as above
             _LOG.debug("the owner of the placement groups was not ended: %s", error)
 
-    def _give_group_back(self, reserved: _Reserved) -> None:
+    def _give_group_back(self, reserved: Reservation) -> None:
         try:
             self._api.release(reserved.group)
         except Exception as error:  # noqa: BLE001 - the cluster may be gone; the group goes with this driver

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
@@ -30,21 +32,192 @@ from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 
-from .child import Child
-from .launch import worker_environment
 from .logs import shown_and_kept
-from .supervisor import Supervisor
+from .supervisor import Child, Process, Supervisor, threads_for
 
-__all__ = ["LocalEngine"]
+__all__ = ["TASK", "WORKER", "LocalEngine", "ProcessEngine"]
 
 _LOG = get_logger("trainers.function")
-_WORKER = "holdfast.trainers.function.worker.main:run"
-_TASK = "holdfast.trainers.function.worker.main:run_task"
+P = TypeVar("P", bound=Process)
+WORKER = "holdfast.trainers.function.worker.main:run"
+TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end
+_HOST = "127.0.0.1"
+_LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-class LocalEngine:
-    """Implements `holdfast.trainers.function.engine.Engine`; also runs single functions as tasks (`run_task`).
+class ProcessEngine(Generic[P]):
+    """What the engines with processes share: workers, tasks, what happens to them; work of other threads.
+
+    A subclass starts the processes, waits for what happens to them (`_wait`) and reaches them: `_pass_on`, `_kill`,
+    `_limit`.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[Event] = []
+        self._posted: deque[Callable[[], None]] = deque()
+        self._over = False
+        self._ranks: dict[int, P] = {}
+        self._tasks: dict[int, P] = {}
+        self._ended_ranks: dict[int, int] = {}  # processes of this group that died by themselves -> rank
+        self._woken, self._waker = os.pipe()
+        for fd in (self._woken, self._waker):
+            os.set_blocking(fd, False)
+            # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
+            weakref.finalize(self, os.close, fd)
+
+    # ---- what the controller asks
+
+    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send a message without blocking; a message to a worker that has ended is dropped."""
+        if rank in self._ranks:
+            self._pass_on(self._ranks[rank], header, attachments)
+
+    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
+        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
+        for rank in list(self._ranks) if ranks is None else list(ranks):
+            if rank in self._ranks:
+                self._kill(self._ranks[rank], grace_s)
+
+    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
+        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
+        if task in self._tasks:
+            self._kill(self._tasks[task], grace_s)
+
+    def events(self, timeout_s: float | None) -> list[Event]:
+        """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
+
+        What a signal handler raises passes through and loses no event, but may cut a message in two: handlers had
+        better call `wake`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._wait(left)
+            if left == 0.0:
+                break
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wake(self) -> None:
+        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
+        self._poke(b"w")
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the thread of the engine; callable from any thread."""
+        self._posted.append(work)
+        if self._over:  # nobody waits any more
+            self._work_off()
+        else:
+            self._poke(b"p")
+
+    def _poke(self, why: bytes) -> None:
+        try:
+            os.write(self._waker, why)
+        except BlockingIOError:  # the pipe is full: another byte adds nothing
+            return
+
+    def _on_wake(self) -> None:
+        if b"w" in os.read(self._woken, 1 << 16):
+            self._ready.append(Woken())
+
+    def _work_off(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+
+    def _begin_group(self) -> None:
+        """Begin with the processes of a new group; refuse that while workers of an earlier one are left."""
+        if self._ranks:
+            raise HoldfastError(f"ranks {sorted(self._ranks)} of the earlier group have not exited: kill them first")
+        self._ended_ranks.clear()
+
+    # ---- what happens
+
+    def _started(self, process: P, pid: int) -> None:
+        if process.rank is not None:
+            self._ready.append(Started(rank=process.rank, pid=pid))
+
+    def _said(self, process: P, message: Message) -> None:
+        if process.rank is not None:
+            self._ready.append(Received(rank=process.rank, message=message))
+        else:
+            process.outcome = message
+            self._limit(process, _TASK_END_S)
+
+    def _said_for(self, number: int, message: Message) -> None:
+        """Take a message in place of a worker that has died."""
+        if (rank := self._ended_ranks.get(number)) is not None:
+            self._ready.append(Received(rank=rank, message=message))
+
+    def _dying(self, process: P) -> None:
+        if process.rank is not None:
+            self._ready.append(Dying(rank=process.rank))
+
+    def _ended(self, process: P, status: int | None, why: str, reason: Reason = "process") -> None:
+        """Take the end of a process.
+
+        Args:
+            process: it.
+            status: as of `os.waitpid`; None: not known.
+            why: what is known besides, for people; of a task, to follow its name.
+            reason: of a worker's end.
+        """
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        number = -code if code is not None and code < 0 else None
+        words = "\n".join(line for line in process.sinks[1].tail if line.strip())
+        if process.rank is None:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            how = why or (f"ended with status {code}" if number is None else f"was ended by {name}")
+            self._task_ended(process, f"{how} before it had a result" + (f":\n{words}" if words else ""))
+        elif self._ranks.get(process.rank) is process:
+            del self._ranks[process.rank]
+            self._ready.append(
+                Exited(
+                    rank=process.rank,
+                    exit_code=code if number is None else None,
+                    signal=number,
+                    detail="\n".join(part for part in (why, words) if part),
+                    node=process.where,
+                    reason=reason,
+                )
+            )
+            if reason in ("process", "garbled"):
+                self._ended_ranks[process.number] = process.rank
+
+    def _task_ended(self, process: P, how: str) -> None:
+        outcome = process.outcome
+        result: bytes | None = None
+        error: BaseException | None = None
+        if outcome is None:
+            error = TrainingError(f"the process of {process.name} {how}")
+        elif outcome.header["on"] == "failed":
+            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])
+        else:
+            (result,) = outcome.attachments
+        if self._tasks.pop(process.number, None) is not None:
+            self._ready.append(TaskEnded(task=process.number, result=result, error=error))
+
+    # ---- what a subclass has
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Handle what happens next, for so long at most."""
+        raise NotImplementedError
+
+    def _pass_on(self, process: P, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        """Send a message to a process, at once or when it is up."""
+        raise NotImplementedError
+
+    def _kill(self, process: P, grace_s: float) -> None:
+        """End a process: SIGTERM, and SIGKILL after the grace."""
+        raise NotImplementedError
+
+    def _limit(self, process: P, seconds: float) -> None:
+        """Give a process so much time to end by itself."""
+        raise NotImplementedError
+
+
+class LocalEngine(ProcessEngine[Child]):
+    """Implements `holdfast.trainers.function.engine.Engine`.
 
     Workers have sessions of their own: a Ctrl-C in the terminal does not reach them. They end with the driver, within
     seconds, whatever ends it. Not to be used from several threads, `wake` excepted.
@@ -59,25 +232,17 @@ class LocalEngine:
     """
 
     def __init__(
-        self, *, num_workers: int = 1, prepare: bool = True, entry: str = _WORKER, storage: Storage | None = None
+        self, *, num_workers: int = 1, prepare: bool = True, entry: str = WORKER, storage: Storage | None = None
     ) -> None:
+        super().__init__()
         self._entry = entry
-        self._posted: deque[Received] = deque()  # by other threads
-        self._killed: set[int] = set()  # numbers of children that the driver wants to end
-        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
-        self._unfinished = Unfinished(self._post, _LOG.warning, storage=storage)
-        self._ready: list[Event] = []
-        self._ranks: dict[int, Child] = {}
-        self._rank_of: dict[int, int] = {}  # number of a child -> rank
-        self._tasks: dict[int, Child] = {}
-        self._outcomes: dict[int, Message] = {}  # number of a task -> what it sent
-        self._woken, self._waker = os.pipe()
-        for fd in (self._woken, self._waker):
-            os.set_blocking(fd, False)
-            # Closed with the object, not in `close`: threads and signal handlers may call `wake` at any time.
-            weakref.finalize(self, os.close, fd)
+        self._numbers = itertools.count(1)
+        self._unfinished = Unfinished(self._brought, _LOG.warning, storage=storage)
         self._supervisor = Supervisor(
-            on_start=self._on_start, on_message=self._on_message, on_dying=self._on_dying, on_end=self._on_end
+            on_start=lambda child: self._started(child, child.pid or 0),
+            on_message=self._on_message,
+            on_dying=self._dying,
+            on_end=self._on_end,
         )
         self._supervisor.watch(self._woken, self._on_wake)
         if prepare:
@@ -91,9 +256,7 @@ class LocalEngine:
         Raises:
             HoldfastError: workers of an earlier group have not exited yet, or nothing can be started at all.
         """
-        if self._ranks:
-            raise HoldfastError(f"ranks {sorted(self._ranks)} of the earlier group have not exited: kill them first")
-        self._ended_ranks.clear()
+        self._begin_group()
         self._unfinished.give_up()
         self._supervisor.prepare(spec.num_workers)
         try:
@@ -105,99 +268,48 @@ class LocalEngine:
             ) from error
 
     def _fork_all(self, spec: GroupSpec) -> None:
-        base = dict(os.environ)
         # Bound here and handed to rank 0: a free port that is only chosen may be taken before it is used.
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
+        with socket.create_server((_HOST, 0), backlog=1024) as listener:
+            common = {
+                # One machine: a host name that does not resolve, or resolves to a VPN, must not matter.
+                "GLOO_SOCKET_IFNAME": _LOOPBACK,
+                "OMP_NUM_THREADS": str(threads_for(spec.num_workers)),
+                **os.environ,
+                "WORLD_SIZE": str(spec.num_workers),
+                "LOCAL_WORLD_SIZE": str(spec.num_workers),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": _HOST,
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                **({} if spec.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+            }
             for rank in range(spec.num_workers):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **spec.environment.get(rank, {})}
                 log_file = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
-                child = self._supervisor.fork(
+                self._ranks[rank] = self._supervisor.fork(
+                    next(self._numbers),
                     f"rank {rank}",
                     self._entry,
-                    environment=worker_environment(spec, rank, port, base),
+                    rank=rank,
+                    environment={**common, **own},
                     sinks=shown_and_kept(f"rank {rank}", log_file),
                     listener=None if rank else listener,
                     use_gpu=spec.use_gpu,
                 )
-                self._ranks[rank] = child
-                self._rank_of[child.number] = rank
 
-    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; a message to a worker that has ended is dropped."""
-        child = self._ranks.get(rank)
-        if child is not None:
-            child.send(header, attachments)
-
-    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
-        """End workers (None: all) with everything they started: SIGTERM, and SIGKILL ``grace_s`` later."""
-        for rank in list(self._ranks) if ranks is None else list(ranks):
-            child = self._ranks.get(rank)
-            if child is not None:
-                self._killed.add(child.number)
-                self._supervisor.kill(child, grace_s)
-
-    # ---- tasks
-
-    def run_task(
-        self,
-        blob: bytes,
-        *,
-        name: str = "task",
-        environment: Mapping[str, str] | None = None,
-        log_file: Path | None = None,
-    ) -> int:
-        """Run a pickled function without arguments in a process of its own.
-
-        Args:
-            blob: cloudpickle of the function.
-            name: stands before each line of its output.
-            environment: variables on top of the driver's.
-            log_file: its output is appended to it.
-
-        Returns:
-            The number that its `TaskEnded` will have.
-        """
+    def run_task(self, blob: bytes, *, name: str = "task", log_file: Path | None = None) -> int:
+        """Run a pickled function without arguments in a process of its own."""
         self._supervisor.prepare(1)
         child = self._supervisor.fork(
+            next(self._numbers),
             name,
-            _TASK,
-            environment={**os.environ, **(environment or {})},
+            TASK,
+            environment=dict(os.environ),
             sinks=shown_and_kept(name, log_file),
             use_gpu=True,
         )
         self._tasks[child.number] = child
         child.send({"do": "task"}, [blob])
         return child.number
-
-    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
-        child = self._tasks.get(task)
-        if child is not None:
-            self._supervisor.kill(child, grace_s)
-
-    # ---- events
-
-    def events(self, timeout_s: float | None) -> list[Event]:
-        """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
-
-        What a signal handler raises passes through and loses no event, but may cut a message in two: handlers had
-        better call `wake`.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ready:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._supervisor.wait(left)
-            if left == 0.0:
-                break
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wake(self) -> None:
-        """Make `events` return; callable from any thread and from signal handlers, also after `close`."""
-        try:
-            os.write(self._waker, b"w")
-        except BlockingIOError:  # the pipe is full: another byte adds nothing
-            return
 
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
@@ -206,77 +318,29 @@ class LocalEngine:
         self._ranks.clear()
         self._tasks.clear()
 
-    def _on_wake(self) -> None:
-        os.read(self._woken, 1 << 16)
-        self._ready.append(Woken())
-        while self._posted:
-            self._ready.append(self._posted.popleft())
+    # ---- what happens
 
-    def _post(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
-        """Deliver a message in place of a worker that has died; called from another thread."""
-        rank = self._ended_ranks.get(child)
-        if rank is not None:
-            self._posted.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
-            self.wake()
+    def _wait(self, timeout_s: float | None) -> None:
+        self._supervisor.wait(timeout_s)
+        self._work_off()
 
-    def _on_start(self, child: Child) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None and child.pid is not None:
-            self._ready.append(Started(rank=rank, pid=child.pid))
+    def _pass_on(self, process: Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
+        process.send(header, attachments)
+
+    def _kill(self, process: Child, grace_s: float) -> None:
+        self._supervisor.kill(process, grace_s)
+
+    def _limit(self, process: Child, seconds: float) -> None:
+        self._supervisor.limit(process, seconds)
 
     def _on_message(self, child: Child, message: Message) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None:
-            self._unfinished.note(child.number, message.header)
-            self._ready.append(Received(rank=rank, message=message))
-        else:
-            self._outcomes[child.number] = message
-            self._supervisor.limit(child, _TASK_END_S)
-
-    def _on_dying(self, child: Child) -> None:
-        rank = self._rank_of.get(child.number)
-        if rank is not None:
-            self._ready.append(Dying(rank=rank))
+        self._unfinished.note(child.number, message.header)
+        self._said(child, message)
 
     def _on_end(self, child: Child, why: str) -> None:
-        code, number = _decode(child.status)
-        rank = self._rank_of.pop(child.number, None)
-        if rank is not None:
-            del self._ranks[rank]
-            detail = "\n".join(part for part in (why, child.last_words()) if part)
-            reason: Reason = "garbled" if child.inbox.broken else "process"
-            self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail, reason=reason))
-            self._ended_ranks[child.number] = rank
-            self._unfinished.end(child.number, finish=child.number not in self._killed)
-            self._killed.discard(child.number)
-            return
-        del self._tasks[child.number]
-        outcome = self._outcomes.pop(child.number, None)
-        result: bytes | None = None
-        error: BaseException | None = None
-        if outcome is None:
-            how = why or (f"ended with status {code}" if number is None else f"was ended by {_signal_name(number)}")
-            words = child.last_words()
-            error = TrainingError(
-                f"the process of {child.name} {how} before it had a result" + (f":\n{words}" if words else "")
-            )
-        elif outcome.header["on"] == "failed":
-            error = error_from_wire(outcome.header["error"], *outcome.attachments[:1])
-        else:
-            (result,) = outcome.attachments
-        self._ready.append(TaskEnded(task=child.number, result=result, error=error))
+        self._ended(child, child.status, why, "garbled" if child.channel.broken else "process")
+        self._unfinished.end(child.number, finish=not child.killed)
 
-
-def _decode(status: int | None) -> tuple[int | None, int | None]:
-    """Split the status of `os.waitpid` into exit code and signal."""
-    if status is None:
-        return None, None
-    code = os.waitstatus_to_exitcode(status)
-    return (code, None) if code >= 0 else (None, -code)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    def _brought(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
+        """Take the message about an upload that was finished for a dead worker; called from another thread."""
+        self._post(lambda: self._said_for(child, Message(header=header, attachments=attachments)))

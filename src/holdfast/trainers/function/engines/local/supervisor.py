@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import os
 import select
 import selectors
@@ -13,21 +13,140 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.writer.frames import Channel, Message
 
-from .child import Child, end_session
-from .launch import import_paths, launch_zygote
 from .logs import LogStream, Sink, shown_and_kept
+from .zygote import end_session
 
-__all__ = ["Supervisor"]
+__all__ = ["Child", "Process", "Supervisor", "threads_for"]
 
 _LOG = get_logger("trainers.function")
+# The folder of the current directory that `-c` puts first must not shadow the modules we start with.
+_BOOT = (
+    "import sys;sys.path[:1]=[p for p in sys.path[:1] if p];import json;a=json.loads(sys.argv[1]);"
+    "sys.path[:]=a['paths'];from holdfast.trainers.function.engines.local.zygote import main;"
+    "sys.exit(main(a['socket']))"
+)
 _STATUS_S = 5.0  # how long the zygote may take to report the status of a process that is gone
 _END_S = 5.0
+
+
+def _import_paths() -> list[str]:
+    """Return the driver's ``sys.path`` for another process: relative entries absolute, "" (the current folder) kept."""
+    paths = [os.path.abspath(entry) if entry else "" for entry in sys.path if isinstance(entry, str)]
+    # Last: a driver may find this package by an import hook alone.
+    return list(dict.fromkeys([*paths, str(Path(__file__).resolve().parents[5])]))
+
+
+def threads_for(num_workers: int) -> int:
+    """Return the number of threads of each worker on this machine: its cores divided by the workers, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, num_workers))
+
+
+class Process:
+    """A worker or a task, as its engine sees it.
+
+    Attributes:
+        number: its name among all that the engine ever started.
+        name: for people.
+        rank: of a worker; None for a task, and on a node, where nobody asks.
+        sinks: take its stdout and stderr.
+        where: its node, for people; "" on a single machine.
+        outcome: what a task has sent.
+    """
+
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[Sink, Sink]) -> None:
+        self.number, self.name, self.rank, self.sinks = number, name, rank, sinks
+        self.where = ""
+        self.outcome: Message | None = None
+
+
+class Child(Process):
+    """A process of this machine. Its output streams may outlive it: a writer process that it started holds them too.
+
+    Attributes:
+        channel: to it; read it, and write with `send`.
+        logs: its stdout and stderr.
+        pid: None until it exists.
+        status: of `os.waitpid`, None until the zygote reports it, if ever.
+        kill_at: when SIGKILL is due, as of `time.monotonic`.
+        gone_at: when it was found gone and its status was not known yet.
+        killed: its engine wants it to end.
+        ended: nothing more comes from it.
+    """
+
+    def __init__(self, number: int, name: str, rank: int | None, sinks: tuple[Sink, Sink]) -> None:
+        super().__init__(number, name, rank, sinks)
+        ours, self._theirs = socket.socketpair()
+        self.channel = Channel(ours, "a worker")
+        out, self._out = os.pipe()
+        err, self._err = os.pipe()
+        self.logs = (LogStream(out, sinks[0]), LogStream(err, sinks[1]))
+        self.pid: int | None = None
+        self.pidfd = -1
+        self.status: int | None = None
+        self.kill_at: float | None = None
+        self.gone_at: float | None = None
+        self.killed = self.ended = False
+
+    def hand_over(self) -> dict[str, int]:
+        """Return the ends that belong to the child, by the names that the zygote knows."""
+        return {"control": self._theirs.fileno(), "stdout": self._out, "stderr": self._err}
+
+    def handed_over(self) -> None:
+        """Close our copies of the child's ends: then end of file means that it has ended. Idempotent."""
+        self._theirs.close()
+        for fd in (self._out, self._err):
+            if fd >= 0:
+                os.close(fd)
+        self._out = self._err = -1
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, for a selector."""
+        return self.channel.fileno()
+
+    def send(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send without blocking; dropped when it has ended."""
+        if not self.ended:
+            with contextlib.suppress(OSError):  # its end is reported elsewhere
+                self.channel.send(header, attachments)
+
+    def signal(self, number: int) -> None:
+        """Send a signal if it exists and has not ended."""
+        if self.pid is None or self.ended or self.status is not None:
+            return
+        with contextlib.suppress(OSError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, number)
+            else:
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Close all but the logs. Idempotent."""
+        self.ended = True
+        self.handed_over()
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def forget_in_child(self) -> None:
+        """Close a forked process's copies without ending anything."""
+        self.ended = True
+        self._theirs.close()
+        self.channel.forget_in_child()
+        for fd in (self.pidfd, self._out, self._err, self.logs[0].fd, self.logs[1].fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self._out = self._err = self.logs[0].fd = self.logs[1].fd = -1
 
 
 class Supervisor:
@@ -54,7 +173,6 @@ class Supervisor:
         self._on_dying, self._on_end = on_dying, on_end
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
-        self._numbers = itertools.count(1)
         self._zygote: _Zygote | None = None
         self._zygote_sinks = zygote_sinks
         self._closed = False
@@ -80,9 +198,11 @@ class Supervisor:
 
     def fork(
         self,
+        number: int,
         name: str,
         entry: str,
         *,
+        rank: int | None = None,
         environment: Mapping[str, str],
         sinks: tuple[Sink, Sink],
         arguments: Sequence[str] | None = None,
@@ -92,8 +212,10 @@ class Supervisor:
         """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first.
 
         Args:
-            name: of the process, for people.
+            number: of the process; never used again.
+            name: of it, for people.
             entry: what it runs.
+            rank: of a worker.
             environment: all its variables.
             sinks: where its stdout and stderr go.
             arguments: its ``sys.argv``; default: that of this process.
@@ -102,7 +224,7 @@ class Supervisor:
         """
         if self._zygote is None:
             raise HoldfastError("the zygote is gone")
-        child = Child(next(self._numbers), name, sinks)
+        child = Child(number, name, rank, sinks)
         fds = child.hand_over()
         if listener is not None:
             fds["listen"] = listener.fileno()
@@ -113,7 +235,7 @@ class Supervisor:
             "entry": entry,
             "environment": dict(environment),
             "directory": _working_directory(),
-            "paths": import_paths(),
+            "paths": _import_paths(),
             "arguments": list(sys.argv if arguments is None else arguments),
             "use_gpu": use_gpu,
         }
@@ -129,6 +251,7 @@ class Supervisor:
 
     def kill(self, child: Child, grace_s: float) -> None:
         """Send SIGTERM now and SIGKILL after the grace; a child that is still being started is killed later."""
+        child.killed = True
         if grace_s > 0:
             child.signal(signal.SIGTERM)
         self.limit(child, grace_s if child.pid is not None else 0.0)
@@ -180,7 +303,7 @@ class Supervisor:
             self._end(child, f"its process could not be started: {message.header['error']}")
         else:
             child.status = message.header["status"]
-            self._end(child, child.inbox.broken and f"{child.inbox.broken}; it was ended")
+            self._end(child, child.channel.broken and f"{child.channel.broken}; it was ended")
 
     def _lose(self, zygote: _Zygote) -> None:
         """Handle the death of the zygote. Running children go on; only their exit status will not be known."""
@@ -191,17 +314,17 @@ class Supervisor:
                 for log in zygote.logs:
                     log.drain()
                 self._end(child, "\n".join([f"{why} before it had started this process", *zygote.logs[1].sink.tail]))
-            elif child.gone_at is not None or (child.inbox.ended and child.pidfd < 0):
+            elif child.gone_at is not None or (child.channel.ended and child.pidfd < 0):
                 self._end(child, why)
 
     def _read_child(self, child: Child) -> None:
-        for message in child.inbox.read():
+        for message in child.channel.read():
             self._on_message(child, message)
-        if child.inbox.ended:
+        if child.channel.ended:
             self._selector.unregister(child)
             if child.gone_at is None:
                 self._on_dying(child)
-            if child.inbox.broken:  # it may still train, but cannot be understood any more
+            if child.channel.broken:  # it may still train, but cannot be understood any more
                 child.signal(signal.SIGKILL)
             if self._zygote is None and child.pidfd < 0:
                 self._end(child, "its exit status is not known")
@@ -209,7 +332,7 @@ class Supervisor:
     def _see_gone(self, child: Child) -> None:
         self._selector.unregister(child.pidfd)
         child.gone_at = time.monotonic()
-        if not child.inbox.ended:  # as when a process that it has started holds the connection too
+        if not child.channel.ended:  # as when a process that it has started holds the connection too
             self._on_dying(child)
         if self._zygote is None:
             self._end(child, "its exit status is not known: the process that started it is gone")
@@ -231,10 +354,10 @@ class Supervisor:
         """Deliver the child's last messages and output, then its end."""
         if child.status is None and child.pid is not None:
             end_session(child.pid)
-        while not child.inbox.ended:
-            for message in child.inbox.read():  # none, as long as a part of a large one was read
+        while not child.channel.ended:
+            for message in child.channel.read():  # none, as long as a part of a large one was read
                 self._on_message(child, message)
-            if child.inbox.drained:  # a process that it has started holds the connection too
+            if child.channel.drained:  # a process that it has started holds the connection too
                 break
         for log in child.logs:
             if log.fd >= 0:
@@ -287,13 +410,46 @@ class Supervisor:
 
 
 class _Zygote:
-    """The zygote process, its socket and its own output."""
+    """The process that loads torch and forks workers, its socket and its own output; it takes requests at once.
+
+    Args:
+        num_workers: how many workers are expected: thread pools read OMP_NUM_THREADS when torch is loaded.
+        sinks: for its stdout and stderr; workers have their own.
+
+    Raises:
+        HoldfastError: the interpreter could not be started.
+    """
 
     def __init__(self, num_workers: int, sinks: tuple[Sink, Sink]) -> None:
-        launched = launch_zygote(num_workers)
-        self.process, self.sock = launched.process, launched.sock
-        self.channel = Channel(launched.sock)
-        self.logs = (LogStream(launched.out, sinks[0]), LogStream(launched.err, sinks[1]))
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise HoldfastError("cannot start workers: sys.executable does not name a Python interpreter")
+        self.sock, theirs = socket.socketpair()
+        out, out_write = os.pipe()
+        err, err_write = os.pipe()
+        request = json.dumps({"socket": theirs.fileno(), "paths": _import_paths()})
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *_args_from_interpreter_flags(), "-c", _BOOT, request],
+                stdin=subprocess.DEVNULL,
+                stdout=out_write,
+                stderr=err_write,
+                env={"OMP_NUM_THREADS": str(threads_for(num_workers)), **os.environ},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.sock.close()
+            os.close(out)
+            os.close(err)
+            raise HoldfastError(
+                f"cannot start workers with {sys.executable}: {error}; check the limits on processes and open files"
+            ) from error
+        finally:
+            theirs.close()
+            os.close(out_write)
+            os.close(err_write)
+        self.channel = Channel(self.sock)
+        self.logs = (LogStream(out, sinks[0]), LogStream(err, sinks[1]))
 
     def end(self, *, at_once: bool) -> str:
         """End the process; return how it ended. It ends by itself when the channel closes, after its children."""

@@ -28,9 +28,7 @@ from typing import Any
 
 from holdfast.writer.frames import Channel, Message
 
-from .child import end_session
-
-__all__ = ["Zygote", "main"]
+__all__ = ["Zygote", "end_session", "main"]
 
 # What a fresh interpreter does not leave to the kernel.
 _PYTHONS_OWN: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
@@ -47,6 +45,7 @@ _FIRST = (
 _LATER = ("holdfast.state.save.snapshot", "holdfast.writer.client", "torch._dynamo")
 _LATER_S = 5.0
 _GRACE_S = 2.0
+_ROUNDS = 5
 
 
 def main(socket_fd: int) -> int:
@@ -59,8 +58,7 @@ def main(socket_fd: int) -> int:
     gc.disable()  # while modules load it finds nothing and takes its time
     _load(_FIRST)
     gc.enable()
-    forked = zygote.serve()
-    return forked.run()
+    return _run_child(zygote.serve())
 
 
 def _load(names: tuple[str, ...]) -> None:
@@ -93,8 +91,8 @@ class Zygote:
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._selector.register(channel, selectors.EVENT_READ)
 
-    def serve(self) -> _ForkedProcess:
-        """Serve the driver until it is gone; returns only in a forked child, with nothing of the zygote left in it."""
+    def serve(self) -> Message:
+        """Serve the driver until it is gone; returns only in a forked child, what it was asked for."""
         while True:
             idle = bool(self._children) and not self._loaded
             ready = [key.fileobj for key, _ in self._selector.select(_LATER_S if idle else None)]
@@ -108,12 +106,11 @@ class Zygote:
                 message = self._channel.receive()
                 if message is None:
                     self._end()
-                else:
-                    forked = self._fork(message)
-                    if forked is not None:
-                        return forked
+                elif self._fork(message):
+                    return message
 
-    def _fork(self, message: Message) -> _ForkedProcess | None:
+    def _fork(self, message: Message) -> bool:
+        """Fork; return True in the child."""
         number = message.header["id"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -127,14 +124,14 @@ class Zygote:
             self._tell({"on": "not_forked", "id": number, "error": str(error)})
         if pid == 0:
             self._forget()
-            return _ForkedProcess(message)
+            return True
         # From now on only the child holds its ends: readers that wait for end of file must not wait for us.
         for fd in message.fds:
             os.close(fd)
         if pid > 0:
             self._children[pid] = number
             self._tell_forked(number, pid)
-        return None
+        return False
 
     def _tell_forked(self, number: int, pid: int) -> None:
         answer = {"on": "forked", "id": number, "pid": pid}
@@ -192,39 +189,30 @@ class Zygote:
         self._children.clear()
 
 
-class _ForkedProcess:
-    """A child that has just been forked."""
-
-    def __init__(self, message: Message) -> None:
-        self._request = message.header
-        self._fds = dict(zip(message.header["fds"], message.fds, strict=True))
-
-    def run(self) -> int:
-        """Set this process up, call the entry, and return the exit status."""
-        request = self._request
-        os.setsid()  # a Ctrl-C in the driver's terminal and a kill of the driver's group leave us alone
-        _reset_signals()
-        self._take_output()
-        _take_place(request)
-        _reseed()
-        _limit_threads()
-        module, _, function = request["entry"].partition(":")
-        entry: Any = getattr(importlib.import_module(module), function)
-        channel = Channel(socket.socket(fileno=self._fds["control"]))
-        status = entry(channel, listen_fd=self._fds.get("listen", -1), use_gpu=bool(request.get("use_gpu")))
-        return int(status or 0)
-
-    def _take_output(self) -> None:
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            os.dup2(self._fds[name], number)
-            os.close(self._fds.pop(name))
-        for fd in self._fds.values():
-            os.set_inheritable(fd, False)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=True)
-        # A segmentation fault leaves the Python stack in the log.
-        faulthandler.enable(file=2)
+def _run_child(message: Message) -> int:
+    """Set a process up that has just been forked, call its entry, and return its exit status."""
+    request = message.header
+    fds = dict(zip(request["fds"], message.fds, strict=True))
+    os.setsid()  # a Ctrl-C in the driver's terminal and a kill of the driver's group leave us alone
+    _reset_signals()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(fds[name], number)
+        os.close(fds.pop(name))
+    for fd in fds.values():
+        os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    # A segmentation fault leaves the Python stack in the log.
+    faulthandler.enable(file=2)
+    _take_place(request)
+    _reseed()
+    _limit_threads()
+    module, _, function = request["entry"].partition(":")
+    entry: Any = getattr(importlib.import_module(module), function)
+    channel = Channel(socket.socket(fileno=fds["control"]))
+    status = entry(channel, listen_fd=fds.get("listen", -1), use_gpu=bool(request.get("use_gpu")))
+    return int(status or 0)
 
 
 def _reset_signals() -> None:
@@ -263,3 +251,49 @@ def _limit_threads() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if "torch" in sys.modules and wanted.isdigit() and int(wanted) > 0:
         sys.modules["torch"].set_num_threads(int(wanted))
+
+
+def end_session(leader: int) -> None:
+    """Send SIGKILL to every process of a session but its leader, which has ended.
+
+    Call it while the leader is a zombie or members of the session live: only then can no other process have its number.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+    known: set[int] = set()
+    for _ in range(_ROUNDS):  # a process that forks meanwhile is found in the next round
+        found = _members(leader) - known
+        if not found:
+            return
+        known |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _members(leader: int) -> set[int]:
+    found: set[int] = set()
+    try:
+        names = os.listdir("/proc")
+    except OSError:  # other systems: the process group is all that is known
+        return found
+    for name in names:
+        if not name.isdigit():
+            continue
+        try:
+            # Plain calls: this runs between a death and the restart, over every process of the machine.
+            fd = os.open(f"/proc/{name}/stat", os.O_RDONLY)
+            try:
+                stat = os.read(fd, 512)
+            finally:
+                os.close(fd)
+            # The command name in parentheses may hold spaces and parentheses itself.
+            state, _, _, session = stat[stat.rindex(b")") + 1 :].split(None, 4)[:4]
+        except (OSError, ValueError):  # it has just ended
+            continue
+        if int(session) != leader or state in (b"Z", b"X"):
+            continue
+        if int(name) == leader:  # our leader has ended: this process only has its number
+            return set()
+        found.add(int(name))
+    return found

@@ -1,0 +1,35 @@
+"""Plain data and objects that each rank has for itself, without `holdfast.PerRank`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CASES = str(Path(__file__).with_name("values_cases.py"))
+
+
+def test_each_rank_goes_on_with_its_own_values(ranks, tmp_path):
+    """Samplers, counters, lists and metrics of two ranks that stop and start again: not rank 0's on both.
+
+    One rank that goes on where there were two has those of rank 0: the block names what differed, and nothing else.
+    """
+    first = ranks.checked(f"{CASES}:train", str(tmp_path), 2)
+    assert first[0]["ended"] != first[1]["ended"]
+    two = ranks.checked(f"{CASES}:train", str(tmp_path), 3)
+    assert [one["begun"] for one in two] == [one["ended"] for one in first]
+    (one,) = ranks.ranks(f"{CASES}:train", str(tmp_path), 3, world_size=1)
+    assert one.checked()["begun"] == two[0]["ended"]
+    (said,) = [line for line in one.output.splitlines() if "other values on other ranks" in line]
+    assert said.split(": ")[0].strip() == "average, data, losses, parts/0, parts/2, sampler"
+    assert "when 2 saved; 1 go on, each with that of rank 0" in said
+
+
+def test_save_and_load_keep_them_too(ranks, tmp_path):
+    """`hf.save` of all ranks, `hf.load` with and without a live state; one process alone is told what it lacks."""
+    found = ranks.checked(f"{CASES}:functions", str(tmp_path))
+    for rank, one in enumerate(found):
+        assert one["anew"] == one["into"] == [7 + rank, 100 * rank, [1, 2]]
+        assert one["big"] == [0.0], "an object with more than 1 MiB of tensors is rank 0's"
+    (single,) = ranks.checked(f"{CASES}:alone", str(tmp_path), world_size=1)
+    assert single["position"] == 0
+    (words,) = single["words"]
+    assert "data, parts/0, sampler: other values on other ranks when 2 saved" in words
