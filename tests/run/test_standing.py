@@ -12,6 +12,7 @@ from holdfast.config import Keep
 from holdfast.run import catalog as catalog_module
 from holdfast.run import record as record_module
 from holdfast.run import retention as retention_module
+from holdfast.run import rollbacks as rollbacks_module
 from holdfast.run.catalog import Catalog
 from holdfast.run.record import Record, Sidecar, write_sidecar
 from holdfast.run.retention import RetentionIndex, decide
@@ -116,7 +117,7 @@ def test_a_save_among_many_looks_at_few(monkeypatch) -> None:
 
 def test_a_save_of_a_guarded_run_judges_few(monkeypatch) -> None:
     """Whether a checkpoint holds a bad step is asked of the new one alone, however many there are."""
-    looks, real = [], record_module.metric_value
+    looks, real = [], rollbacks_module.metric_value
     counts = []
     for size in (5, 50):
         catalog = begin(MemoryStorage(f"standing-guarded-{size}"))
@@ -124,7 +125,7 @@ def test_a_save_of_a_guarded_run_judges_few(monkeypatch) -> None:
         keep = Keep(last=size, best=size, metric="m")
         for step in range(size):
             save(catalog, step, keep=keep, metrics={"m": float(step)})
-        monkeypatch.setattr(record_module, "metric_value", lambda *given: looks.append(1) or real(*given))
+        monkeypatch.setattr(rollbacks_module, "metric_value", lambda *given: looks.append(1) or real(*given))
         looks.clear()
         save(catalog, size, keep=keep, metrics={"m": float("nan")})
         counts.append(len(looks))

@@ -234,7 +234,7 @@ def test_a_file_that_is_begun_waits_for_its_bytes() -> None:
         assert not storage.written.wait(0.2)
         plan = job.files[0]
         arena.view[plan.arena_offset : plan.arena_offset + plan.size] = contents[0]
-        client.fill(future.job_no, plan.arena_offset + plan.size)
+        client.fill(future.number, plan.arena_offset + plan.size)
         future.result(60)
     assert storage.read(f"{job.directory}/{plan.path}") == contents[0]
 

@@ -17,7 +17,7 @@ import click
 from holdfast.errors import ConfigError, UnknownMetricError
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER, read_rings
-from holdfast.run.record import flat_metrics
+from holdfast.run.metrics import flat_metrics
 from holdfast.run.retention import is_number
 from holdfast.run.status import run_state
 from holdfast.storage.base import Storage

@@ -17,7 +17,8 @@ from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
-from holdfast.run.record import Record, flat_metrics
+from holdfast.run.metrics import flat_metrics
+from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
 from holdfast.run.status import refuse_checkpoint

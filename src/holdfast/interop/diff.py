@@ -21,7 +21,7 @@ from holdfast.format.digest import CHUNK, DIGEST_BYTES
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import Manifest
 from holdfast.format.schema import check_whole
-from holdfast.run.record import flat_metrics
+from holdfast.run.metrics import flat_metrics
 from holdfast.state.load.selection import Selection
 
 __all__ = [

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from holdfast.run.record import to_plain
+from holdfast.run.metrics import to_plain
 
 __all__ = ["render"]
 

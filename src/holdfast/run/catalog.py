@@ -241,7 +241,7 @@ class Catalog(RunView):
         """Save the index; side by side at a store, what was committed is confirmed and `LATEST` leads to the newest."""
         works: list[Callable[[], object]] = [partial(self._confirmed, is_announced=False), self.index.save]
         together(self.storage, works)
-        if self._external.has_taken:
+        if self._external.taken:
             self._external.settle()
 
     def _confirmed(self, *, is_announced: bool) -> bool:

@@ -75,6 +75,7 @@ class External:
     Attributes:
         held: names that are in use.
         changed: names whose metrics or pin have changed since `take` was called.
+        taken: paths of the notes of changes that were taken, and are not settled.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -83,7 +84,7 @@ class External:
         self._storage = storage
         self._seen: dict[str, _Seen] = {}
         self._new: set[str] = set()
-        self._taken: set[str] = set()
+        self.taken: set[str] = set()
 
     @property
     def spared(self) -> frozenset[str]:
@@ -98,7 +99,7 @@ class External:
             if match is None:
                 continue
             if match[1] == "changed":
-                if info.path not in self._taken:
+                if info.path not in self.taken:
                     self._new.add(info.path)
                     changed.add(match[2])
                 continue
@@ -115,21 +116,16 @@ class External:
     def take(self) -> frozenset[str]:
         """Return the changed names; the caller reads their sidecars now."""
         names, self.changed = self.changed, frozenset()
-        self._taken |= self._new
+        self.taken |= self._new
         self._new.clear()
         return names
 
     def settle(self) -> None:
         """Remove the notes of changes that were taken; the index that holds them has been saved."""
-        for path in self._taken:
+        for path in self.taken:
             with contextlib.suppress(StorageError):
                 self._storage.delete(path)
-        self._taken.clear()
-
-    @property
-    def has_taken(self) -> bool:
-        """Whether changes were taken that are not settled."""
-        return bool(self._taken)
+        self.taken.clear()
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .journal import MOST_READ, Journal, JournalEvent, events_from
+from .metrics import from_plain, to_plain
 from .names import LOGS, REPORTS
-from .record import from_plain, to_plain
 
 __all__ = [
     "LOGS",

@@ -20,7 +20,8 @@ from holdfast._log import get_logger
 from holdfast._units import Interval
 from holdfast.config import Keep, rules_of
 
-from .record import Record, flat_metrics, metric_value
+from .metrics import flat_metrics, metric_value
+from .record import Record
 
 __all__ = [
     "Milestones",

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from holdfast._log import get_logger
 
+from .metrics import metric_value
+
 __all__ = [
     "ROLLBACKS",
     "WATCHED",
@@ -164,9 +166,6 @@ def choose(
         >>> choose([("a", 1, 8), ("b", 1, 6), ("c", 1, 4), ("d", 2, 8)], [bad])
         ({'a': 'it holds step 7 of attempt 1, where loss is nan'}, ['b'])
     """
-    if metric is not None:
-        from .record import metric_value  # not above: of runs with a guard, and each start waits
-
     bad: dict[str, str] = {}
     doubtful = []
     for name, attempt, step, *metrics in rows:

@@ -36,8 +36,9 @@ from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
 from .index import RunIndex
+from .metrics import metric_value
 from .names import LOGS, REPORTS
-from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
+from .record import Record, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains
 from .rollbacks import Rollback, choose, read_rollbacks, watched_metric
 
@@ -301,7 +302,7 @@ class RunView:
 
     def settle(self) -> None:
         """Save the index with the changes of other processes, so that they are not read again."""
-        if self._external.has_taken:
+        if self._external.taken:
             self.index.save()
             self._external.settle()
 

@@ -13,7 +13,7 @@ from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Guard
 from holdfast.run.life import GUARD_STATUS
-from holdfast.run.record import metric_value
+from holdfast.run.metrics import metric_value
 from holdfast.run.rollbacks import read_rollbacks
 
 from ..state import State
