@@ -338,6 +338,8 @@ def load(
 def _beside(given: Any, state: Mapping[str, Any], *, overwrite: bool) -> ModelFiles | None:
     if given is None:
         return None
+    from holdfast.model_files import model_files_of  # not above: few checkpoints have any
+
     model_files = model_files_of(given, state)
     if model_files is not None and overwrite:
         raise ConfigError(
