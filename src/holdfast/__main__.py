@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -9,6 +10,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line."""
+    _open_streams()
     if sys.argv[1:2] == ["run"]:
         from .supervisor import hold
 
@@ -16,6 +18,17 @@ def main() -> None:
     from .cli.main import main as command_line
 
     command_line()
+
+
+def _open_streams() -> None:
+    """Let standard streams that the caller has closed lead nowhere: other files would get their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  until the process ends
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -139,6 +139,60 @@ def test_a_storage_that_is_away_is_asked_again(tmp_path, monkeypatch) -> None:
         steps(storage)
 
 
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("/manifest.json", {}),
+        ("/state-", {"verify": True}),
+        ("/state-", {"verify": True, "hold_s": 60.0}),
+    ],
+)
+def test_an_outage_while_one_is_looked_at_loses_none(tmp_path, monkeypatch, where, options) -> None:
+    """Neither is a checkpoint that could not be read for a moment called damaged, nor does the follower end."""
+    storage = LocalStorage(tmp_path)
+    catalog = begin(storage)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    end(catalog)
+    real, errors = LocalStorage.open, iter([StorageError("503 SlowDown")] * 2)
+
+    def open_(self, path):
+        if f"step_0002{where}" in path:
+            for error in errors:
+                raise error
+        return real(self, path)
+
+    monkeypatch.setattr(LocalStorage, "open", open_)
+    monkeypatch.setattr(LocalStorage, "read", Storage.read)
+    assert steps(storage, start="first", **options) == [1, 2, 3]
+    assert next(errors, None) is None
+    assert not list(storage.list(EXTERNAL))
+
+
+def test_a_damaged_manifest_is_left_out(tmp_path, caplog) -> None:
+    """Also where nothing is verified: those that come after it come."""
+    storage = LocalStorage(tmp_path)
+    catalog = begin(storage)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    end(catalog)
+    manifest = tmp_path / "step_0002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert steps(storage, start="first") == [1, 3]
+    assert "step_0002 is damaged" in caplog.text
+
+
+def test_every_by_time_outlasts_a_clock_that_was_ahead(storage) -> None:
+    """One checkpoint that says tomorrow: the next multiple of the true time comes again."""
+    catalog = begin(storage)
+    for step, hour in enumerate([0, 1.01, 24, 2.02, 3.03, 3.5, 4.04], 1):
+        day, hours = divmod(hour, 24)
+        minutes, hours = round(hours % 1 * 60), int(hours)
+        save(catalog, step, created=f"2026-01-{1 + int(day):02d}T{hours:02d}:{minutes:02d}:00Z")
+    end(catalog)
+    assert steps(storage, start="first", every="1h") == [1, 2, 3, 5, 7]
+
+
 def test_arguments_are_checked_before_anything_is_waited_for(tmp_path) -> None:
     """Also that nothing comes is said after the time-out, and `hf.follow` is this function."""
     assert holdfast.follow is follow

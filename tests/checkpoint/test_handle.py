@@ -172,6 +172,19 @@ def test_to_directory_copies_with_the_manifest_last(storage, tmp_path, monkeypat
     assert Checkpoint(tmp_path / "new").verify().state == "incomplete"
 
 
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_to_directory_onto_itself_writes_nothing(tmp_path, monkeypatch, kind) -> None:
+    """What a script "downloads" into its cache may lie there already, also by another path."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "model.pt").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    here = Checkpoint(tmp_path / "real" if kind == "directory" else tmp_path / "real" / "model.pt")
+    inode = (tmp_path / "real" / "model.pt").stat().st_ino
+    assert here.to_directory(tmp_path / "link") == str(tmp_path / "link")
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["model.pt"]
+    assert (tmp_path / "real" / "model.pt").stat().st_ino == inode
+
+
 def test_as_directory_of_a_local_one_is_the_real_path(tmp_path) -> None:
     """Nothing is copied on the same machine."""
     small(LocalStorage(tmp_path), "c")

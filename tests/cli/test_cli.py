@@ -191,7 +191,7 @@ def test_verify_looks_into_sub_folders(run, tmp_path) -> None:
     flip(run, "step_10")
     assert "1 problem" in invoke("verify", above, "--deep", code=1).stdout
     (tmp_path / "empty").mkdir()
-    assert invoke("verify", tmp_path / "empty").stdout == "no checkpoints\n"
+    assert invoke("verify", tmp_path / "empty", code=1).stdout == "no checkpoints\n"
 
 
 def test_what_a_sub_folder_has_lost_is_a_problem(run, tmp_path) -> None:

@@ -121,6 +121,22 @@ def test_a_living_run_at_the_destination_is_left_alone(run, tmp_path) -> None:  
     assert "lease.json" not in names(target)
 
 
+def test_one_checkpoint_goes_into_a_run_under_its_lease(run, tmp_path) -> None:  # noqa: F811
+    """A start would sweep what is under way; so the copy waits for nobody, and is refused while somebody trains."""
+    as_json("cp", run / "step_20", tmp_path / "backup" / "step_20")
+    flip(run, "step_20")
+    index_of(run).quarantine("step_20", "rot")
+    busy = hold(run)
+    assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)["error"] == "RunBusyError"
+    busy.release()
+    found = as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)
+    assert (found["error"], "--overwrite" in found["message"]) == ("CheckpointExistsError", True)
+    assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", "--overwrite")["ok"]
+    assert catalog_of(run).newest_sound().name == "step_20"
+    assert Checkpoint(run / "step_20").verify(deep=True).ok
+    assert "lease.json" not in names(LocalStorage(run))
+
+
 def test_another_run_and_a_run_that_went_on_are_not_mixed(run, tmp_path) -> None:  # noqa: F811
     """Two runs in one directory, or attempts that would be forgotten, are refused."""
     other = LocalStorage(tmp_path / "other")
@@ -165,6 +181,113 @@ def test_what_is_quarantined_at_the_destination_stays_so(run, tmp_path) -> None:
     assert Checkpoint(copy / "step_20").verify(deep=True).ok
 
 
+def test_what_is_set_aside_at_the_source_is_sound_at_the_destination(run, tmp_path) -> None:  # noqa: F811
+    """The disk of the source rots, and a start sets the newest aside there: the backup keeps and resumes its own."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    flip(run, "step_20")
+    index_of(run).quarantine("step_20", "rot")
+    found = as_json("cp", run, copy)
+    assert "step_20" in {left["name"] for left in found["left_out"]}
+    catalog = catalog_of(copy)
+    assert (catalog.newest_sound().name, catalog.bad()) == ("step_20", {})
+    assert as_json("cp", copy, run, "--overwrite")["ok"]
+    assert "step_20" not in index_of(run).quarantined
+    assert Checkpoint(run / "step_20").verify(deep=True).ok
+
+
+def test_a_damaged_index_does_not_go_over_a_sound_one(run, tmp_path) -> None:  # noqa: F811
+    """It is the one thing that nobody has a second time; the checkpoints come all the same."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    sound = (copy / "run.json").read_bytes()
+    (run / "run.json").write_bytes(sound.replace(b"attempt", b"attmept"))
+    assert as_json("cp", run, copy)["ok"]
+    assert (copy / "run.json").read_bytes() == sound
+
+
+def test_two_damaged_copies_are_made_one_sound_one(run, tmp_path) -> None:  # noqa: F811
+    """A quarantined destination keeps what it has of it until there is something better, whatever the source is."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    index_of(copy).quarantine("step_20", "rot")
+    before = {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()}
+    flip(run, "step_20")
+    assert as_json("cp", run, copy, "--overwrite")["ok"]
+    assert {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()} == before
+    assert Checkpoint(copy / "step_20").verify(deep=True).ok
+    index_of(copy).quarantine("step_20", "rot")
+    flip(copy, "step_20")
+    before = {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()}
+    found = as_json("cp", run, copy, "--overwrite", code=1)
+    assert "digest differs" in rows(found)["step_20"]["problems"][0]
+    assert {path.name: path.read_bytes() for path in (copy / "step_20").iterdir()} == before
+    assert "step_20" in index_of(copy).quarantined
+
+
+def test_loose_files_of_others_stay(run, tmp_path, remote) -> None:  # noqa: F811
+    """A file that somebody has written at the destination is named and stays; one that changed at the source comes."""
+    for place, target in ((tmp_path / "copy", LocalStorage(tmp_path / "copy")), (remote, resolve(remote))):
+        (run / "notes.txt").write_text("first machine\n")
+        (run / "train.log").write_text("epoch 1\n")
+        (run / "state.json").write_text('{"epoch": 1}')
+        as_json("cp", run, place)
+        (run / "state.json").write_text('{"epoch": 2}')
+        assert as_json("cp", run, place)["ok"]
+        assert target.read("state.json") == b'{"epoch": 2}'
+        target.put("notes.txt", b"three weeks of notes, written here")
+        (run / "train.log").write_text("epoch 1\nepoch 2\n")
+        found = as_json("cp", run, place, code=1)
+        assert (rows(found)["notes.txt"]["state"], rows(found)["step_20"]["state"]) == ("failed", "ok")
+        assert "--overwrite" in rows(found)["notes.txt"]["problems"][0]
+        assert target.read("notes.txt") == b"three weeks of notes, written here"
+        assert target.read("train.log") == b"epoch 1\nepoch 2\n"
+        assert as_json("cp", run, place, "--overwrite")["ok"]
+        assert target.read("notes.txt") == b"first machine\n"
+
+
+def test_a_big_loose_file_passes_through_little_memory(run, tmp_path) -> None:  # noqa: F811
+    """A log of gigabytes beside the run is copied in windows."""
+    with (run / "train.log").open("wb") as log:
+        log.truncate(40 << 20)
+    peak = []
+    real = LocalStorage.put
+
+    def put(self, path, data, **options):
+        peak.append(len(data))
+        return real(self, path, data, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "put", put)
+        as_json("cp", run, tmp_path / "copy")
+    assert (tmp_path / "copy" / "train.log").stat().st_size == 40 << 20
+    assert max(peak) <= 8 << 20
+
+
+def test_what_is_left_out_beside_a_run_is_said(run, tmp_path) -> None:  # noqa: F811
+    """Hidden directories and links that lead out of the run; a link to a checkpoint of the run is one name more."""
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "config.yaml").write_text("lr: 1")
+    (tmp_path / "data").mkdir()
+    (run / "data").symlink_to(tmp_path / "data")
+    (run / "best").symlink_to("step_10")
+    (run / ".tmp-notes").write_text("mine")
+    found = as_json("cp", run, tmp_path / "copy")
+    assert {left["name"] for left in found["left_out"]} == {"step_30", "step_40", ".hydra", "data", ".tmp-notes"}
+
+
+def test_another_checkpoint_without_a_manifest_is_not_replaced(tmp_path) -> None:
+    """As for checkpoints of ours and for single files: only with `--overwrite`."""
+    for name, text in (("epoch10", "worse"), ("best", "the best model of the week")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.pt").write_text(text)
+    found = as_json("cp", tmp_path / "epoch10", tmp_path / "best", code=1)
+    assert (found["error"], "model.pt" in found["message"]) == ("CheckpointExistsError", True)
+    assert (tmp_path / "best" / "model.pt").read_text() == "the best model of the week"
+    assert as_json("cp", tmp_path / "epoch10", tmp_path / "best", "--overwrite")["ok"]
+    assert as_json("cp", tmp_path / "epoch10", tmp_path / "best")["bytes_there"] == 5
+
+
 def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # noqa: F811
     """A checkpoint whose bytes differ fails by name, with status 1; `--overwrite` decides about one in the way."""
     flip(run, "step_20")
@@ -178,12 +301,14 @@ def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # no
     assert Checkpoint(tmp_path / "copy" / "step_10").step == 1
 
 
-def test_verify_reads_the_destination_again(run, tmp_path, monkeypatch) -> None:  # noqa: F811
+def test_verify_reads_the_destination_again(run, remote) -> None:  # noqa: F811
     """A destination that does not keep what it was given is found out."""
-    as_json("cp", run, tmp_path / "copy")
-    flip(tmp_path / "copy", "step_10")
-    assert as_json("cp", run, tmp_path / "copy")["ok"]
-    found = as_json("cp", run, tmp_path / "copy", "--verify", code=1)
+    as_json("cp", run, remote)
+    storage = resolve(remote)
+    path = next(info.path for info in storage.list("step_10") if info.path.endswith(".safetensors"))
+    storage.put(path, bytes(storage.stat(path).size))
+    assert as_json("cp", run, remote)["ok"]
+    found = as_json("cp", run, remote, "--verify", code=1)
     assert "not what was written" in rows(found)["step_10"]["problems"][0]
 
 
@@ -249,11 +374,11 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
         "import itertools, os\n"
         "from holdfast.copying import sending as _sending\n"
         "from holdfast.cli.main import main\n"
-        "settled, numbers = _sending.Sender._settled, itertools.count(1)\n"
+        "settled, numbers = _sending.Sender.settled, itertools.count(1)\n"
         "def slow(self, nbytes):\n"
         "    settled(self, nbytes); os.write(2, b'window\\n')\n"
         "    if next(numbers) >= 5: self._halt.wait(60)\n"
-        "_sending.Sender._settled = slow\n"
+        "_sending.Sender.settled = slow\n"
         "main()\n"
     )
     arguments = ["cp", str(tmp_path / "source" / "c"), str(tmp_path / "copy"), "--json"]

@@ -141,15 +141,18 @@ def test_a_killed_push_goes_on_and_complete_objects_are_not_sent_again(root, pro
 
 
 def test_ls_and_show_read_only_small_files(run, root, proxy) -> None:
-    """However large the tensors are: manifests and indexes, in a few requests; of a run, its index alone."""
+    """However large the tensors are: manifests and indexes, in a few requests; of a run, its index.
+
+    And whether its newest is there.
+    """
     as_json("push", run.uri, f"{root}/runs")
     storage = resolve(f"{root}/own")
     for number in range(3):
         build(storage, f"c{number}", tensors=(*MODEL, *BIG), step=number)
     # Without an index: manifest and late metrics of each checkpoint, and five requests more.
     for most, *command in (
-        (3, "ls", f"{root}/runs/gpt"),
-        (5 + 2 * 3, "ls", f"{root}/own"),
+        (4, "ls", f"{root}/runs/gpt"),
+        (6 + 2 * 3, "ls", f"{root}/own"),
         (8, "show", f"{root}/own/c1"),
         (8, "show", f"{root}/own/c1", "--tensors"),
     ):

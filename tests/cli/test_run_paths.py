@@ -88,3 +88,33 @@ def test_rules_of_another_version(run) -> None:  # noqa: F811
     assert "another version of holdfast (newer_rule)" in said
     assert "--keep" in said
     assert len(as_json("prune", run, "--keep", "last=1")["checkpoints"]) > 1
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "log", "stats", "verify", "show", "latest", "best --metric x", "prune --keep last=1"]
+)
+def test_a_path_with_nothing_is_said_to_have_nothing(tmp_path, command) -> None:
+    """A typo is called one by every command, not a run without an index."""
+    assert "there is nothing at" in invoke(*command.split(), tmp_path / "typo", code=2).stderr
+
+
+def test_who_waits_for_a_run_says_so(tmp_path, run) -> None:  # noqa: F811
+    """A run need not have begun; a typo looks like one that has not, so it is said what is waited for."""
+    soon = ("--timeout", "0.01s")
+    for command in (("watch", "--poll", "0.01s"), ("latest", "--wait")):
+        typo = invoke(*command, tmp_path / "typo", *soon, code=1).stderr
+        assert f"there is no run at {tmp_path}/typo yet: waiting for it" in typo
+        assert "waiting" not in invoke(*command, run, *soon, code=None).stderr
+        assert "is a checkpoint: give its run" in invoke(*command, run / "step_20", *soon, code=2).stderr
+
+
+def test_verify_of_nothing_is_no_success(tmp_path) -> None:
+    """Where there is no checkpoint and no run the status is 1; a run that has none yet is whole."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "notes").mkdir(parents=True)
+    (tmp_path / "other" / "notes" / "a.txt").write_text("x")
+    for folder in ("empty", "other"):
+        assert as_json("verify", tmp_path / folder, code=1)["ok"] is False
+        assert "no checkpoints" in invoke("verify", tmp_path / folder, code=1).stdout
+    catalog_of(tmp_path / "new").index.register_attempt("aaaaaaaa", host="h", pid=1)
+    assert as_json("verify", tmp_path / "new")["ok"] is True

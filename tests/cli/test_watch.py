@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from catalog_kit import begin, catalog_of, save
-from test_cli import _arguments, invoke  # noqa: F401
+from test_cli import _arguments, as_json, invoke  # noqa: F401
 
 import holdfast as hf
 from holdfast.storage import LocalStorage
@@ -137,3 +137,32 @@ def test_latest_waits_for_the_first_checkpoint(tmp_path) -> None:
     result = invoke("latest", tmp_path / "none", "--wait", "--timeout", "0.1s", code=1)
     assert "no new checkpoint" in result.output
     assert "give --wait" in invoke("latest", run, "--timeout", "1s", code=2).output
+
+
+def again(run: Path, reason: str | None) -> None:
+    """A later attempt of a finished run that was asked for more, and ended before it saved."""
+    catalog = begin(LocalStorage(run), "00000002")
+    if reason is not None:
+        catalog.index.end_attempt(reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("RuntimeError: planted", "RuntimeError: planted"),
+        (None, "died"),
+        ("finished", "finished"),
+        ("closed", "finished"),
+    ],
+)
+def test_a_later_attempt_that_died_leaves_no_finished_run(run, reason, state) -> None:
+    """`ls` and `stats` say how that ended, `watch` waits for the next life; with nothing to do it stays finished."""
+    again(run, reason)
+    assert as_json("ls", run.parent)["runs"][0]["state"] == state
+    assert ("finished" in invoke("ls", run).stdout.splitlines()[1]) is (state == "finished")
+    assert as_json("stats", run)["state"] == (
+        "finished" if state == "finished" else "died" if reason is None else "stopped"
+    )
+    watching = invoke("watch", run, "--start", "next", "--timeout", "0.01s", "--poll", "0.01s", code=None)
+    assert watching.exit_code == (0 if state == "finished" else 1)
+    assert ("has not finished" in watching.stderr) is (state != "finished")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from checkpoint_kit import build, small
 
 from holdfast import Checkpoint
 from holdfast.copying import downloads as node
-from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage, WrappedStorage
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,38 @@ def test_a_checkpoint_that_changed_is_downloaded_anew(tmp_path) -> None:
         with Checkpoint.at(storage, "c").as_directory() as new:
             assert (Checkpoint(old).step, Checkpoint(new).step) == (1, 2)
     assert downloads() == []
+
+
+def test_without_etags_the_time_tells_versions_apart(tmp_path) -> None:
+    """A model.pt that was replaced by one of the same size, at a storage whose listings have no etags."""
+
+    class Plain(WrappedStorage):
+        modified = 1.0
+
+        def list(self, prefix="", *, recursive=True):
+            found = super().list(prefix, recursive=recursive)
+            return (replace(info, etag=None, modified=self.modified) for info in found)
+
+    storage = Plain(MemoryStorage(f"node-{tmp_path.name}"))
+    storage.put("c/model.pt", b"A" * 5000)
+    with Checkpoint.at(storage, "c").as_directory() as old:
+        storage.put("c/model.pt", b"B" * 5000)
+        storage.modified = 2.0
+        with Checkpoint.at(storage, "c").as_directory() as new:
+            assert [(Path(place) / "model.pt").read_bytes()[:1] for place in (old, new)] == [b"A", b"B"]
+
+
+def test_a_directory_is_filled_again_after_the_clock_was_set_back(tmp_path, monkeypatch) -> None:
+    """Whether another process has just brought the files is no matter of the time of day."""
+    storage = MemoryStorage(f"node-{tmp_path.name}")
+    small(storage, "c", step=1)
+    target = tmp_path / "mine"
+    Checkpoint.at(storage, "c").to_directory(target)
+    for place in downloads():
+        os.utime(place / "brought", (4e9, 4e9))
+    shutil.rmtree(target)
+    Checkpoint.at(storage, "c").to_directory(target)
+    assert Checkpoint(target).step == 1
 
 
 def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch) -> None:

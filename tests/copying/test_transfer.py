@@ -23,6 +23,7 @@ from holdfast.copying.transfer import (
     send_entries,
 )
 from holdfast.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -337,6 +338,86 @@ def test_a_foreign_directory_is_copied_as_it_is(source, target) -> None:
     assert Checkpoint.at(target, "x").verify().state == "foreign"
 
 
+def test_files_of_others_are_not_replaced_without_being_asked(source, target) -> None:
+    """Foreign files of the same names: nothing is changed, and the error names them; what is the same is left."""
+    source.put("c/model.pt", b"worse")
+    source.put("c/extra/log.txt", b"same")
+    target.put("c/model.pt", b"the best")
+    target.put("c/extra/log.txt", b"same")
+    before = content(target, "c")
+    with pytest.raises(CheckpointExistsError, match=r"nothing was changed: model\.pt\. .*overwrite"):
+        copy_checkpoint(source, "c", target, "c")
+    assert content(target, "c") == before
+    assert copy_checkpoint(source, "c", target, "c", overwrite=True).bytes_sent == 9
+    assert content(target, "c") == content(source, "c")
+    assert copy_checkpoint(source, "c", target, "c") == Copied(bytes_there=9, files=2, is_foreign=True)
+
+
+def test_a_checkpoint_of_ours_does_not_go_over_files_of_others(source, target) -> None:
+    """Names of its own files are new anywhere; those that a user gave, and what was said of a directory, are not."""
+    small(source, "c", user={"model.pt": b"worse"}, step=1)
+    target.put("c/model.pt", b"the best")
+    with pytest.raises(CheckpointExistsError, match=r"model\.pt"):
+        copy_checkpoint(source, "c", target, "c")
+    assert content(target, "c") == {"model.pt": b"the best"}
+    target.put("d/weights.bin", b"1")
+    Checkpoint.at(target, "d").set_metadata({"mine": 1})
+    with pytest.raises(CheckpointExistsError, match=r"\.metadata\.json"):
+        copy_checkpoint(source, "c", target, "d")
+    assert Checkpoint.at(target, "d").get_metadata() == {"mine": 1}
+    target.put("e/model.pt", b"wo")  # of a copy that was killed
+    copy_checkpoint(source, "c", target, "e")
+    assert Checkpoint.at(target, "e").verify().ok
+
+
+def test_notes_that_were_put_into_a_checkpoint_by_hand_are_each_sides_own(source, target) -> None:
+    """A copy brings them; what was written into them there since stays, and is named."""
+    small(source, "c", step=1)
+    source.put("c/notes.txt", b"by hand")
+    copy_checkpoint(source, "c", target, "c")
+    assert copy_checkpoint(source, "c", target, "c").bytes_sent == 0
+    target.put("c/notes.txt", b"three weeks of notes")
+    with pytest.raises(CheckpointExistsError, match=r"notes\.txt"):
+        copy_checkpoint(source, "c", target, "c")
+    assert target.read("c/notes.txt") == b"three weeks of notes"
+
+
+def test_a_copy_that_was_planned_goes_over_what_an_earlier_one_has_left(source, target) -> None:
+    """Uploads say first which names will be theirs: a later save of the same step may find other bytes there."""
+    made = small(source, "c", user={"model.pt": b"later"}, step=1)
+    target.put("c/model.pt", b"early")
+    with planned(target, "c", made.files):
+        copy_checkpoint(source, "c", target, "c")
+    assert Checkpoint.at(target, "c").verify().ok
+
+
+def test_a_file_that_was_changed_since_it_was_committed_is_seen_on_a_disk(source, tmp_path) -> None:
+    """Of the same size: brought again where that is asked for, and an error where it is not."""
+    target = LocalStorage(tmp_path)
+    made = build(source, "c", tensors=BIG)
+    copy_checkpoint(source, "c", target, "c")
+    victim = tmp_path / "c" / made.files[0].path
+    whole = victim.read_bytes()
+    with victim.open("r+b") as file:
+        file.write(b"tuned")
+    with pytest.raises(CheckpointExistsError, match=made.files[0].path):
+        copy_checkpoint(source, "c", target, "c")
+    assert victim.read_bytes() != whole
+    assert copy_checkpoint(source, "c", target, "c", overwrite=True).bytes_sent == made.files[0].size
+    assert victim.read_bytes() == whole
+
+
+def test_a_file_that_cannot_be_brought_again_stays_as_it_was(source, tmp_path) -> None:
+    """A write that fails in the middle: the user's only file is still there."""
+    target = LocalStorage(tmp_path)
+    source.put("c/model.pt", bytes(3 * WINDOW))
+    target.put("c/model.pt", b"mine")
+    asked = itertools.count()
+    with pytest.raises(TransferStopped):
+        copy_checkpoint(source, "c", target, "c", overwrite=True, stop=lambda: next(asked) >= 3)
+    assert content(target, "c") == {"model.pt": b"mine"}
+
+
 def test_an_error_of_the_target_ends_all_threads_and_is_the_one_raised(source, target, monkeypatch) -> None:
     """One file that cannot be written stops the others, and its error comes out, not theirs."""
     build(source, "c", tensors=BIG)
@@ -373,6 +454,30 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path, target) -> None:
     (tmp_path / "s" / "c" / ".metadata.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CorruptCheckpointError, match="symlink"):
         copy_checkpoint(source, "c", target, "c")
+
+
+@pytest.mark.parametrize("name", ["tokenizer", ".tmp-parts", ".tmp-notes.txt"])
+def test_what_a_listing_leaves_out_of_a_foreign_directory_is_said(tmp_path, target, name) -> None:
+    """A linked sub-directory, and names that no storage has: the copy would lack them, so there is none."""
+    source, mine = LocalStorage(tmp_path / "s"), tmp_path / "s" / "mine"
+    (tmp_path / "s" / "shared").mkdir(parents=True)
+    (tmp_path / "s" / "shared" / "vocab.json").write_text("{}")
+    (mine / "sub").mkdir(parents=True)
+    (mine / "model.pt").write_text("m")
+    if name == "tokenizer":
+        (mine / "sub" / name).symlink_to("../../shared")
+    elif name == ".tmp-parts":
+        (mine / "sub" / name).mkdir()
+    else:
+        (mine / "sub" / name).write_text("1")
+    with pytest.raises(CheckpointError, match=name):
+        copy_checkpoint(source, "mine", target, "c")
+    with pytest.raises(CheckpointError, match=name):
+        Checkpoint(mine).to_directory(tmp_path / "out")
+    (mine / "sub" / ".tmp-1-0123456789ab").write_text("of a writer that died")
+    (mine / "sub" / ".tmp-lock").write_text("")
+    (mine / "sub" / name).rename(tmp_path / "away")
+    assert copy_checkpoint(source, "mine", target, "c").files == 1
 
 
 def as_entry(path: str, data: bytes) -> FileEntry:

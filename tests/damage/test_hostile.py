@@ -18,6 +18,8 @@ import holdfast as hf
 from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
+from holdfast.state.load.restore import load_state
+from holdfast.storage import LocalStorage
 
 
 class Bomb:
@@ -264,6 +266,23 @@ def test_refused(attacked, attack, tmp_path, monkeypatch):
         hf.load(home, into=live)
     assert all(torch.equal(value, before[name]) for name, value in live["model"].state_dict().items())
     assert not Path("HARMED").exists()
+
+
+def test_places_of_a_rank_s_own_values_that_are_none(tmp_path):
+    """The rank is given the values of rank 0, and nothing else is touched."""
+    home = Path(shutil.copytree(Path(__file__).parents[1] / "data" / "1.0-ranks", tmp_path / "copy"))
+    entry = next(one for one in manifest_of(home)["files"] if one["path"].startswith("rank-00001"))
+    before = '"position":10'
+    numbers = ["9" * 5000, "\u00b2", "-1", "0/x"]
+    for where in ("", "/", "nowhere/x", "position/0", "model/0", *(f"plain/numbers/{number}" for number in numbers)):
+        after = f"{json.dumps(where)}:10"
+        edit_json(home, entry, lambda text, old=before, new=after: text.replace(old, new))
+        before = after
+        found = load_state(LocalStorage(home), rank=1, world_size=2).state
+        assert (found["position"], found["plain"]["numbers"][0]) == (0, 1)
+    no_text = '"own values":{"$":"dict","v":[[1,2]]},"rest":{'
+    edit_json(home, entry, lambda text: text.replace('"own values":{', no_text))
+    assert load_state(LocalStorage(home), rank=1, world_size=2).state["average"]["total"].item() == 0.5
 
 
 # What is wrong with the structure only shows to who decodes it: the digests of these are right.

@@ -223,6 +223,22 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "averaged copy is not saved": (
         script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
                ("# stepped", "ema.update_parameters(model)")), "differs", "other modules"),
+    "weight decay begins its schedule anew, beside an averaged copy": (
+        script(("# made", "calls, ema = 0, torch.optim.swa_utils.AveragedModel(model)"),
+               ("# stepped", "ema.update_parameters(model)"),
+               ('"order": order,', '"order": order, "ema": ema.state_dict(),'),
+               ('    order = state["order"]\n',
+                '    order = state["order"]\n    ema.load_state_dict(state["ema"])\n'),
+               ("        optimizer.step()\n", "        calls += 1\n"
+                "        optimizer.param_groups[0]['weight_decay'] = 0.01 * calls\n        optimizer.step()\n")),
+        "differs", "options"),
+    "averaged copy counts its updates anew": (
+        script(("# made", "ema = torch.optim.swa_utils.AveragedModel(model)"),
+               ("# stepped", "ema.update_parameters(model)"),
+               ('"order": order,', '"order": order, "ema": ema.module.state_dict(),'),
+               ('    order = state["order"]\n',
+                '    order = state["order"]\n    ema.module.load_state_dict(state["ema"])\n')),
+        "differs", "other modules"),
     "generators are not saved": (
         script((_DATA, ""), _BY_EPOCH), "differs", "generators"),
     "order of the epoch is drawn anew": (
@@ -252,6 +268,13 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "value is carried": (
         script(_PLAIN, ("done = {", "weight = 1.0\ndone = {"), ("loss = (", "weight *= 0.9\n        loss = weight * ("),
                ), "differs", "carried"),
+    "names of checkpoints are sorted as text": (
+        script(
+            ("path = \"out/last.pt\"", "import glob\npath = max(glob.glob(\"out/step-*.pt\"), default=\"\")"),
+            ("torch.save(state, path + \".tmp\")\n    os.replace(path + \".tmp\", path)",
+             "torch.save(state, f\"out/step-{6 * done['epoch'] + done['batch']}.pt\")"),
+        ), "goes back", "goes back",
+    ),
     "a resume of the second life begins at zero": (
         script(_BY_EPOCH, ('    done.update(state["done"])\n',
                            '    done.update(state["done"])\n    if state.get("second"):\n        done["batch"] = 0\n'
@@ -337,6 +360,17 @@ HEALTHY: dict[str, str] = {
     "unseeded Python random that nothing depends on": script(("done = {", "name = random.random()\ndone = {")),
     "keeps many files": script(("os.replace(path + \".tmp\", path)",
                                 "os.replace(path + \".tmp\", path); torch.save(1, f'out/{random.random()}.pt')")),
+    "writes the best weights at every step": script(
+        ("# stepped", "os.makedirs(\"out\", exist_ok=True)\n        torch.save(\n            "
+         "{\"model\": model.state_dict(), \"optimizer\": optimizer.state_dict()}, \"out/best.pt\")")
+    ),
+    "saves in a thread, some steps late": script(
+        ("torch.save(state, path + \".tmp\")\n    os.replace(path + \".tmp\", path)",
+         "import copy, threading\n    threading.Timer(0.02, write, [copy.deepcopy(state)]).start()"),
+        ("def load", "def write(state):\n    name = f\"{path}.{threading.get_ident()}\"\n    "
+         "torch.save(state, name)\n    os.replace(name, path)\n\n\ndef load"),
+        ("import os,", "import threading, os,"),
+    ),
     "steps with a closure": script(
         ("        loss = (forward(x) - y).pow(2).mean()\n        optimizer.zero_grad()\n        loss.backward()\n"
          "        optimizer.step()\n",

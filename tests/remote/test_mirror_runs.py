@@ -272,6 +272,17 @@ def test_two_runs_do_not_mix(remote, local):
         train(remote, local, 2)
 
 
+def test_a_new_run_does_not_go_on_from_what_another_one_left_on_the_disk(remote, local):
+    """A script with one local_dir for all its runs is refused, also where the new remote is empty yet."""
+    train(remote, local, 2)
+    new = remote.child("new")
+    with pytest.raises(ConfigError, match=f"was brought to {remote.uri} .* is empty.*local_dir of its own"):
+        train(new, local, 1)
+    assert steps(new) == []
+    remote.delete_tree("")
+    assert train(remote, local, 3).resumed_from.uri == f"{local}/step_00000002"  # the run's own remote was emptied
+
+
 def test_local_runs_move_to_a_remote(remote, local):
     """A run that was only local gets a remote: what it has is uploaded, as far as max_behind goes."""
     train(local, None, 3, keep=hf.Keep(last=2))
@@ -333,6 +344,22 @@ def test_rot_is_not_uploaded(remote, local, proxy, capfd):
         ck.wait(remote=True)
     assert steps(remote) == [1, 3]
     assert "step_00000002 is not uploaded" in capfd.readouterr().err
+
+
+def test_a_last_step_that_cannot_be_uploaded_is_no_good_end(remote, local, proxy):
+    """The newest checkpoint rots before its upload: waiting for the remote, and the end, are errors that name it."""
+    error = "step_00000002 cannot be brought.*digest differs"
+    with pytest.raises(StorageError, match=error), running(remote, local) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 2)
+        path = next(local.glob("step_00000002/*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-4] + b"rot!")
+        proxy.inject()
+        with pytest.raises(StorageError, match=error):
+            ck.wait(remote=True)
+    assert steps(remote) == [1]
 
 
 def test_the_end_waits_for_the_remote_and_says_what_is_missing(remote, local, proxy):

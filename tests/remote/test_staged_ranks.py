@@ -72,9 +72,11 @@ def test_without_a_disk_in_front_of_it(ranks, tmp_path):
     assert not list(disks.rglob("*.*"))
 
 
-def test_what_was_staged_everywhere_is_brought_by_the_next_start(ranks, tmp_path):
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_was_staged_everywhere_is_brought_by_the_next_start(ranks, tmp_path, swapped):
     """All processes of all machines are killed before a save could get to the remote: it is not lost with them.
 
+    The machines may come back in another order, as after a requeue of SLURM: each brings the part that it has.
     One machine's disk alone never makes a checkpoint: with the other one lost, the run goes on from the remote's.
     """
     remote, disks = tmp_path / "remote", tmp_path / "disks"
@@ -84,11 +86,16 @@ def test_what_was_staged_everywhere_is_brought_by_the_next_start(ranks, tmp_path
     assert [one.status for one in died] == [-signal.SIGKILL] * 2, died
     assert steps_of(remote) == [2]
     shutil.copytree(tmp_path, tmp_path / "twin")
+    if swapped:
+        for name, other in (("node0", "x"), ("node1", "node0"), ("x", "node1")):
+            (disks / name).rename(disks / other)
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
     assert [one["start"] for one in again] == [4, 4]
     assert steps_of(remote) == [2, 4, 6]
     assert is_good(remote)
     assert left(disks) == []
+    if swapped:
+        return
     shutil.rmtree(tmp_path / "twin" / "disks" / "node1")
     again = ranks.checked(f"{CASES}:train", str(tmp_path / "twin" / "remote"), str(tmp_path / "twin" / "disks"), 6)
     assert [one["start"] for one in again] == [2, 2]

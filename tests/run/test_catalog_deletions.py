@@ -156,7 +156,7 @@ def test_retention_goes_on_when_the_index_finds_no_space(tmp_path, monkeypatch, 
 def test_remains_of_dead_lives_are_swept_and_nothing_else(storage) -> None:
     """Uncommitted files of earlier attempts go; those of a stranger's save in progress and of the user stay."""
     catalog = begin(storage, "aaaaaaaa")
-    save(catalog, 1)
+    save(catalog, 1, start="aaaaaaaa")
     build(storage, "step_0002", start="aaaaaaaa", finish=False)
     build(storage, "step_0003", start="dddddddd", finish=False)
     build(storage, "step_0004", start="aaaaaaaa", finish=False)

@@ -107,7 +107,8 @@ def test_hundreds_that_were_being_deleted_are_swept_by_few_requests(storage: Far
         del catalog.index.rows[name]
     catalog.index.save()
     storage.log.clear()
-    second = begin(storage, "bbbbbbbb")
+    second = Catalog(storage, doomed=[f"step_{step:04d}" for step in range(1, NUM - 2)])  # its lease said so
+    second.index.register_attempt("bbbbbbbb", host="here", pid=1)
     assert len(second.incomplete) == NUM - 3
     second.sweep()
     assert len(storage.log) <= 25, storage.log

@@ -7,7 +7,7 @@ import math
 import pytest
 from test_costs import BEGIN, attempt, cost, saved, told
 
-from holdfast.run.costs import goodput, saves
+from holdfast.run.costs import attempt_rows, goodput, saves, stats
 from holdfast.run.journal import JournalEvent
 
 
@@ -169,3 +169,42 @@ def test_nothing_yet(ended):
     """No start, or one that has not lived: no shares of nothing."""
     assert goodput(told(), []) is None
     assert goodput(told(attempts=[attempt(1, 0, ended)]), [])["ratio"] == 0.0
+
+
+def every_second(number, first, last):
+    return [{"attempt": number, "step": step, "time": BEGIN + step} for step in range(first, last)]
+
+
+def test_a_hang_is_not_useful():
+    """A life that was killed, long after its last sign, was down from a few of its longest pauses on."""
+    history = told(
+        attempts=[attempt(1, 0, 300, reason="the trainer died")],
+        events=[began(1, 2), saved(1, 3, 5)],
+        rows=every_second(1, 3, 11),
+    )
+    assert parts(history) == {"wall_s": 300, "starting_s": 2, "useful_s": 11, "down_s": 287}
+    stopped = told(attempts=[attempt(1, 0, 300, reason="stopped")], events=history.events, rows=history.rows)
+    assert parts(stopped)["useful_s"] == 298
+    assert (
+        parts(told(attempts=[attempt(1, 0)], events=history.events, rows=history.rows), now=BEGIN + 60)["useful_s"]
+        == 58
+    )
+
+
+def test_few_signs_tell_nothing_of_a_hang():
+    """A script that reports nothing and saves once an hour is not called down."""
+    history = told(attempts=[attempt(1, 0, 300, reason="RuntimeError: x")], events=[began(1, 0), saved(1, 1, 1)])
+    assert parts(history) == {"wall_s": 300, "useful_s": 300}
+
+
+def test_each_gap_is_charged_to_the_attempt_before_it():
+    """Whichever checkpoint the next one went on from: the sum over the attempts is what the last line says."""
+    source = {"name": "step_10", "step": 10, "attempt": 1}
+    attempts = [
+        attempt(1, 0, 60, reason="RuntimeError: x"), attempt(2, 100, 110, source=source, reason="RuntimeError: x"),
+        attempt(3, 130, source=source), attempt(4, 145), attempt(5, 150, 200, source=source, reason="finished"),
+    ]  # fmt: skip
+    history = told(attempts=attempts, events=[began(1, 0), saved(1, 10, 50), began(3, 135), began(5, 150)])
+    rows = attempt_rows(history, saves(history.events))
+    assert [row["down_s"] for row in rows] == [40.0, 20.0, 10.0, 5.0, None]
+    assert parts(history)["down_s"] == stats(history)["down_s"] == 75

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import RunBusyError, StorageError, StoragePermissionError
+from holdfast.errors import RunBusyError, StoragePermissionError, StorageUnavailableError
 from holdfast.run import lease as lease_module
 from holdfast.run import process as process_module
 from holdfast.run.heartbeat import Heartbeat
@@ -570,14 +570,14 @@ def test_an_unreadable_lease_at_a_store_is_asked_for_again(monkeypatch, tmp_path
 
 
 def test_a_lease_that_stays_unreadable_is_said_as_what_it_is(monkeypatch, tmp_path) -> None:
-    """Garbage in lease.json at a store is an error of the storage that says so, no loss of the run: it may end."""
+    """Garbage in lease.json at a store is as no answer, which costs a save; it is no loss of the run, and may end."""
     monkeypatch.setattr(lease_module, "_LOOK_AGAIN_S", (0.0, 0.0, 0.0))
     storage = MemoryStorage(f"lease-{tmp_path.name}")
     held = Lease.acquire(storage, make_owner("ours"), wait_s=0)
     ours = storage.read(LEASE_FILE)
     storage.put(LEASE_FILE, b"oops")
     for ask in (held.verify, held.heartbeat, lambda: held.announce(["a"])):
-        with pytest.raises(StorageError, match="is no lease of Holdfast, at 4 looks") as caught:
+        with pytest.raises(StorageUnavailableError, match="is no lease of Holdfast, at 4 looks") as caught:
             ask()
         assert not isinstance(caught.value, RunBusyError)
     storage.put(LEASE_FILE, ours)

@@ -118,6 +118,61 @@ def test_names_are_free_again_after_the_sweep(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint_000007").exists()
 
 
+def copied_by_hand(storage: Storage, name: str, to: str) -> set[str]:
+    """Copy the files of a checkpoint, but not its manifest, into a directory of the user."""
+    for path in paths(storage, name) - {"manifest.json"}:
+        storage.put(f"{to}/{path}", storage.read(f"{name}/{path}"))
+    return paths(storage, to)
+
+
+def test_weights_that_somebody_copied_into_the_run_stay(storage: Storage) -> None:
+    """Without the manifest they look like a save that died; but none died before the last commit, at any start."""
+    run_id = begin(storage)
+    for step in (1, 2):
+        small(storage, f"step_{step:08d}", run_id=run_id, attempt=1, step=step, start=DEAD)
+    kept = copied_by_hand(storage, "step_00000001", "for-the-paper")
+    storage.delete_tree("step_00000001")
+    also = copied_by_hand(storage, "step_00000002", "newest-kept")
+    for name in ("best", "step_00000003"):
+        build(storage, name, run_id=run_id, start=DEAD, finish=False)
+    build(storage, "step_00000001", run_id=run_id, start=DEAD, finish=False)
+    catalog, _ = started(storage)
+    assert (paths(storage, "for-the-paper"), paths(storage, "newest-kept")) == (kept, also)
+    assert catalog.incomplete == ["for-the-paper", "newest-kept"]
+    assert paths(storage, "best") | paths(storage, "step_00000001") | paths(storage, "step_00000003") == set()
+    small(storage, "step_00000004", run_id=run_id, attempt=2, step=4, start=LIVE)
+    storage.delete_tree("step_00000002")
+    catalog = Catalog(storage)
+    catalog.index.register_attempt("22222222", host="h", pid=3)
+    catalog.sweep()
+    assert (paths(storage, "for-the-paper"), paths(storage, "newest-kept")) == (kept, also)
+
+
+def test_weights_that_are_all_that_is_left_of_a_run_stay(storage: Storage) -> None:
+    """Its checkpoints were removed by hand: the run still knows that this attempt had saved some."""
+    run_id = begin(storage)
+    small(storage, "step_00000001", run_id=run_id, attempt=1, step=1, start=DEAD)
+    index = RunIndex.load(storage)
+    index.journal.add("saved", attempt=1, name="step_00000001", step=1)
+    index.save()
+    kept = copied_by_hand(storage, "step_00000001", "for-the-paper")
+    storage.delete_tree("step_00000001")
+    started(storage)
+    assert paths(storage, "for-the-paper") == kept
+
+
+def test_a_deletion_that_died_is_finished_whatever_its_name(storage: Storage) -> None:
+    """The lease of the dead owner names it, so it is nobody's copy."""
+    run_id = begin(storage)
+    small(storage, "best-so-far", run_id=run_id, attempt=1, step=1, start=DEAD)
+    small(storage, "step_00000002", run_id=run_id, attempt=1, step=2, start=DEAD)
+    storage.delete("best-so-far/manifest.json")
+    catalog = Catalog(storage, doomed=["best-so-far"])
+    catalog.index.register_attempt(LIVE, host="h", pid=2)
+    catalog.sweep()
+    assert paths(storage, "best-so-far") == set()
+
+
 def test_hidden_directories(storage: Storage) -> None:
     """Probes and intakes of other start ids go; what only looks like one stays."""
     keep = {f".incoming-{LIVE}/1-0/x", ".incoming-mine/x", ".probe-x/y", ".incoming-0badc0deX/x", ".other/x"}

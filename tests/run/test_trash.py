@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -83,20 +84,43 @@ def test_after_further_starts(run: Path) -> None:
     assert hf.Checkpoint(run / ONE).verify().ok
 
 
-def test_the_next_rm_empties_it(run: Path) -> None:
-    """What an earlier rm took is gone after the next one; --now leaves nothing at all."""
-    holdfast("rm", run / ONE, "--yes")
-    holdfast("rm", run / TWO, "--yes")
-    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [TWO]
-    assert f"there is: {TWO}" in holdfast("rm", "--undo", run / ONE, code=2)
+def age(run: Path, name: str, seconds: float) -> None:
+    """Let a checkpoint have been in the trash for so long."""
+    entry = next(entry for entry in Trash(resolve(str(run))).entries() if entry.name == name)
+    (run / entry.directory).rename(run / TRASH / f"{int((time.time() - seconds) * 1000)}-{name}")
+
+
+def test_a_loop_of_rm_loses_nothing(run: Path) -> None:
+    """What an earlier rm took stays for its week, also beside --now, and all of it comes back."""
+    for name in (ONE, TWO):
+        assert "for good" not in holdfast("rm", run / name)
+        holdfast("rm", run / name, "--yes")
     assert "deleted" in holdfast("rm", run / "step_00000003", "--yes", "--now")
-    assert not Trash(resolve(str(run))).entries()
-    assert names(run) == ["step_00000004"]
+    holdfast("prune", run, "--keep", "last=1", "--yes")
+    holdfast("rm", "--undo", run / ONE, run / TWO)
+    assert names(run) == [ONE, TWO, "step_00000004"]
+    assert "there is: nothing" in holdfast("rm", "--undo", run / "step_00000003", code=2)
+
+
+@pytest.mark.parametrize("command", [("rm", TWO), ("prune", "", "--keep", "last=2")], ids=lambda command: command[0])
+def test_what_goes_for_good_is_named(run: Path, command: tuple[str, ...]) -> None:
+    """After its week the next rm or prune empties it, and says so without --yes, and as it does; never silently."""
+    holdfast("rm", run / ONE, "--yes")
+    age(run, ONE, WEEK_S + 60)
+    name, place, *rules = command
+    said = holdfast(name, run / place, *rules)
+    assert f"for good: {ONE}, in the trash for over a week" in said
+    document = json.loads(invoke(name, run / place, *rules, "--json").stdout)
+    assert document["emptied"] == [f"{run}/{ONE}"]
+    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [ONE]
+    assert f"for good: {ONE}, in the trash for over a week" in holdfast(name, run / place, *rules, "--yes")
+    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [TWO]
 
 
 def test_one_rm_does_not_empty_what_it_took_itself(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two checkpoints in one command are both in the trash, as it says, though the clock is set back meanwhile."""
     holdfast("rm", run / "step_00000003", "--yes")
+    age(run, "step_00000003", WEEK_S + 7200)
     back = SimpleNamespace(time=lambda: time.time() - 3600)
     monkeypatch.setattr(module, "time", back)
     holdfast("rm", run / ONE, run / TWO, "--yes")
@@ -107,11 +131,9 @@ def test_a_week(run: Path) -> None:
     """A start of the run leaves what is younger than a week, and deletes what is older."""
     holdfast("rm", run / ONE, "--yes")
     train(run, 5)
-    (entry,) = Trash(resolve(str(run))).entries()
-    old = run / TRASH / f"{int((time.time() - WEEK_S - 60) * 1000)}-{ONE}"
-    (run / entry.directory).rename(old)
+    age(run, ONE, WEEK_S + 60)
     train(run, 6)
-    assert not old.exists()
+    assert not Trash(resolve(str(run))).entries()
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
@@ -151,9 +173,9 @@ def test_half_emptied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(type(storage), "delete_tree", die)
         with pytest.raises(KeyboardInterrupt):
-            Trash(storage).empty()
+            Trash(storage).empty(older_s=-1)
     assert "deletion had begun" in holdfast("rm", "--undo", run / ONE, code=2)
-    assert Trash(storage).empty() == [ONE]
+    assert Trash(storage).empty(older_s=-1) == [ONE]
 
 
 def test_a_name_that_is_taken(run: Path) -> None:
@@ -175,16 +197,16 @@ def test_a_store_has_none() -> None:
 
 
 def test_prune_goes_to_the_trash(run: Path) -> None:
-    """What prune takes comes back as what rm takes, and takes the place of what was there; --now leaves nothing."""
+    """What prune takes comes back as what rm takes; with --now it is in no trash."""
     holdfast("rm", run / ONE, "--yes")
     said = holdfast("prune", run, "--keep", "last=2", "--yes")
     assert "in the trash" in said
     assert "--undo" in said
-    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [TWO]
+    assert {entry.name for entry in Trash(resolve(str(run))).entries()} == {ONE, TWO}
     holdfast("rm", "--undo", run / TWO)
     assert hf.Checkpoint(run / TWO).verify().ok
     holdfast("prune", run, "--keep", "last=2", "--yes", "--now")
-    assert not Trash(resolve(str(run))).entries()
+    assert [entry.name for entry in Trash(resolve(str(run))).entries()] == [ONE]
     assert TWO not in names(run)
 
 

@@ -53,6 +53,39 @@ def test_values_of_ranks_that_are_gone_are_said(storage):
         assert loaded.notes == ["mine: a value for each of 4 rank(s), 2 now: those of ranks 2 to 3 go to nobody"]
 
 
+class Sums:
+    """An object with a tensor."""
+
+    def __init__(self, value):
+        self.total = torch.tensor([value])
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+def test_plain_data_and_small_objects_of_ranks_are_those_of_rank_zero_elsewhere(storage):
+    """Another number of ranks has no claim to them; what differs is named, once, and what does not is not."""
+    states = [
+        {"n": rank, "nan": float("nan"), "same": [1, {"a": 2}], "deep": {"w": torch.ones(1), "list": [rank]},
+         "sums": Sums(1.0 * rank), "alike": Sums(5.0)}
+        for rank in range(3)
+    ]  # fmt: skip
+    save_parts(storage, "one", states)
+    for rank, world in ((0, 2), (1, 2), (3, 4)):
+        live = {**states[0], "n": 9, "sums": Sums(9.0), "alike": Sums(9.0)}
+        loaded = load_rank(storage, "one", live, rank=rank, world_size=world)
+        assert (loaded.state["n"], loaded.state["deep"]["list"]) == (0, [0])
+        assert (live["sums"].total.item(), live["alike"].total.item()) == (0.0, 5.0)
+        said = f"deep/list, n, sums: other values on other ranks when 3 saved; {world} go on, each with that of rank 0"
+        assert loaded.notes == [said]
+    assert load_rank(storage, "one", live, rank=0, world_size=2, only=["alike", "deep/w"]).notes == []
+    assert load_rank(storage, "one", live, rank=2, world_size=3).notes == []
+    assert live["sums"].total.item() == 2.0
+
+
 class Keeper:
     """An object whose state holds something that differs between ranks, a tensor in it."""
 

@@ -143,11 +143,11 @@ def test_what_a_rank_has_more_or_less_than_rank_zero(storage):
 
 
 def test_a_value_with_something_per_rank_in_it_is_taken_at_its_word(storage):
-    """Who marks a part of an object as PerRank has said what differs: the rest is that of rank 0."""
+    """Who marks a part of an object as PerRank has said what differs: the rest is that of rank 0; so is a tuple."""
 
-    class Loader:
+    class Sums:
         def __init__(self, rank):
-            self.state = {"epoch": rank, "position": hf.PerRank(rank)}
+            self.state = {"total": torch.tensor([rank])}
 
         def state_dict(self):
             return self.state
@@ -155,11 +155,19 @@ def test_a_value_with_something_per_rank_in_it_is_taken_at_its_word(storage):
         def load_state_dict(self, state):
             self.state = state
 
-    save_parts(storage, "one", [{"loader": Loader(rank), "both": (Loader(rank), rank)} for rank in range(2)])
-    live = {"loader": Loader(9), "both": (Loader(9), 9)}
+    class Loader(Sums):
+        def __init__(self, rank):
+            self.state = {"epoch": rank, "position": hf.PerRank(rank)}
+
+    def make(rank):
+        return {"loader": Loader(rank), "sums": Sums(rank), "both": (Sums(rank), rank), "three": (Loader(rank), rank)}
+
+    save_parts(storage, "one", [make(rank) for rank in range(2)])
+    live = make(9)
     loaded = load_rank(storage, "one", live, rank=1)
-    assert live["loader"].state == live["both"][0].state == {"epoch": 0, "position": 1}
-    assert loaded.state["both"][1] == 0
+    assert live["loader"].state == live["three"][0].state == {"epoch": 0, "position": 1}
+    assert (live["sums"].state["total"].item(), live["both"][0].state["total"].item()) == (1, 0)
+    assert (loaded.state["both"][1], loaded.state["three"][1]) == (0, 0)
 
 
 def test_generators_come_back_on_their_rank(storage):

@@ -13,10 +13,14 @@ import pytest
 from object_kit import BUCKET, KEY, moto, s3_environment
 
 import holdfast as hf
+from holdfast.errors import StorageUnavailableError
+from holdfast.storage import FileWriter, MemoryStorage
+from holdfast.storage.base import WrappedStorage
 from holdfast.storage.resolve import resolve
 from holdfast.trainers.function.worker.session import StorageContext
 
 fs = pytest.importorskip("pyarrow.fs")
+as_pyarrow = pytest.importorskip("holdfast.storage.adapters.for_pyarrow").as_pyarrow
 
 STATE = {"step": 3, "values": list(range(100))}
 
@@ -135,3 +139,33 @@ def test_without_pyarrow_it_is_the_storage(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert found.filesystem is found.storage
     assert hf.Checkpoint(found.path, found.filesystem) == found
+
+
+class _Away(WrappedStorage):
+    """A store that can be read and takes nothing."""
+
+    def create(self, path: str, size: int) -> FileWriter:
+        raise StorageUnavailableError("503")
+
+    def copy(self, source: str, target: str) -> None:
+        raise StorageUnavailableError("503")
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_a_file_that_cannot_be_replaced_stays(kind: str, tmp_path: Path) -> None:
+    """A copy or a move onto a file replaces it in one step, and if that fails nothing has changed."""
+    below = MemoryStorage(tmp_path.name) if kind == "memory" else resolve(tmp_path)
+    below.put("new", b"new")
+    below.put("best", b"best")
+    away, there = as_pyarrow(_Away(below)), as_pyarrow(below)
+    root = below.uri.partition("://")[2] or below.uri
+    for act in (away.copy_file, away.move) if kind == "memory" else ():
+        with pytest.raises(OSError, match="503"):
+            act(f"{root}/new", f"{root}/best")
+        assert (below.read("best"), below.read("new")) == (b"best", b"new")
+    there.copy_file(f"{root}/new", f"{root}/best")
+    assert below.read("best") == b"new"
+    below.put("new", b"newer")
+    there.move(f"{root}/new", f"{root}/best")
+    assert below.read("best") == b"newer"
+    assert [info.path for info in below.list()] == ["best"]

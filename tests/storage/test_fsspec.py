@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 
 import pytest
 from adapter_kit import save_load_resume
@@ -76,6 +77,46 @@ class TestLocalThroughTheAdapter(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path) -> Storage:
         return FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "root"))
+
+
+class _Strict(fsspec.get_filesystem_class("file")):
+    """A server that renames to free names alone, as some of SMB and FTP do.
+
+    Attributes:
+        failing: the number of the rename that fails, counted from 1.
+    """
+
+    protocol, cachable, failing = "strict", False, 0
+
+    def mv(self, path1, path2, **options):
+        self.failing -= 1
+        if os.path.exists(path2) or self.failing == 0:
+            raise OSError("Failure")
+        os.rename(path1, path2)
+
+
+@pytest.mark.parametrize("way", ["put", "replace"])
+def test_an_object_that_cannot_be_replaced_stays(tmp_path, way):
+    """Where it makes room for its successor and that does not get the name, it gets its name back."""
+    server = _Strict()
+    storage = FsspecStorage(server, str(tmp_path))
+
+    def store(content):
+        if way == "put":
+            storage.put("run/it", content)
+            return
+        with storage.replace("run/it", len(content)) as writer:
+            writer.write(memoryview(content))
+
+    store(b"old")
+    store(b"older")
+    server.failing = 3  # refused; the old one makes room; this one; the old one has its name back
+    with pytest.raises(StorageError):
+        store(b"new")
+    assert storage.read("run/it") == b"older"
+    assert os.listdir(tmp_path / "run") == ["it"]
+    store(b"newest")
+    assert storage.read("run/it") == b"newest"
 
 
 class _ReadsOnly(fsspec.AbstractFileSystem):

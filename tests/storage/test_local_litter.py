@@ -17,6 +17,7 @@ from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
 
 BLOCK = 4096
+DEAD, ALIVE, YOUNG = (f".tmp-{number}-0123456789ab" for number in (1, 2, 3))
 
 
 CRASHES = """
@@ -59,13 +60,13 @@ def test_crash_at_each_operation(tmp_path, tear):
 
 def test_dead_temporaries_are_swept_and_live_ones_kept(tmp_path):
     """The first write into a directory removes temporary files whose writer is dead; one in use keeps its lock."""
-    (tmp_path / ".tmp-dead").write_bytes(b"1")
-    with open(tmp_path / ".tmp-alive", "wb") as alive:
+    (tmp_path / DEAD).write_bytes(b"1")
+    with open(tmp_path / ALIVE, "wb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         storage = LocalStorage(tmp_path)
         assert list(storage.list()) == []
         storage.put("a", b"1")
-        assert sorted(os.listdir(tmp_path)) == [".tmp-alive", "a"]
+        assert sorted(os.listdir(tmp_path)) == [ALIVE, "a"]
 
 
 def test_dead_temporaries_are_swept_where_a_lock_needs_a_file_open_for_writing(tmp_path, monkeypatch):
@@ -78,20 +79,32 @@ def test_dead_temporaries_are_swept_where_a_lock_needs_a_file_open_for_writing(t
         real(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for name in (".tmp-dead", ".tmp-young"):
+    for name in (DEAD, YOUNG):
         (tmp_path / name).write_bytes(b"1")
-    with open(tmp_path / ".tmp-alive", "wb") as alive:
-        for name in (".tmp-dead", ".tmp-alive"):
+    with open(tmp_path / ALIVE, "wb") as alive:
+        for name in (DEAD, ALIVE):
             os.utime(tmp_path / name, (1.0, 1.0))
         fcntl.flock(alive, fcntl.LOCK_EX)
         LocalStorage(tmp_path).put("a", b"1")
-        assert sorted(os.listdir(tmp_path)) == [".tmp-alive", ".tmp-young", "a"]
+        assert sorted(os.listdir(tmp_path)) == [ALIVE, YOUNG, "a"]
+
+
+def test_files_of_other_programs_stay(tmp_path):
+    """A name that only begins like ours is a user's file: no write, sweep or deletion beside it takes it."""
+    storage, names = LocalStorage(tmp_path), [".tmp-download.part", ".tmp-1-notes", ".tmp-12345"]
+    (tmp_path / "d").mkdir()
+    for name in (*names, DEAD):
+        (tmp_path / "d" / name).write_bytes(b"hours of work")
+    storage.put("d/a", b"1")
+    storage.tidy("d")
+    storage.delete("d/a")
+    assert sorted(os.listdir(tmp_path / "d")) == sorted(names)
 
 
 def test_temporaries_that_are_no_files_stay(tmp_path):
     """Sweeping removes files alone."""
     (tmp_path / ".tmp-directory").mkdir()
-    (tmp_path / ".tmp-dead").write_bytes(b"1")
+    (tmp_path / DEAD).write_bytes(b"1")
     LocalStorage(tmp_path).put("a", b"1")
     assert sorted(os.listdir(tmp_path)) == [".tmp-directory", "a"]
 
@@ -100,7 +113,7 @@ def test_delete_takes_dead_temporaries_along(tmp_path):
     """A directory that holds only what a dead writer left counts as empty."""
     storage = LocalStorage(tmp_path)
     storage.put("d/a", b"1")
-    (tmp_path / "d/.tmp-dead").write_bytes(b"1")
+    (tmp_path / f"d/{DEAD}").write_bytes(b"1")
     storage.delete("d/a")
     assert os.listdir(tmp_path) == []
 

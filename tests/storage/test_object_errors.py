@@ -49,7 +49,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.seen.append(self.command)
         status, code = self.server.answer(self.command, self.path)
-        body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+        whole = code if code.startswith("<") else f"<Error><Code>{code}</Code><Message>m</Message></Error>"
+        body = b"" if self.command == "HEAD" else whole.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"1"')
@@ -105,7 +106,6 @@ _OPERATIONS = {
     [
         (401, "InvalidToken", StoragePermissionError),
         (403, "AccessDenied", StoragePermissionError),
-        (403, "RequestTimeTooSkewed", StoragePermissionError),
         (404, "NoSuchBucket", StorageNotFoundError),
         (507, "XMinioStorageFull", StorageFullError),
         (500, "InternalError", StorageUnavailableError),
@@ -126,6 +126,49 @@ def test_translation(stub, operation, status, code, kind):
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+_PASSING = [
+    (409, "ConditionalRequestConflict"),
+    (409, "OperationAborted"),
+    (400, "RequestTimeout"),
+    (403, "RequestTimeTooSkewed"),
+]
+
+
+@pytest.mark.parametrize(("status", "code"), _PASSING)
+@pytest.mark.parametrize("operation", ["put", "create", "delete", "conditional put"])
+def test_answers_that_pass(stub, monkeypatch, operation, status, code):
+    """What the SDKs of the stores repeat is repeated; if it does not pass, the store is away, and refuses nothing."""
+    monkeypatch.setattr(ObjectStorage, "conditional", True)
+    monkeypatch.setattr("holdfast.storage.object.errors._PAUSE_S", 0.001)
+    answers = [(status, code)] * 2
+    stub.answer = lambda method, path: answers.pop() if answers else (200, "")
+    _OPERATIONS[operation](_storage(stub.url))
+    assert len(stub.seen) == 3
+    stub.answer = lambda method, path: (status, code)
+    with pytest.raises(StorageUnavailableError, match=code):
+        _OPERATIONS[operation](_storage(stub.url))
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_name_that_is_taken(stub, monkeypatch, status):
+    """Azure says 409 and S3 412 where the object exists: that is an answer, and is not asked for again."""
+    monkeypatch.setattr(ObjectStorage, "conditional", True)
+    stub.answer = lambda method, path: (status, "BlobAlreadyExists" if status == 409 else "PreconditionFailed")
+    with pytest.raises(StorageExistsError):
+        _storage(stub.url).put("a", b"1", if_absent=True)
+    assert stub.seen == ["PUT"]
+
+
+def test_a_name_that_is_no_path(stub):
+    """The client lists nothing beside an object whose name has an empty part: the error says which, and what to do."""
+    listing = """<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated><Contents>
+        <Key>run//x</Key><LastModified>2026-11-21T12:00:00.000Z</LastModified><ETag>"1"</ETag><Size>1</Size>
+        </Contents></ListBucketResult>"""
+    stub.answer = lambda method, path: (200, listing)
+    with pytest.raises(StorageError, match=r"no path.*run//x.*rename or delete it"):
+        list(_storage(stub.url).list())
 
 
 def test_quota(stub):

@@ -10,8 +10,9 @@ from docs_kit import ROOT, blocks
 
 import holdfast as hf
 from holdfast._outgoing import masked
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StorageConflictError
 from holdfast.storage import (
+    FileWriter,
     LocalStorage,
     MemoryStorage,
     PrefixStorage,
@@ -127,6 +128,47 @@ def test_what_a_wrapper_changes_is_what_is_derived_from_it():
     assert storage.read("a") == b"1"
     storage.delete_many(["a"])
     assert seen == [("create", "a"), ("stat", "a"), ("open", "a"), ("delete", "a")]
+
+
+class _Cipher(WrappedStorage):
+    """Nothing lies below in clear."""
+
+    def put(self, path, data, **conditions):
+        return self.below.put(path, bytes(byte ^ 0x5A for byte in data), **conditions)
+
+    def create(self, path, size):
+        below = self.below.create(path, size)
+
+        class Enciphering(FileWriter):
+            def write(self, view):
+                below.write(memoryview(bytes(byte ^ 0x5A for byte in view)))
+
+            def close(self):
+                below.close()
+
+            def abort(self):
+                below.abort()
+
+        return Enciphering()
+
+
+def test_nothing_goes_past_a_wrapper_that_changes_the_bytes(tmp_path):
+    """What replaces an object in one step, and what would be taken over as a file, goes through its `create` too."""
+    disk, file = LocalStorage(tmp_path / "root"), tmp_path / "file"
+    storage = _Cipher(disk)
+    file.write_bytes(b"secret")
+    assert not storage.adopt(str(file), "taken")
+    for content in (b"first", b"second"):
+        with storage.replace("best.pt", len(content)) as writer:
+            writer.write(memoryview(content))
+            assert disk.exists("best.pt") is (content == b"second"), "what was there stays until the new one is whole"
+        assert disk.read("best.pt") == bytes(byte ^ 0x5A for byte in content)
+    with pytest.raises(StorageConflictError), storage.replace("best.pt", 5) as writer:
+        writer.write(memoryview(b"third"))
+        writer.publish(if_match="another")
+    assert storage.read("best.pt") == disk.read("best.pt") == bytes(byte ^ 0x5A for byte in b"second")
+    assert [info.path for info in disk.list()] == ["best.pt"]
+    assert _Cipher(MemoryStorage(tmp_path.name)).replace("best.pt", 5) is None, "a store does so by itself"
 
 
 def test_a_storage_of_an_entry_point_describes_itself(box, tmp_path):

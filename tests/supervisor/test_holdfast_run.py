@@ -233,6 +233,27 @@ if int(lives.read_text()) == 1:
     assert "waits_in_a_thread" in err
 
 
+@pytest.mark.parametrize("below_a_shell", [False, True])
+def test_a_hang_after_a_signal_ends_the_life_with_the_requeue_status(tmp_path: Path, below_a_shell: bool) -> None:
+    """A script that hangs answers no signal: SLURM gets its 85, a person the stacks, and no life is started again."""
+    script = STEPS + "def waits_for_ever(): time.sleep(60)\n"
+    script += "signal.signal(signal.SIGTERM, lambda *_: (here / 'told').touch())\n"
+    script += "advance(); (here / 'up').touch()\nwhile not (here / 'told').exists(): time.sleep(0.01); advance()\n"
+    (tmp_path / "script.py").write_text(f"{script}waits_for_ever()")
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    command = ["sh", "-c", f"{' '.join(command)}; exit 3"] if below_a_shell else command
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "run", "--hang", "1s", "--", *command], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "up")
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, (tmp_path / "lives").read_text()) == (85, "1"), err
+    assert "this is a hang" in err
+    assert "waits_for_ever" in err
+    assert "not started again: SIGTERM has asked it to stop; the same command starts it again (exit status 85)" in err
+
+
 def test_ctrl_z_stops_the_script_too_and_is_no_hang(tmp_path: Path) -> None:
     """Both stand still until the supervisor is continued, as by `fg`, and the time in between does not count."""
     script = STEPS + "advance(); advance()\n(here / 'pid').write_text(str(os.getpid()))\n(here / 'up').touch()\n"

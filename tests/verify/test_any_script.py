@@ -15,10 +15,11 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
-from holdfast.verify.matching import Finding, find_state, from_checkpoint
+from holdfast.verify.lives import LifeFailedError
+from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report
 from holdfast.verify.scripts import verify_script
-from holdfast.verify.trace import Record
+from holdfast.verify.trace import Record, saves_after
 from holdfast.verify.words import advice
 
 
@@ -27,7 +28,12 @@ def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:
     return verify_script(["python", "train.py"], cwd=tmp_path, timeout_s=60, starter=starter, **options)
 
 
-QUICK = ("does not look for its checkpoint", "optimizer is not saved", "epoch begins again in its middle")
+QUICK = (
+    "does not look for its checkpoint",
+    "names of checkpoints are sorted as text",
+    "optimizer is not saved",
+    "epoch begins again in its middle",
+)
 
 
 @pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in WRONG])
@@ -82,6 +88,33 @@ def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:
     return Record(rank=0, steps=steps)
 
 
+def stepped(weights: list[int], averages: list[int], decays: list[float]) -> Record:
+    """Steps with an averaged copy beside the weights, and options of the optimizer."""
+    record = rows(*weights)
+    for step, average, decay in zip(record.steps, averages, decays, strict=True):
+        step |= {"e": average, "en": 1, "opt": {"weight_decay": [decay]}}
+        step |= {"x": [1], "d": [], "gn": 1, "r": {}, "scale": []}
+    return record
+
+
+def test_an_averaged_copy_is_blamed_only_where_the_weights_are_right():
+    """It follows them: other weights are the work of the step before, by other options of the optimizer if it had such.
+
+    Other options that leave the same weights are no difference.
+    """
+    whole = stepped([0, 1, 2, 3, 4], [10, 11, 12, 13, 14], [0.1, 0.2, 0.3, 0.4, 0.5])
+
+    def found(*life) -> list[tuple[str, int, bool]]:
+        match = match_life(whole, stepped(*life), killed_at=3, saved=True, to_end=True)
+        return [(finding.kind, finding.step, finding.at_resume) for finding in match.findings]
+
+    assert found([2, 73, 74], [12, 83, 84], [0.1, 0.2, 0.3]) == [("options", 2, True)]
+    assert found([2, 3, 74], [12, 13, 84], [0.3, 0.1, 0.2]) == [("options", 3, False)]
+    assert found([2, 73, 74], [12, 83, 84], [0.3, 0.4, 0.5]) == [("unexplained", 3, False)]
+    assert found([2, 3, 4], [12, 83, 84], [0.3, 0.4, 0.5]) == [("other modules", 3, False)]
+    assert found([2, 3, 4], [12, 13, 14], [0.1, 0.2, 0.3]) == []
+
+
 @pytest.mark.parametrize(
     ("life", "began", "early"),
     [
@@ -117,6 +150,16 @@ def test_what_comes_before_it_loads_is_no_training_of_another_optimizer():
     assert from_checkpoint(both, life, killed_at=6) is life
     life = rows(90, 0, 91, 2, 72, 3, optimizers="010101", put=3)
     assert from_checkpoint(both, life, killed_at=6) is life
+
+
+def test_saves_that_a_life_passed_over_are_counted_by_kind():
+    """Logs and small files count for nothing, and of two kinds of large files the one that was written less often."""
+    saves = [("out/step-#.pt", step, 4000) for step in (3, 6, 9, 12)]
+    assert saves_after([], 0) == 0
+    assert saves_after(saves, 3) == 3
+    assert saves_after([*saves, ("out/rows.bin", 13, 100)], 12) == 0
+    assert saves_after([*saves, *(("out/best.pt", step, 3000) for step in range(1, 14))], 9) == 1
+    assert saves_after([*saves, ("out/start.pt", 0, 8000), ("out/epoch-#.pt", 6, 4000)], 3) == 1
 
 
 # ---- real processes
@@ -257,6 +300,55 @@ def test_what_is_verified_ends_with_the_verifier(tmp_path):
         assert select.select([watched], [], [], 20)[0], "it goes on without its verifier"
     finally:
         os.close(watched)
+
+
+def test_a_training_that_was_finished_before_is_named(tmp_path):
+    """Run by hand, then verified in the same folder: not PYTHONPATH is to be looked at first, but the checkpoint."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "last.pt").touch()
+    text = "import os\nraise SystemExit(%s * os.path.exists('out/last.pt'))"
+    said = "ended with status 0: if it has taken out/last.pt .* verify it in a folder without that"
+    with pytest.raises(NothingToVerifyError, match=said):
+        verified(tmp_path, text % 0)
+    with pytest.raises(LifeFailedError, match="exit status 3, and printed nothing"):
+        verified(tmp_path, text % 3)
+
+
+def test_what_leads_out_of_the_working_directory_is_found_from_a_copy(tmp_path):
+    """A link and the script itself by relative paths, as by hand; a pipe is no part of a copy, nor is a real file.
+
+    Other relative paths are not: where it fails, that is said.
+    """
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_text("hello")
+    work = tmp_path / "work"
+    (work / "out").mkdir(parents=True)
+    (work / "out" / "last").write_text("mine")
+    os.mkfifo(work / "pipe")
+    (work / "data").symlink_to("../data")
+    (work / "newest").symlink_to(work / "out" / "last")
+    (work / "out" / "up").symlink_to("../out/last")
+    (work / "out" / "beside").symlink_to("../../work/out/last")
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nassert open('data/x').read() == 'hello' and not os.path.exists('pipe')\n"
+        "open('newest', 'w').write('its own')\n"
+        "assert open('out/up').read() == open('out/beside').read() == 'its own'\n"
+        "assert os.readlink('out/up') == 'last'\nfor path in sys.argv[1:]: open(path)\n"
+    )
+    with pytest.raises(NothingToVerifyError, match="made 0 step"):
+        verify_script(["python", "../train.py"], cwd=work, timeout_s=60, starter=forked)
+    assert (work / "out" / "last").read_text() == "mine"
+    with pytest.raises(LifeFailedError, match=r"\.\./data/x leads to another place: give an absolute path"):
+        verify_script(["python", "../train.py", "../data/x"], cwd=work, timeout_s=60, starter=forked)
+
+
+def test_a_command_with_half_a_quote_is_an_error_of_usage(tmp_path):
+    """Status 2 and one line."""
+    (tmp_path / "train.py").touch()
+    ended = run(tmp_path, "--resume", "python 'train.py", "--", sys.executable, "train.py")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert '"python \'train.py" is no command for a shell: No closing quotation' in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_assert_resumes(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -204,7 +205,34 @@ def own_draws():
     loop(body)
 
 
+class Average(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = copy.deepcopy(model)
+
+    def update(self, model):
+        with torch.no_grad():
+            for mine, weight in zip(self.model.parameters(), model.parameters(), strict=True):
+                mine.lerp_(weight, 0.1)
+
+
+def averaged_copy(*, saved=False):
+    loader, model, optimizer = parts()
+    average = Average(model)
+    with hf.Checkpointer("runs/average", {"model": model, **({"average": average} if saved else {})}) as ck:
+        if not saved:
+            average = Average(model)
+        for _ in ck.epochs(2):
+            for x, y in ck.batches(loader):
+                (model(x) - y).pow(2).mean().backward()
+                optimizer.step()
+                average.update(model)
+                ck.step()
+    return average
+
+
 NAMED = {
+    averaged_copy: ("after", "not in the state/Average", "averaged copy (EMA)"),
     hidden_generator: ("after", "model/", "NOT in the state"),
     local_counter: ("after", "model/", "NOT in the state"),
     forgetful_object: ("at resume", "ema/value", "does not take in"),
@@ -428,6 +456,18 @@ def test_the_command_s_answers(tmp_path):
     ended = command(tmp_path, "--", "no-such-program")
     assert ended.returncode == 2
     assert "no-such-program" in ended.stderr
+
+
+def test_an_averaged_copy_in_the_state_is_exact(tmp_path, monkeypatch):
+    """What is saved is no module beside the state, and a copy for a look after each epoch is none that trains."""
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        average = averaged_copy(saved=True)
+        copy.deepcopy(average)
+
+    found = examine(train, kills=1)
+    assert found.verdict == "exact", found.what()
 
 
 class _Restarts:

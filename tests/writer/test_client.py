@@ -147,6 +147,23 @@ def test_a_file_that_was_cut_short_is_not_linked(tmp_path: Path, local: tuple[St
     assert frozen in kit.stored(storage, "step_00000002").values()
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_file_that_was_changed_in_place_is_not_linked(
+    tmp_path: Path, local: tuple[Storage, WriterClient], linked: bool
+) -> None:
+    """Its size is as before, so the time of its change says so: later saves have the bytes of the memory."""
+    storage, client = local
+    frozen = kit.noise(9, 300_000)
+    save(client, storage, [frozen], step=1, reuse=True, stable=(0,))
+    if linked:
+        assert save(client, storage, [frozen], step=2, reuse=True, stable=(0,)).bytes_reused
+    (path,) = (tmp_path / f"step_0000000{1 + linked}").glob("item0-*")
+    with path.open("r+b") as file:
+        file.write(b"by hand")
+    assert save(client, storage, [frozen], step=3, reuse=True, stable=(0,)).bytes_reused == 0
+    assert frozen in kit.stored(storage, "step_00000003").values()
+
+
 def test_what_an_earlier_life_wrote_is_reused_only_if_its_digests_are_its_own(
     tmp_path: Path, local: tuple[Storage, WriterClient]
 ) -> None:

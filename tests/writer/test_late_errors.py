@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 import writer_kit as kit
 
-from holdfast import Checkpoint
-from holdfast.errors import HoldfastError, StorageError
+from holdfast import Checkpoint, load, save
+from holdfast.errors import HoldfastError, StorageError, StorageUnavailableError
+from holdfast.format.commit import read_manifest
 from holdfast.storage import FileWriter, MemoryStorage, StorageTraits
 from holdfast.writer.client import WriterClient
 from holdfast.writer.handed import Watermark, WindowSource
@@ -70,6 +73,47 @@ class Breaking(MemoryStorage):
             self.may("create")
         self.begun.append(_Breaking(super().create(path, size), self, breaks=mine))
         return self.begun[-1]
+
+
+class Backlog(MemoryStorage):
+    """A gateway that does not answer to the next manifest, and carries the request out later."""
+
+    def __init__(self) -> None:
+        super().__init__(f"backlog-{next(_numbers)}")
+        self.is_slow, self.waiting = False, []
+
+    def put(self, path: str, data: bytes | memoryview, **conditions: Any) -> str | None:
+        if self.is_slow and path.endswith("manifest.json"):
+            self.waiting.append(partial(super().put, path, bytes(data), **conditions))
+            raise StorageUnavailableError("no answer in time")
+        return super().put(path, data, **conditions)
+
+    def catch_up(self) -> None:
+        """Do what waits, as far as it is not refused by now."""
+        self.is_slow = False
+        for act in self.waiting:
+            with suppress(StorageError):
+                act()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_that_lands_after_its_save_has_failed(overwrite: bool, again: bool) -> None:
+    """The checkpoint is then whole: nothing of it was taken away. A save after it leaves nothing of it behind."""
+    storage = Backlog()
+    at = Checkpoint.at(storage, "best")
+    if overwrite:
+        save(at, {"w": 1})
+    storage.is_slow = True
+    with pytest.raises(StorageUnavailableError):
+        save(at, {"w": 2}, overwrite=overwrite)
+    if again:
+        storage.is_slow = False
+        save(at, {"w": 3}, overwrite=True)
+    storage.catch_up()
+    assert load(at)["w"] == 2 + again
+    listed = {entry.path for entry in read_manifest(storage, "best").files}
+    assert again <= ({info.path.partition("/")[2] for info in storage.list("best")} == {*listed, "manifest.json"})
 
 
 @pytest.mark.parametrize("parallel", [1, 16])

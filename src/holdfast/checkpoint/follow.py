@@ -9,13 +9,17 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from holdfast._log import get_logger
 from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
     RunBusyError,
     StorageError,
     StoragePermissionError,
@@ -33,6 +37,7 @@ from .verify import verify
 __all__ = ["follow"]
 
 Start = Literal["newest", "first", "next"] | int
+_AnswerT = TypeVar("_AnswerT")
 
 _LOCAL_S, _REMOTE_S = 0.5, 5.0
 _LOOK_AGAIN = 12  # every so many polls, list everything whatever run.json says
@@ -57,11 +62,13 @@ def follow(
     Ends when the run has finished. Goes on through kills and restarts of the run: what a later attempt saves comes as
     it is saved, also where it repeats steps. The run need not have begun. Quarantined checkpoints are left out, as are
     those that hold a bad step which the guard of the run has found by then, and those that retention has deleted
-    before their turn. A storage that does not answer is asked again.
+    before their turn, and those whose manifest is damaged. A storage that does not answer is asked again, and nothing
+    is left out for that.
 
     Args:
         run: path or URI of the run.
-        every: only the first checkpoint at or after each multiple of it: 1000 or "1000ba" steps, "2ep", "1h".
+        every: only the first checkpoint at or after each multiple of it: 1000 or "1000ba" steps, "2ep", "1h". Times are
+            those of the trainer; after one that runs back the next multiple counts.
         start: "newest": begin with the newest there is; "first": with the oldest; "next": with the next to come; a
             number: with those after this step.
         only_newest: if several have come since the last look, yield the newest alone: for a server of weights.
@@ -108,25 +115,8 @@ def _follow(
     feed: _Feed, *, verify: bool, hold_s: float | None, poll_s: float, timeout_s: float | None
 ) -> Iterator[Checkpoint]:
     storage, last = feed.watched.storage, time.monotonic()
-    while True:
-        for record in feed.look():
-            checkpoint = Checkpoint.at(storage, record.name)
-            with contextlib.ExitStack() as stack:
-                try:
-                    if hold_s is not None:
-                        stack.enter_context(checkpoint.hold(at_most_s=hold_s))
-                    if verify and not _is_sound(checkpoint):
-                        continue
-                    if checkpoint.manifest is None:
-                        continue
-                except (CheckpointNotFoundError, FileNotFoundError):
-                    _log.info("%s was deleted before its turn", checkpoint.uri)
-                    continue
-                yield checkpoint
-            last = time.monotonic()
-        if feed.is_over:
-            feed.watched.settle()
-            return
+
+    def pause() -> None:
         if timeout_s is not None and time.monotonic() - last > timeout_s:
             raise TimeoutError(
                 f"no new checkpoint in {storage.uri} for {format_duration(timeout_s)}, and the run has not finished: "
@@ -134,12 +124,65 @@ def _follow(
             )
         time.sleep(poll_s)
 
+    while True:
+        for record in feed.look():
+            checkpoint = Checkpoint.at(storage, record.name)
+            with contextlib.ExitStack() as stack:
+                ask = partial(_is_good, checkpoint, verify=verify, hold_s=hold_s, stack=stack)
+                while (is_good := feed.watched.ask(ask)) is None:
+                    pause()
+                if not is_good:
+                    continue
+                yield checkpoint
+            last = time.monotonic()
+        if feed.is_over:
+            feed.watched.settle()
+            return
+        pause()
 
-def _is_sound(checkpoint: Checkpoint) -> bool:
-    verification = verify(checkpoint.storage, checkpoint.directory, deep=True, beside=False)
-    if not verification.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
-        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(verification.problems[:3]))
-    return verification.ok
+
+def _is_good(checkpoint: Checkpoint, *, verify: bool, hold_s: float | None, stack: contextlib.ExitStack) -> bool:
+    """Tell whether a checkpoint is there and, as far as that is asked for, sound; hold it until ``stack`` ends.
+
+    Raises:
+        StorageError: there is no telling now.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            if hold_s is not None:
+                held.enter_context(checkpoint.hold(at_most_s=hold_s))
+            problem = _damage(checkpoint) if verify else None
+            if problem is None and checkpoint.manifest is None:
+                return False
+        except (CheckpointNotFoundError, IncompleteCheckpointError, FileNotFoundError) as error:
+            if IncompleteCheckpointError in (type(error), type(error.__cause__)):
+                _log.warning("%s is left out: its manifest is gone, or it is being deleted", checkpoint.uri)
+            else:
+                _log.info("%s was deleted before its turn", checkpoint.uri)
+            return False
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            problem = str(error)
+        if problem is not None:
+            _log.warning("%s is damaged and left out: %s", checkpoint.uri, problem)
+            return False
+        stack.push(held.pop_all())
+    return True
+
+
+def _damage(checkpoint: Checkpoint) -> str | None:
+    """Read a whole checkpoint; return what is wrong with it.
+
+    Raises:
+        CheckpointNotFoundError: it was deleted.
+        StorageError: it could not be read.
+    """
+    found = verify(checkpoint.storage, checkpoint.directory, deep=True, beside=False)
+    problem = "; ".join(found.problems[:3])
+    if found.state == "unreadable":
+        raise StorageError(f"{checkpoint.uri} {problem}")
+    if found.state in ("missing", "incomplete", "foreign"):
+        raise CheckpointNotFoundError(problem)
+    return None if found.ok else problem
 
 
 class _FollowedRun:
@@ -156,13 +199,17 @@ class _FollowedRun:
         self._since: float | None = None  # when the storage was first found away
 
     def look(self) -> Catalog | None:
-        """Return what there is if it may have changed, else None.
+        """Return what there is if it may have changed, else None; raises as `ask`."""
+        return self.ask(self._look)
+
+    def ask(self, question: Callable[[], _AnswerT]) -> _AnswerT | None:
+        """Return what ``question`` answers; None if the storage is away.
 
         Raises:
             StorageError: it refuses, or has been away for too long.
         """
         try:
-            catalog = self._look()
+            answer = question()
         except StoragePermissionError:
             raise
         except StorageError as error:
@@ -173,7 +220,7 @@ class _FollowedRun:
             _log.warning("%s does not answer, looking again: %s", self.storage.uri, error)
             return None
         self._since = None
-        return catalog
+        return answer
 
     def _look(self) -> Catalog | None:
         try:
@@ -221,11 +268,7 @@ class _Feed:
         catalog = self.watched.look()
         if catalog is None:
             return
-        index = catalog.index
-        now, finished = index.current, index.finished
-        self.is_over = finished is not None and (
-            now is None or finished.get("attempt", 0) >= now.attempt or now.ended is not None
-        )
+        self.is_over = catalog.index.has_finished
         records = catalog.records()[::-1]
         ids = {(record.name, record.checkpoint_id) for record in records}
         bad = catalog.bad_steps()
@@ -259,6 +302,8 @@ class _Feed:
         if self._every.unit != "sec" and multiple[1] < 1:
             return False  # multiple 0 is the start of the run
         if self._multiple is not None and multiple <= self._multiple:
+            if self._every.unit == "sec":
+                self._multiple = multiple  # lower where the clock was set right: it must not hold back all that follow
             return False
         self._multiple = multiple
         return True

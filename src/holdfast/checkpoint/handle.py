@@ -35,7 +35,7 @@ from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
 from holdfast.run.metrics import plain_metrics
-from holdfast.run.names import LATEST
+from holdfast.run.names import LATEST, refuse_run
 from holdfast.run.record import Sidecar, change_sidecar, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
@@ -184,8 +184,13 @@ class Checkpoint:
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy the files to a local directory (a new temporary one by default) and return it; durable on return.
 
-        Processes of a machine that do so at the same time share one download of a remote checkpoint; those that give
-        the same path share the directory as well.
+        Files of the same names that are there already are replaced if they differ, each in one step; of a checkpoint
+        that was brought there before, only those that were changed since are read. Processes of a machine that do so at
+        the same time share one download of a remote checkpoint; those that give the same path share the directory as
+        well.
+
+        Raises:
+            CheckpointExistsError: there is a run at ``path``.
         """
         from holdfast.copying.downloads import own_download, take_turns  # not above: a training copies nothing
         from holdfast.copying.transfer import copy_checkpoint, copy_file
@@ -194,7 +199,13 @@ class Checkpoint:
             os.path.expanduser(path) if path is not None else tempfile.mkdtemp(prefix="holdfast-")
         )
         target = LocalStorage(directory)
-        if self._is_file():
+        is_file = self._is_file()
+        if self._storage.local_root is not None and _is_same(
+            self.path, os.path.join(directory, self.name) if is_file else directory
+        ):
+            return directory  # it lies there
+        refuse_run(target, "")
+        if is_file:
             copy_file(self._storage, self._name, target, self.name)
         elif self._storage.local_root is not None:
             self._require()
@@ -498,11 +509,18 @@ def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpo
     return Checkpoint.at(from_description(description) if description is not None else resolve(uri), name)
 
 
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
 def _copy_folders(path: str, directory: str) -> bool:
     """Make the folders of a local directory that hold nothing; tell whether there is no file to copy at all."""
     is_empty = True
     for place, folders, files in os.walk(path):
-        is_empty = is_empty and not files
+        is_empty = is_empty and not files and not any(os.path.islink(os.path.join(place, name)) for name in folders)
         if not folders and not files:
             os.makedirs(os.path.join(directory, os.path.relpath(place, path)), exist_ok=True)
     return is_empty

@@ -15,7 +15,6 @@ from holdfast._not_here import suggests
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
-from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.state.load.put_back import set_attributes
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.load.selection import covers
@@ -29,6 +28,8 @@ from .save_target import open_place
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.model_files import Content, ModelFiles
 
 __all__ = ["SaveHandle", "begin_save", "load", "save", "save_async"]
 
@@ -337,6 +338,8 @@ def load(
 def _beside(given: Any, state: Mapping[str, Any], *, overwrite: bool) -> ModelFiles | None:
     if given is None:
         return None
+    from holdfast.model_files import model_files_of  # not above: few checkpoints have any
+
     model_files = model_files_of(given, state)
     if model_files is not None and overwrite:
         raise ConfigError(

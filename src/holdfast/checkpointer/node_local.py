@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.format.parts import read_part, sweep_given_up
+from holdfast.format.names import join
+from holdfast.format.parts import read_part, staged_name, sweep_given_up
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-from .meeting import Meeting
 from .run_session import RunSession
 
 __all__ = ["share_a_disk", "take_up"]
 
+_LOG = get_logger("checkpointer")
 _VISIBLE_S = 0.3  # a disk that shows a file later than this counts as not shared
 
 
@@ -50,29 +52,50 @@ def share_a_disk(session: RunSession) -> bool:
 def take_up(session: RunSession) -> None:
     """Bring the newest save that the disks hold completely to the remote, if that has none as new; sweep the rest.
 
-    A staged save counts if as many ranks start again as saved it, and each still has its own part; parts of other
-    ranks never count. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too. Afterwards
-    `RunSession.opened` lists what the run has.
+    A staged save counts if as many ranks start again as saved it, and every part is on the disk of some rank: machines
+    may come back in another order. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too.
+    Afterwards `RunSession.opened` lists what the run has.
     """
     meeting, local, opened = session.meeting, session.storage, session.opened
-    found = meeting.agree("staged", lambda: _left(local, opened) if session.leads else [])
+    found = meeting.agree("staged", lambda: _left(local, opened, meeting.rank), _newest_first)
 
-    def have() -> list[bool]:
-        return [_has(local, part, meeting) for part in found]
+    def choose(all_: Sequence[list[list[int]]]) -> tuple[int, list[list[int]]] | None:
+        for number, about in enumerate(found):
+            if about["save"] is None:
+                return number, []
+            bearers = _bearers(about["writers"], [parts[number] for parts in all_])
+            if bearers is not None and about["writers"] == meeting.world_size:
+                return number, bearers
+        return None
 
-    def choose(all_: Sequence[list[bool]]) -> int | None:
-        return next((number for number in range(len(found)) if all(has[number] for has in all_)), None)
-
-    chosen = meeting.agree("staged parts", have, choose) if found else None
+    chosen = (
+        meeting.agree("staged parts", lambda: [_parts_here(local, about) for about in found], choose) if found else None
+    )
+    about, bearers = (None, []) if chosen is None else (found[chosen[0]], chosen[1])
+    for lost in found[: len(found) if chosen is None else chosen[0]] if session.leads else []:
+        _LOG.warning(
+            "%s, which %d ranks had staged, is given up: not all of its parts are on the disks of the %d ranks that "
+            "start now",
+            lost["name"], lost["writers"], meeting.world_size,
+        )  # fmt: skip
+    if about is not None and about["save"] is not None:
+        where = join(about["name"], staged_name(about["save"]))
+        is_holder = meeting.rank == about["rank"]
+        data = meeting.agree(
+            "staged manifest",
+            lambda: local.read(where).decode() if is_holder and about["rank"] != 0 else None,
+            lambda values: values[about["rank"]],
+        )
+        if session.leads and data is not None:  # the disk that rank 0 had is that of another rank now
+            local.put(where, data.encode())
 
     def bring() -> Any:
-        if not session.leads:
+        if not session.leads or about is None:
             return None
-        part = found[chosen]
-        session.ask("bring", name=part["name"], save=part["save"])
+        session.ask("bring", name=about["name"], save=about["save"], parts=bearers)
         return session.ask("records")
 
-    if chosen is not None:
+    if about is not None:
         records = meeting.agree("brought", bring, work_s=2 * session.timeout_s)
         session.opened = replace(opened, records=tuple(records))
         session.names.update(row[0] for row in records)
@@ -84,8 +107,8 @@ def take_up(session: RunSession) -> None:
             local.tidy(name)
 
 
-def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
-    """List, on rank 0, what its disk knows of that is newer than all the remote has, newest first."""
+def _left(local: Storage, opened: RunOpened, rank: int) -> list[dict[str, Any]]:
+    """List what the disk of a rank knows of that is newer than all the remote has; whole ones only on rank 0."""
     from holdfast.writer.uploads.staged_run import staged_saves  # not above: few trainers need it, and each start waits
 
     newest = max(((row[1], row[2], row[0]) for row in opened.records), default=(-1, -1, ""))
@@ -94,25 +117,47 @@ def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
         ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})
         for name, save, manifest in staged
     ]
-    catalog = RunView(local)
-    whole = [record for record in catalog.records() if record.order > newest]
-    runs = [manifest.run_id for _, _, manifest in staged] + [catalog.index.run_id for _ in whole]
+    runs = [manifest.run_id for _, _, manifest in staged]
+    if rank == 0:
+        catalog = RunView(local)
+        whole = [record for record in catalog.records() if record.order > newest]
+        found += [(record.order, {"name": record.name, "save": None, "writers": 0}) for record in whole]
+        runs += [catalog.index.run_id for _ in whole]
     for other in runs:
         if other != opened.run_id:  # its owner may start it again: what it has here is not ours to remove
             raise ConfigError(
-                f"{local.uri} of rank 0 holds another run ({other}) than the remote ({opened.run_id}): give each run a "
-                "local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
+                f"{local.uri} of rank {rank} holds another run ({other}) than the remote ({opened.run_id}): give each "
+                "run a local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
             )
-    found += [(record.order, {"name": record.name, "save": None, "writers": 0}) for record in whole]
-    return [part for order, part in sorted(found, key=lambda row: row[0], reverse=True) if order > newest]
+    return [{**about, "rank": rank, "order": list(order)} for order, about in found if order > newest]
 
 
-def _has(local: Storage, about: dict[str, Any], meeting: Meeting) -> bool:
-    """Tell whether this rank has its part of what rank 0 has found."""
-    if about["save"] is None:
-        return True
-    try:
-        part = read_part(local, about["name"], about["save"], meeting.rank)
-    except CheckpointError:  # damaged; a disk that does not answer is an error, for what is on it is removed below
-        return False
-    return part is not None and about["writers"] == meeting.world_size
+def _newest_first(all_: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Join what the disks know of; a save that several ranks see is listed by the first of them."""
+    found: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for about in (about for left in all_ for about in left):
+        found.setdefault((about["name"], about["save"]), about)
+    return sorted(found.values(), key=lambda about: tuple(about["order"]), reverse=True)
+
+
+def _parts_here(local: Storage, about: dict[str, Any]) -> list[int]:
+    """List the parts of a save that are on the disk of this rank."""
+    found = []
+    for writer in range(about["writers"]):
+        try:
+            if read_part(local, about["name"], about["save"], writer) is not None:
+                found.append(writer)
+        except CheckpointError:  # damaged; a disk that does not answer is an error, for what is on it is removed below
+            continue
+    return found
+
+
+def _bearers(writers: int, seen: Sequence[list[int]]) -> list[list[int]] | None:
+    """Choose which parts each rank brings: its own if it sees it, else the first that sees it; None if one is lost."""
+    parts: list[list[int]] = [[] for _ in seen]
+    for writer in range(writers):
+        ranks = [rank for rank, those in enumerate(seen) if writer in those]
+        if not ranks:
+            return None
+        parts[writer if writer in ranks else ranks[0]].append(writer)
+    return parts

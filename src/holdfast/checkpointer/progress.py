@@ -74,8 +74,7 @@ class Progress:
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
         self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: 1 + the number of batches drawn ahead
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
-        self._drawn_at_step: dict[str, int] = {}  # its batches drawn at the last step
-        self._drawn_by: dict[str, threading.Thread] = {}  # who has drawn the last one
+        self._drawn_elsewhere: set[str] = set()  # loaders that another thread than that of the steps draws from
         self._failures: dict[str, int] = {}  # where a loader has failed last in this pass
         self._left: set[str] = set()  # loaders whose loop was left in this epoch, and is not gone on with
         self._reopened: set[str] = set()  # loaders whose pass was gone on with in this epoch
@@ -114,14 +113,6 @@ class Progress:
                 draws.append(self._drawn[name] - sum(draws))
                 if len(draws) == 3:
                     self._say_ahead(name, *draws[1:], ahead=(marks.maxlen or 1) - 1)
-            drawn_before, self._drawn_at_step[name] = self._drawn_at_step.get(name), self._drawn[name]
-            is_idle = drawn_before == self._drawn[name] and not self._live[name].done
-            if is_idle and self._drawn_by.get(name, self._stepper) is not self._stepper:
-                self._remind(
-                    f"the batches of {name!r} are drawn by another thread than the one that trains, ahead of it: how "
-                    "many are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. "
-                    "Draw each batch in the loop that trains it, and let the DataLoader work ahead (num_workers=)"
-                )
             self._trained[name] = at
         self.place = tuple(place)
         if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
@@ -379,7 +370,8 @@ class Progress:
         self._index = self._drawn[name]
         self._drawn[name] += 1
         self.num_drawn += 1
-        self._drawn_by[name] = threading.current_thread()
+        if self._stepper is not None and self._stepper is not threading.current_thread():
+            self._drawn_elsewhere.add(name)
         marks.append((self._live[name].samples, self._drawn[name]))
         if marks.maxlen == 1:
             self._body, self._body_thread = name, threading.get_ident()
@@ -558,7 +550,13 @@ class Progress:
     def _say_ahead(self, name: str, first: int, second: int, *, ahead: int) -> None:
         """Say that more, or fewer, batches are drawn ahead of the step than the script has said."""
         found = first - max(1, second)
-        if found > 0 and not ahead:
+        if found > 0 and name in self._drawn_elsewhere:
+            self._remind(
+                f"the batches of {name!r} are drawn by another thread than the one that trains, ahead of it: how many "
+                "are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. Draw each "
+                "batch in the loop that trains it, and let the DataLoader work ahead (num_workers=)"
+            )
+        elif found > 0 and not ahead:
             self._remind(
                 f"{first} batches of {name!r} were drawn before a step and {second} before the next one. If the loop "
                 "leaves batches out (`continue` before ck.step()), all is well: they count as done with the next step. "
@@ -589,7 +587,7 @@ class Progress:
 
     def _forget_passes(self) -> None:
         self._live, self._drawn, self._trained, self._marks, self._draws = {}, {}, {}, {}, {}
-        self._drawn_at_step, self._drawn_by = {}, {}
+        self._drawn_elsewhere = set()
         self._body, self._body_thread = "", _NOBODY
         self._late_steps = 0
         self._left, self._reopened, self._failures = set(), set(), {}

@@ -90,12 +90,17 @@ class RemoteWatch:
             step: that was saved last, as far as anything was.
 
         Raises:
-            StorageError: it has not after ``timeout_s``; names what lies on the local disk only. Or the last step was
-                staged, and could not be completed there.
+            StorageError: it has not after ``timeout_s``; names what lies on the local disk only. Or the newest
+                checkpoint cannot be brought there, now or later.
             RunBusyError: another trainer has taken the remote side over.
         """
         self._ask(timeout_s)
         if self._wait_until(lambda: not self._waiting, timeout_s):
+            if (refused := self._state.get("refused")) is not None and not self.staged:
+                raise StorageError(
+                    f"{refused}. Nothing newer is there, and this one is on the local disk {self._mirror.path} only, "
+                    "if it is whole: `holdfast verify --deep` tells. The next start with the same local_dir tries again"
+                )
             if self.staged and self._state["last_step"] < step:
                 raise StorageError(
                     f"step {step} was staged, but is not at {self.uri}, where the newest checkpoint is that of step "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from holdfast.errors import (
     CorruptCheckpointError,
     HoldfastError,
     IncompleteCheckpointError,
+    StorageError,
 )
 from holdfast.run.candidates import newest_good
 from holdfast.storage.base import Storage
@@ -41,6 +43,7 @@ what it and later ones have saved follows from there. ``{}``: the run goes on fr
 
 Quarantine = Callable[..., object]
 _LOG = get_logger("checkpointer")
+_UNREADABLE = "the disk cannot read it; later starts try it again"
 
 
 @dataclass(slots=True)
@@ -251,13 +254,20 @@ def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Res
         outcome.loaded = _load(home, state, meeting, fit)
     except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
         return str(error)
+    except StorageError as error:
+        if error.errno != errno.EIO or home.local_root is None:
+            raise
+        return f"{_UNREADABLE}: {error}"
     return None
 
 
 def _judge(set_aside: Quarantine, reasons: list[str | None]) -> str | None:
-    """Return the reason for all ranks, after setting a bad candidate aside. On rank 0: all ranks receive its errors."""
+    """Return the reason for all ranks, after setting a bad candidate aside. On rank 0: all ranks receive its errors.
+
+    What a disk cannot read is not set aside for good: the bytes may be there when its cable is.
+    """
     reason = first_bad(reasons)
-    if reason is not None:
+    if reason is not None and any(other and not other.startswith(_UNREADABLE) for other in reasons):
         set_aside(reason=reason)
     return reason
 

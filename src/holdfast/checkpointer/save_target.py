@@ -17,6 +17,7 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.names import refuse_run
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.storage.base import Storage
@@ -103,7 +104,7 @@ class SaveTarget:
         ``fields`` are more of the manifest.
 
         Raises:
-            CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
+            CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False, or a run.
         """
         joint = self.team is not None
         self._check_free(overwrite=overwrite)
@@ -142,6 +143,7 @@ class SaveTarget:
 
     def _check_free(self, *, overwrite: bool) -> None:
         target = self.target
+        refuse_run(target.storage, target.directory)
         if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
             raise CheckpointExistsError(
                 f"{target.uri} is a committed checkpoint already: pass overwrite=True to replace it, or use another "

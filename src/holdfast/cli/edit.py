@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -17,11 +17,12 @@ from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
-from holdfast.run.retention import decide
+from holdfast.run.retention import Verdict, decide
 from holdfast.run.trash import Trash
+from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, Choice, choose, find, pick_options, reach, run_at
+from .targets import PATH, Choice, choose, find, heed_checks, pick_options, reach, run_at
 from .terminal import console, counted, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
@@ -64,26 +65,33 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as_json: bool) -> None:
     """Delete checkpoints. Whole runs are not deleted.
 
-    On a disk they go to the trash of their run (.trash), which the next rm or prune empties, or the first start of the
-    run after a week; until then they take room, and --undo brings them back. In an object store there is no trash. The
-    run must not be training: its own retention deletes then. Without --yes nothing is deleted.
+    On a disk they go to the trash of their run (.trash) for a week: they take room there, and --undo brings them back.
+    After it the next rm or prune that deletes, or the next start, deletes them for good; rm and prune name them. In an
+    object store there is no trash. The run must not be training: its own retention deletes then. Without --yes nothing
+    is deleted.
     """
     if undo:
         if yes or force or now:
             raise ConfigError("--undo brings back what was deleted: leave --yes, --force and --now out")
         _undo([Checkpoint(path) for path in paths], as_json=as_json)
         return
-    emptied: set[str] = set()  # runs; told by this, not by the clock, which may be set back meanwhile
     chosen = [_checkpoint_at(path) for path in paths]
     rows = [_removal(checkpoint, force=force, now=now) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
+    runs = {checkpoint.storage.uri: checkpoint.storage for checkpoint in chosen}
+    emptied = [] if refused else _outdated(runs.values())
     if yes and not refused:
         for checkpoint, row in zip(chosen, rows, strict=True):
-            _remove(checkpoint, force=force, to_trash=row["trash"], emptied=emptied)
+            _remove(checkpoint, force=force, to_trash=row["trash"])
             row["state"] = "in the trash" if row["trash"] else "deleted"
-    _show_removed(rows, done=yes and not refused, asked=yes, as_json=as_json)
+    _show_removed(rows, emptied, done=yes and not refused, asked=yes, as_json=as_json)
     if refused:
         raise click.exceptions.Exit(1)
+
+
+def _outdated(runs: Iterable[Storage]) -> list[str]:
+    """Return what would go for good by an `rm` or `prune` besides that which it deletes: their week is over."""
+    return [f"{run.uri.rstrip('/')}/{name}" for run in runs for name in Trash(run).outdated()]
 
 
 def _checkpoint_at(path: str) -> Checkpoint:
@@ -126,7 +134,8 @@ _FOREIGN = "it is no checkpoint of Holdfast"  # the one reason that --force does
 def _removal(checkpoint: Checkpoint, *, force: bool, now: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
     catalog = Catalog(checkpoint.storage)
-    newest = next(iter(catalog.records()), None)
+    heed_checks(catalog)
+    newest = catalog.latest()
     holding = holders(checkpoint.storage).get(checkpoint.directory)
     reasons = [f"held by {', '.join(holding)}"] if holding else []
     with contextlib.suppress(CheckpointError):
@@ -153,16 +162,14 @@ def _bytes(checkpoint: Checkpoint) -> int:
         return 0
 
 
-def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool, emptied: set[str]) -> None:
+def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool) -> None:
     storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
         checkpoint.delete()
         return
     with upkeep(storage) as catalog:
         trash = Trash(storage)
-        if storage.uri not in emptied:
-            emptied.add(storage.uri)
-            trash.empty()
+        trash.empty()
         catalog.trash = trash if to_trash else None
         if name in catalog.index.rows:
             catalog.discard([name], "holdfast rm")
@@ -186,8 +193,8 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 
     On a disk they go to the trash of the run, as with `holdfast rm`. The newest, pinned ones, that resumed from and
-    those that another process holds always stay. The run must not be training: its own retention deletes then. Without
-    --yes nothing is deleted.
+    those that another process holds always stay. What `holdfast verify` found damaged counts as none of them, and stays
+    too. The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
     storage = reach(run)
     catalog = run_at(storage, run)
@@ -198,7 +205,12 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
     else:
         raise ConfigError(f"{storage.uri} has no rules of its own (it keeps everything): --keep RULES, {KEEP_TEXT}")
     records = {record.name: record for record in catalog.records()}
-    verdicts = decide(keep, records.values())
+    damaged = heed_checks(catalog)
+    verdicts = _verdicts(catalog, keep)
+    for name in sorted(records.keys() - {verdict.name for verdict in verdicts}, key=list(records).index):
+        if next(storage.list(name), None) is not None:
+            why = damaged.get(name) or catalog.corrupt.get(name, "its manifest is gone")
+            verdicts.append(Verdict(name=name, keep=True, why=f"damaged, and no rule counts it: {why}"))
     holding = holders(storage)
     held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
     rows: list[dict[str, Any]] = [
@@ -212,20 +224,34 @@ def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> N
         }
         for verdict in verdicts
     ]
+    emptied = _outdated([storage]) if any(row["state"] == "would go" for row in rows) else []
     if yes and any(row["state"] == "would go" for row in rows):
         gone, binned = _prune(run, keep, now=now)
         went = "in the trash" if binned else "deleted"
         for row in rows:
             row["state"] = went if row["name"] in gone else "kept" if row["state"] == "would go" else row["state"]
     if as_json:
-        print_json({"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes, "checkpoints": rows})
+        head = {"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes}
+        print_json({**head, "checkpoints": rows, "emptied": emptied})
         return
     out = console()
     for row in rows:
         line = printable(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}")
         out.file.write(painted(out, line, "red" if row["state"] != "kept" else "") + "\n")
     _sum([row for row in rows if row["state"] != "kept"], len(rows), done=yes)
-    _say_trash(sum(row["state"] == "in the trash" for row in rows))
+    _say_trash(sum(row["state"] == "in the trash" for row in rows), emptied, done=yes)
+
+
+def _verdicts(catalog: Catalog, keep: Keep) -> list[Verdict]:
+    """Decide what stays, once all of that was found there: a row of the index alone keeps no place."""
+    looked: set[str] = set()
+    while True:
+        verdicts = decide(keep, catalog.records())
+        staying = [verdict.name for verdict in verdicts if verdict.keep and verdict.name not in looked]
+        if not staying:
+            return verdicts
+        catalog.look_again(staying)
+        looked.update(staying)
 
 
 def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
@@ -235,6 +261,8 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         trash = Trash(catalog.storage)
         trash.empty()
         catalog.trash = trash if trash.exists and not now else None
+        heed_checks(catalog)
+        _verdicts(catalog, keep)
         kept_rules = catalog.index.keep
         while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh
@@ -243,11 +271,13 @@ def _prune(run: str, keep: Keep, *, now: bool) -> tuple[set[str], bool]:
         return gone, catalog.trash is not None
 
 
-def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as_json: bool) -> None:
+def _show_removed(
+    rows: Sequence[dict[str, Any]], emptied: Sequence[str], *, done: bool, asked: bool, as_json: bool
+) -> None:
     for row in rows:
         row["state"] = row["state"] if done else "refused" if row["refused"] else "would go"
     if as_json:
-        print_json({"dry_run": not done, "checkpoints": list(rows)})
+        print_json({"dry_run": not done, "checkpoints": list(rows), "emptied": emptied})
         return
     out = console()
     for row in printable(list(rows)):
@@ -257,20 +287,22 @@ def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, asked: bool, as
     going = [row for row in rows if row["state"] != "refused"]
     _sum(going, len(rows), done=done, why_not="where one is refused" if asked else "without --yes")
     binned = sum(row["trash"] for row in going)
-    if done:
-        _say_trash(binned)
-    elif binned:
+    _say_trash(binned if done else 0, emptied, done=done)
+    if binned and not done:
         click.echo("they would go to the trash of the run, where --undo finds them (--now: delete at once)")
     if binned < len(going) and not done:
         click.echo(f"{len(going) - binned} of them would be gone for good")
 
 
-def _say_trash(number: int) -> None:
+def _say_trash(number: int, emptied: Sequence[str], *, done: bool) -> None:
+    if emptied:
+        names = ", ".join(uri.rpartition("/")[2] for uri in emptied)
+        click.echo(printable(f"{'gone' if done else 'would go'} for good: {names}, in the trash for over a week"))
     if number:
         click.echo(
-            "in the trash of the run they take the same room until the next `holdfast rm` or `prune`, or a start after "
-            "a week: `holdfast rm --undo PATH` brings one back, --now deletes at once, and so does deleting the folder "
-            ".trash of the run"
+            "in the trash of the run they take the same room for a week, and until the next `holdfast rm`, `prune` or "
+            "start after it: `holdfast rm --undo PATH` brings one back, --now deletes at once, and so does deleting "
+            "the folder .trash of the run"
         )
 
 

@@ -16,8 +16,10 @@ import click
 from holdfast.checkpoint.follow import follow
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError
+from holdfast.run.index import RUN_FILE
+from holdfast.run.status import refuse_checkpoint
 
-from .targets import PATH, Choice, choose, complete_metric, find, ranking, run_at, span_option
+from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
 from .terminal import print_json, print_line, printable
 
 __all__ = ["best", "latest", "watch"]
@@ -36,6 +38,7 @@ def latest(run: str, wait: bool, timeout: str | None, as_json: bool) -> None:
     if timeout is not None and not wait:
         raise ConfigError("--timeout says how long --wait waits: give --wait too")
     if wait:
+        _say_waiting(run)
         limit_s = None if timeout is None else span_option("--timeout", timeout)
         try:
             next(follow(run, timeout_s=limit_s), None)
@@ -128,6 +131,7 @@ def watch(
         poll_s=None if poll is None else span_option("--poll", poll),
         timeout_s=None if timeout is None else span_option("--timeout", timeout),
     )
+    _say_waiting(run)
     has_failed = False
     try:
         for checkpoint in checkpoints:
@@ -148,6 +152,18 @@ def watch(
         raise CheckpointError(str(error)) from error
     if has_failed:
         raise click.exceptions.Exit(1)
+
+
+def _say_waiting(run: str) -> None:
+    """Say so if the run has not begun: a path that is mistyped looks just like that.
+
+    Raises:
+        ConfigError: it is a checkpoint.
+    """
+    storage = reach(run)
+    if not storage.exists(RUN_FILE):
+        refuse_checkpoint(storage, ConfigError)
+        click.echo(printable(f"holdfast: there is no run at {storage.uri} yet: waiting for it"), err=True)
 
 
 def _run(command: str, checkpoint: Checkpoint, *, report: bool, aside: bool) -> dict[str, Any]:

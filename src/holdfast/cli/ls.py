@@ -14,7 +14,7 @@ from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError
 from holdfast.format.contents import ContentsReader
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import files_of
@@ -25,7 +25,7 @@ from holdfast.run.status import run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, pick_options, ranking
+from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
 from .terminal import PlainTable, Row, age, console, counted, number, print_columns, print_json, printable, table
 
 __all__ = ["ls", "show"]
@@ -77,14 +77,19 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
     """Describe a run and everything under its root as JSON."""
     storage, index = catalog.storage, catalog.index
     metric, mode = ranking(index.keep, metric, mode)
-    good = catalog.records()
-    best, newest, bad_steps = best_of(catalog.sound(), metric, mode), catalog.newest_sound(), catalog.bad_steps()
+    listed = {*catalog.names()}
+    while (last := catalog.newest()) is not None and not storage.exists(f"{last.name}/{MANIFEST_NAME}"):
+        catalog.look_again([last.name])  # the index is believed of the others
+    gone = listed - {*catalog.names(), *catalog.corrupt, *catalog.others, *catalog.void}
+    good, bad, corrupt, bad_steps = catalog.records(), catalog.bad(), {*catalog.corrupt}, catalog.bad_steps()
+    heed_checks(catalog)
+    best, newest = best_of(catalog.sound(), metric, mode), catalog.newest_sound()
     rows = [_row(storage, record, "ok", newest=record == newest, best=record == best) for record in good]
     for row in rows:
         if row["name"] in bad_steps:
             row["bad_step"] = bad_steps[row["name"]]
-    for name, why in sorted(catalog.bad().items()):
-        state = "corrupt" if name in catalog.corrupt else "quarantined"
+    for name, why in sorted(bad.items()):
+        state = "corrupt" if name in corrupt else "quarantined"
         known = catalog.record(name) if name in index.rows else None
         rows.append({**(_row(storage, known, state) if known else _bare(storage, name, state)), "reason": why})
     for record in sorted(catalog.strangers(), key=lambda record: record.created, reverse=True):
@@ -92,7 +97,7 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
         original = catalog.guests.get(record.name)
         state = f"copy of {original}" if original else "ok" if not run else f"of run {run[:8]}"
         rows.append({**_row(storage, record, state), "run_id": run})
-    rows += [_bare(storage, name, "incomplete") for name in catalog.incomplete]
+    rows += [_bare(storage, name, "incomplete") for name in sorted({*catalog.incomplete, *gone})]
     for name in catalog.foreign:
         # A directory of runs: say which of its children can be looked into.
         rows.append(_bare(storage, name, "run" if storage.exists(f"{name}/{RUN_FILE}") else "foreign"))
@@ -105,7 +110,7 @@ def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[st
         "path": storage.uri,
         "run_id": index.run_id,
         "attempts": [attempt.to_json() for attempt in index.attempts],
-        "finished": index.finished,
+        "finished": index.finished if index.has_finished else None,
         "keep": index.keep,
         "metric": metric,
         "mode": mode,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from typing import Any
 
@@ -99,7 +100,18 @@ for _command in (
 
 def main() -> None:
     """Run the command line."""
-    cli(prog_name="holdfast")
+    try:
+        try:
+            cli(prog_name="holdfast")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Errors of storages have been told by now. What is still to be written would be tried again at the end.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        click.echo(f"holdfast: cannot write to standard output: {error.strerror}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

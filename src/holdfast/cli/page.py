@@ -15,14 +15,16 @@ from holdfast.page.facts import collect_all
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, poll_option
-from .terminal import message, print_json, printable, replace_file
+from .terminal import check_output, message, print_json, printable, replace_file
 
 __all__ = ["page"]
 
 
 @click.command()
 @click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
-@click.option("-o", "--output", default="run.html", show_default=True, help="The file to write; replaced as a whole.")
+@click.option(
+    "-o", "--output", default="run.html", show_default=True, help="The file to write; an earlier page is replaced."
+)
 @click.option("--watch", is_flag=True, help="Write it again as things happen, until the run has ended.")
 @click.option("--poll", default="5s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON document and write no file.")
@@ -41,6 +43,7 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
         print_json(collect())
         return
     every = poll_option(poll)
+    check_output(output)
     facts = collect()
     data = render(facts, reload_s=every if watch else None).encode()
     replace_file(output, data)

@@ -5,7 +5,8 @@ Until it is done; to find out whether its resume is exact; and whether its savin
 
 from __future__ import annotations
 
-import shlex
+import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -16,7 +17,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import message, print_json, replace_file
+from .terminal import check_output, message, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -113,12 +114,13 @@ def verify_resume(
     python train.py. It runs in copies of the working directory. Exit status: 0 the resume is exact, 1 it is not or the
     script failed, 2 usage.
     """
+    from holdfast.verify.lives import split_command
     from holdfast.verify.report import page
     from holdfast.verify.scripts import verify_script
 
     _examine(
         lambda say: verify_script(
-            command, kills=kills, resume=None if resume is None else shlex.split(resume), steps=steps,
+            command, kills=kills, resume=None if resume is None else split_command(resume), steps=steps,
             terminate=terminate, every=every, seed=seed, timeout_s=timeout_s, keep_in=keep_in, in_place=in_place,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
         ),
@@ -158,17 +160,36 @@ def attack(
     failed, 2 usage.
     """
     from holdfast.verify.attack import attack_script
+    from holdfast.verify.lives import split_command
     from holdfast.verify.report import survival_page
 
     _examine(
         lambda say: attack_script(
-            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else shlex.split(resume),
+            command, kills=kills, power_cuts=power_cuts, resume=None if resume is None else split_command(resume),
             seed=seed, timeout_s=timeout_s, cold=cold, keep_in=keep_in,
             copy_limit_bytes=int(copy_limit * (1 << 30)), say=say,
         ),
         command, failed={"survives": False}, is_good=lambda found: found.survives, page=survival_page,
         html=html, as_json=as_json,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _leaves_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body as Ctrl-C does: its processes are ended, and its copies removed."""
+
+    def leave(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    default = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL)
+    before = {number: signal.signal(number, leave) for number in default}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _examine(
@@ -194,9 +215,12 @@ def _examine(
     """
     from holdfast.verify.lives import LifeFailedError
 
+    if html is not None:
+        check_output(html)
     began = time.monotonic()
     try:
-        found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
+        with _leaves_in_order():
+            found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
     except LifeFailedError as error:
         if as_json:
             print_json({**failed, "message": str(error), "command": list(command)})

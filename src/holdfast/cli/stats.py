@@ -19,7 +19,17 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, poll_option, run_at
-from .terminal import Row, console, counted, message, print_columns, print_json, printable, replace_file, table
+from .terminal import (
+    Row,
+    check_output,
+    console,
+    counted,
+    message,
+    print_columns,
+    print_json,
+    printable,
+    replace_file,
+)
 
 __all__ = ["openmetrics", "stats"]
 
@@ -88,6 +98,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
     if target is not None:
         if as_json:
             raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
+        check_output(target)
         _export(storage, run, target, every if watch else None)
         return
     summaries = _look(storage, run)
@@ -152,16 +163,16 @@ def _show(summary: Mapping[str, Any]) -> None:
     written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
-    made = table(
-        [("seconds", "left"), *((title, "right") for title in ("saves", "in all", "mean", "p50", "p95", "max"))]
-    )
+    columns = {"seconds": "left", **dict.fromkeys(("saves", "in all", "mean", "p50", "p95", "max"), "right")}
+    lines: list[Row] = []
     for name, title in _TIMES:
         spread = summary[name]
         if spread["count"]:
             figures = [f"{spread[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
-            made.add_row(title, str(spread["count"]), f"{spread['sum']:.4g}", *figures)
-    if made.row_count:
-        out.print(made)
+            told = [title, str(spread["count"]), f"{spread['sum']:.4g}", *figures]
+            lines.append((dict(zip(columns, told, strict=True)), "", ""))
+    if lines:
+        print_columns(out, columns, lines, droppable=["p95", "saves", "mean", "in all", "p50"])
         out.print()
     for why, times in list(summary["lost_why"].items())[:_WORST]:
         out.print(Text(f"lost {times} x: {why}", style="red"))

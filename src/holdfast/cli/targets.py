@@ -22,14 +22,15 @@ from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
 from holdfast.run.status import refuse_checkpoint
+from holdfast.run.verified import known_damaged
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .terminal import printable
 
 __all__ = [
-    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "pick_options", "poll_option", "ranking",
-    "reach", "run_at", "span_option", "warn_of_quarantine",
+    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
+    "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
 ]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
@@ -121,8 +122,8 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     if root is not None and root.is_file():
         return storage, Checkpoint(path)
     children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
-    if not children and not (root is not None and root.is_dir()):
-        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
+    if not children:
+        _refuse_nothing(storage)
     if MANIFEST_NAME in children:
         return storage, Checkpoint(path)
     if RUN_FILE not in children and is_remains(children):
@@ -133,11 +134,23 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     return storage, None
 
 
-def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
+def _refuse_nothing(storage: Storage) -> None:
+    """Refuse a place that holds nothing, and is no empty directory.
+
+    Raises:
+        CheckpointNotFoundError: saying so.
+    """
+    root = storage.local_root
+    if not (root is not None and root.is_dir()):
+        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
+
+
+def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -> Checkpoint:
     """Return the checkpoint that is meant: that at ``path``, or of the run there the one asked for.
 
     Says on stderr which checkpoint of a run is taken if ``pick`` names none, and, unless ``warns`` is false, that the
-    checkpoint at ``path`` is quarantined.
+    checkpoint at ``path`` is quarantined. What `holdfast verify` found damaged is not the newest or the best of a run,
+    unless ``heeds`` is false; its step brings it.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
@@ -152,6 +165,7 @@ def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
             warn_of_quarantine(checkpoint)
         return checkpoint
     catalog = run_at(storage, path)
+    damaged = heed_checks(catalog) if heeds and pick.step is None else {}
     record = _pick(catalog, pick)
     if not pick.is_given:
         text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
@@ -160,6 +174,11 @@ def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
         click.echo(printable(f"holdfast: newer, but no start takes them, for its guard: {newer}"), err=True)
     elif (why := catalog.bad_steps().get(record.name)) is not None and warns:
         click.echo(printable(f"holdfast: {record.name}: no start takes it: {why}"), err=True)
+    for name, why in damaged.items():
+        if pick.best is not None or catalog.record(name).order > record.order:
+            click.echo(
+                printable(f"holdfast: {name} is passed over: `holdfast verify` found it damaged: {why}"), err=True
+            )
     return Checkpoint.at(storage, record.name)
 
 
@@ -191,15 +210,28 @@ def run_at(storage: Storage, path: str) -> Catalog:
 
     Raises:
         ConfigError: there is no run of Holdfast.
+        CheckpointNotFoundError: there is nothing.
     """
     catalog = Catalog(storage)
     if catalog.index.damage == "missing" and not catalog.records():
+        if next(storage.list("", recursive=False), None) is None:
+            _refuse_nothing(storage)
         inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
         inside += [record.name for record in catalog.strangers()]
         refuse_checkpoint(storage, ConfigError)
         hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog
+
+
+def heed_checks(catalog: Catalog) -> dict[str, str]:
+    """Set aside, in ``catalog`` alone, what `holdfast verify` found damaged; return the problems by name.
+
+    Then none of these is the newest, or takes the place of a sound one.
+    """
+    damaged = known_damaged(catalog.storage, catalog.index.rows, catalog.found())
+    catalog.corrupt.update(damaged)
+    return damaged
 
 
 def ranking(keep: Mapping[str, Any] | None, metric: str | None, mode: str | None) -> tuple[str | None, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import sys
 import textwrap
 import time
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast._outgoing import brief, masked, on_one_line, strict
+from holdfast.errors import ConfigError
 from holdfast.storage.local.ops import translate
 
 if TYPE_CHECKING:
@@ -22,14 +25,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable", "age", "console", "counted", "fits", "message", "number", "painted", "print_columns", "print_json",
-    "print_line", "printable", "replace_file", "say", "table",
+    "PlainTable", "age", "check_output", "console", "counted", "fits", "message", "number", "painted", "print_columns",
+    "print_json", "print_line", "printable", "replace_file", "say", "table",
 ]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
+_HEAD = 1 << 12
+_GENERATOR = b'<meta name="generator" content="holdfast">'
+_FIGURES = (b"# TYPE holdfast_", b"# EOF")
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
 
 
@@ -190,12 +196,43 @@ def number(value: Any) -> str:
     return "-" if value is None else brief(value, _LONG)
 
 
-def replace_file(target: str, data: bytes) -> None:
-    """Replace a local file in one step, so that no collector and no browser reads half of it.
+def check_output(target: str) -> None:
+    """Make sure, before any work, that `replace_file` may write ``target``: a new file, or its own earlier output.
 
     Raises:
+        ConfigError: it is something that Holdfast did not write, or no name of a file.
+        StorageError: it cannot be written, or not be looked at.
+    """
+    path = Path(target)
+    if not path.name:
+        raise ConfigError(f"{target!r} is no name of a file: give one")
+    try:
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            os.stat(path.parent)
+            return
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        head = b"?"  # of a pipe or a device, which is not read
+        if stat.S_ISREG(mode):
+            with path.open("rb") as file:
+                head = file.read(_HEAD)
+    except OSError as error:
+        raise translate(error, "write", target) from error
+    is_page = head.startswith(b"<!doctype html>") and _GENERATOR in head
+    if head and not is_page and not head.startswith(_FIGURES):
+        raise ConfigError(f"{target} was not written by `holdfast`, and stays: give another name, or delete it first")
+
+
+def replace_file(target: str, data: bytes) -> None:
+    """Replace a local file of our own in one step, so that no collector and no browser reads half of it.
+
+    Raises:
+        ConfigError: as `check_output`.
         StorageError: it cannot be written.
     """
+    check_output(target)
     path = Path(target)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -13,9 +13,11 @@ from holdfast._progress import progress_bar
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import verify as verify_checkpoint
-from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, copy_run, plan_run
+from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, copy_into_run, copy_run, plan_run
 from holdfast.copying.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.run.index import RUN_FILE
+from holdfast.run.names import refuse_run
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -33,7 +35,7 @@ def _options(command: _Command) -> _Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         click.option("--verify", is_flag=True, help="Read every byte at the destination again and compare digests."),
-        click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is in the way."),
+        click.option("--overwrite", is_flag=True, help="Replace another checkpoint, or files, that are in the way."),
     ):
         command = option(command)
     return pick_options(whole=True)(command)
@@ -154,6 +156,7 @@ def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -
 def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     new = Checkpoint.at(resolve(target), old.name) if target.endswith("/") else Checkpoint(target)
     check_apart(old.storage.child(old.directory), new.storage.child(new.directory))
+    refuse_run(new.storage, new.directory)
     plan = RunPlan(names=(new.directory,), total_bytes=_size(old))
 
     def steps(progress: Progress) -> Iterator[CopyOutcome]:
@@ -168,7 +171,8 @@ def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
                 copy_file(*places, progress=progress)
                 copied = Copied(bytes_sent=plan.total_bytes, files=1, is_foreign=True)
         else:
-            copied = copy_checkpoint(*places, overwrite=overwrite, progress=progress)
+            copy = copy_into_run if new.storage.exists(RUN_FILE) else copy_checkpoint
+            copied = copy(*places, overwrite=overwrite, progress=progress)
         yield CopyOutcome(name=new.directory, state="foreign" if copied.is_foreign else "ok", copied=copied)
 
     return _Job(old.uri, new.storage, plan, steps, is_run=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -30,6 +31,10 @@ from .terminal import console, print_json, printable
 __all__ = ["verify"]
 
 _QUIET_S = 0.5
+_LOST = (
+    "its manifest.json is gone, though the index of the run has the checkpoint: no start takes it. Bring it back from "
+    "a copy, or delete what is left with `holdfast rm`"
+)
 _LEVELS = 3  # of folders within folders: save_folder of many runs, with file names that lead into sub-folders
 
 
@@ -47,7 +52,7 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     """
     storage, checkpoint = find(path)
     if pick.is_given:
-        checkpoint = choose(path, pick)
+        checkpoint = choose(path, pick, heeds=False)
     if checkpoint is not None:
         deep = True if deep is None else deep
         bad = RunIndex.load(checkpoint.storage).quarantined.get(checkpoint.directory)
@@ -55,7 +60,9 @@ def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     else:
         deep = bool(deep)
         rows = list(_run(storage, deep))
-    ok = all(row["ok"] for row in rows)
+    # Of a path that is wrong nothing is checked, which must not pass for a success.
+    is_there = any(_is_checked(row) for row in rows) or storage.exists(RUN_FILE)
+    ok = is_there and all(row["ok"] for row in rows)
     if as_json:
         print_json({"path": storage.uri, "ok": ok, "deep": deep, "checkpoints": rows})
     else:
@@ -128,7 +135,10 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
             if found.state == "missing":
                 continue  # retention, or somebody else, has deleted it since the names were listed
             if found.state == "incomplete":
-                yield _unchecked(storage, name, "incomplete")  # its deletion has begun
+                if name in RunIndex.load(storage).rows:  # read anew: an owner that deletes takes the row out first
+                    yield _row(_uri(storage, name), name, replace(found, problems=(_LOST,)), ok=False)
+                else:
+                    yield _unchecked(storage, name, "incomplete")
                 continue
             row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
@@ -213,12 +223,17 @@ def _row(uri: str, name: str, found: Verification, *, ok: bool) -> dict[str, Any
     }
 
 
+def _is_checked(row: dict[str, Any]) -> bool:
+    return row["state"] not in ("foreign", "incomplete") or not row["ok"]
+
+
 def _print(rows: list[dict[str, Any]], deep: bool) -> None:
     from rich.text import Text
 
     out = console()
-    if not rows:
+    if not any(map(_is_checked, rows)):
         out.print("no checkpoints")
+    if not rows:
         return
     width = max(len(row["name"]) for row in rows)
     for row in rows:
@@ -232,7 +247,7 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
         for problem in row["problems"]:
             out.print(Text(f"  {problem}", style="red"))
     bad = sum(not row["ok"] for row in rows)
-    checked = sum(row["state"] != "foreign" and row["state"] != "incomplete" for row in rows)
+    checked = sum(map(_is_checked, rows))
     if len(rows) > 1:
         how = "every byte" if deep else "manifests and sizes; --deep reads every byte"
         out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))

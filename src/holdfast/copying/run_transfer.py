@@ -7,33 +7,41 @@ loses nothing but older checkpoints. The index goes last, since it is rebuilt fr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
+    StorageError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import remove
 from holdfast.run.catalog import Catalog
+from holdfast.run.data_ring import FOLDER
+from holdfast.run.external import EXTERNAL
+from holdfast.run.fence import is_fence
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.run.lease import Lease, is_of_lease, make_owner
-from holdfast.run.names import VERIFIED_FILE
+from holdfast.run.names import INCOMING, PROBE, VERIFIED_FILE
 from holdfast.run.reports import LOGS, REPORTS
-from holdfast.storage.base import Storage
+from holdfast.run.trash import TRASH
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local.local_tree import unlisted_of_others
 
-from .sending import Progress, Stop
-from .transfer import Copied, copy_checkpoint
+from .sending import WINDOW, Progress, Stop
+from .transfer import Copied, compare_files, copy_checkpoint, copy_file
 
-__all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
+__all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_into_run", "copy_run", "plan_run"]
 
 _TRIES = 3
+_MARKS = "copied"  # in the notes of run.json
+_OWN = (TRASH, EXTERNAL, FOLDER, PROBE, INCOMING)  # hidden directories of a run that are of no use elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOutcome:
-    """How the copy of one checkpoint ended.
+    """How the copy of one checkpoint ended, or that of a file beside them that could not be copied.
 
     Attributes:
         name: its directory.
@@ -87,6 +95,7 @@ def plan_run(source: Storage) -> RunPlan:
             sizes[name] = sum(inside.values())
     left_out = dict.fromkeys(catalog.incomplete, "never committed: a save under way, or the remains of one")
     left_out |= dict.fromkeys(runs, "a run of its own: copy it by itself")
+    left_out |= _beside(source)
     for name, why in catalog.bad().items():
         left_out[name] = f"damaged: {why}" if name in catalog.corrupt else f"quarantined: {why}"
         sizes.pop(name, None)
@@ -97,6 +106,28 @@ def plan_run(source: Storage) -> RunPlan:
         damaged=tuple(sorted(catalog.corrupt)),
         is_run=is_run or bool(runs),
     )
+
+
+def _beside(source: Storage) -> dict[str, str]:
+    """Return directories right below a run that are of somebody else and not copied, and why."""
+    found = {}
+    for info in source.list("", recursive=False):
+        name = info.path.rstrip("/")
+        if info.path != name and name.startswith(".") and not name.startswith(_OWN):
+            found[name] = "a hidden directory: copy it by itself"
+    root = source.local_root
+    with os.scandir(root) if root is not None else contextlib.nullcontext(()) as entries:
+        for entry in entries:
+            if entry.is_symlink() and entry.is_dir() and not _lies_in(entry.path, source):
+                found[entry.name] = "a symbolic link out of the run: no link is followed"
+            elif unlisted_of_others(entry.name):
+                found[entry.name] = f"names that start with {TEMPORARY!r} are reserved: rename it"
+    return found
+
+
+def _lies_in(path: str, storage: Storage) -> bool:
+    root = os.path.realpath(storage.local_root or "/")
+    return os.path.commonpath([os.path.realpath(path), root]) == root
 
 
 def copy_run(
@@ -129,27 +160,79 @@ def copy_run(
         there = Catalog(target)
         theirs = there.index
         _check_target(Catalog(source).index, theirs, target, overwrite=overwrite)
-        there.admit(dict.fromkeys(plan.names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
+        _admit(there, plan.names, heartbeat)
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
+        brought: set[str] = set()
         for name in plan.names:
-            if name in quarantined:
-                if not overwrite:
-                    problem = (
-                        f"{target.uri}/{name} was quarantined there ({quarantined[name]}): files of the same name and "
-                        "size would be taken for whole. Delete it there, or copy with --overwrite, which sends all of "
-                        "it again"
-                    )
-                    yield CopyOutcome(name=name, state="failed", problem=problem)
-                    continue
-                remove(target, name)
-                del quarantined[name]
-            outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
+            if name in quarantined and not overwrite:
+                yield CopyOutcome(name=name, state="failed", problem=_set_aside(target, name, quarantined[name]))
+                continue
+            outcome = _copy_one(
+                source, name, target, previous, overwrite=overwrite, suspect=name in quarantined, progress=progress,
+                stop=ended,
+            )  # fmt: skip
+            if outcome.state in ("ok", "foreign"):
+                quarantined.pop(name, None)
             previous = name if outcome.state == "ok" else previous
+            brought |= {name} if outcome.state == "ok" else set()
             yield outcome
-        # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
-        _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
+        same_run = bool(theirs.run_id)  # else `_check_target` has refused it
+        noted = theirs.notes.get(_MARKS)
+        marks = {path: etag for path, etag in noted.items() if type(etag) is str} if type(noted) is dict else {}
+        yield from _copy_rest(source, target, marks, same_run=same_run, overwrite=overwrite, stop=ended)
+        _copy_index(source, target, theirs, brought, quarantined, marks)
         Catalog(target).point_latest()
+
+
+def copy_into_run(
+    source: Storage,
+    name: str,
+    target: Storage,
+    directory: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Copied:
+    """Copy the checkpoint ``name`` to ``directory`` of the run ``target``, as `copy_checkpoint` does.
+
+    Holds the lease of that run meanwhile: a start would take the files of a copy under way for remains.
+
+    Raises:
+        RunBusyError: somebody writes to the run.
+        CheckpointExistsError: as `copy_checkpoint`; or it is set aside as damaged there, and ``overwrite`` is false.
+        HoldfastError: as `copy_checkpoint`.
+    """
+    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
+
+        def ended() -> bool:
+            heartbeat.check()
+            return False
+
+        there = Catalog(target)
+        why = there.index.quarantined.get(directory)
+        if why is not None and not overwrite:
+            raise CheckpointExistsError(_set_aside(target, directory, why))
+        _admit(there, [directory], heartbeat)
+        copied = copy_checkpoint(
+            source, name, target, directory, overwrite=overwrite, suspect=why is not None, progress=progress, stop=ended
+        )
+        if why is not None:
+            there.index.quarantined.pop(directory, None)
+            there.index.save()
+        Catalog(target).point_latest()
+        return copied
+
+
+def _admit(there: Catalog, names: Iterable[str], heartbeat: Heartbeat) -> None:
+    there.admit(dict.fromkeys(names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
+
+
+def _set_aside(target: Storage, name: str, why: str) -> str:
+    return (
+        f"{target.uri}/{name} was quarantined there ({why}): files of the same name and size would be taken for whole. "
+        "Delete it there, or copy with --overwrite, which reads all of it and sends what is damaged"
+    )
 
 
 def check_apart(source: Storage, target: Storage) -> None:
@@ -170,13 +253,15 @@ def _copy_one(
     previous: str | None,
     *,
     overwrite: bool,
+    suspect: bool,
     progress: Progress | None,
     stop: Stop,
 ) -> CopyOutcome:
     try:
         copied = copy_checkpoint(
-            source, name, target, name, previous=previous, overwrite=overwrite, progress=progress, stop=stop
-        )
+            source, name, target, name, previous=previous, overwrite=overwrite, suspect=suspect, progress=progress,
+            stop=stop,
+        )  # fmt: skip
     except CheckpointNotFoundError as error:
         return CopyOutcome(name=name, state="gone", problem=str(error))
     except CheckpointError as error:
@@ -201,29 +286,110 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
         )
 
 
-def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple[str, list[Any] | None]]) -> None:
-    """Copy reports, logs and loose files, all of them each time: they are small and may have grown.
+def _copy_rest(
+    source: Storage, target: Storage, marks: dict[str, str], *, same_run: bool, overwrite: bool, stop: Stop
+) -> Iterator[CopyOutcome]:
+    """Copy reports, logs and loose files, all of them each time: they may have changed; yield those that could not be.
 
     Args:
         source: the run.
         target: where it goes.
-        quarantined: checkpoints at the target that are never to be picked there: why, and their rows in its index.
+        marks: etags of the loose files at the target as earlier copies have left them; those of this copy replace them.
+        same_run: the target is this run already: its reports, fences and logs are of an earlier copy.
+        overwrite: replace loose files that somebody else has written.
+        stop: as for `copy_run`.
     """
-    for _ in range(_TRIES):
-        with contextlib.suppress(StorageNotFoundError):  # segments are merged while a run goes on: look again
-            paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
-            paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
-            for path in paths:
-                if path not in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) and not is_of_lease(path):
-                    target.put(path, source.read(path))
+    trees = ("", REPORTS, LOGS)
+    infos = [info for tree in trees for info in target.list(tree, recursive=bool(tree))]
+    of_run = {info.path for info in infos if same_run and ("/" in info.path or is_fence(info.path))}
+    # What is as an earlier copy has left it is not somebody else's, whatever the source has made of it since.
+    ours = {info.path for info in infos if marks.get(info.path, "") == info.etag} | of_run
+    others = set() if overwrite else {info.path for info in infos} - ours
+    problems: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for is_last in (*(False,) * (_TRIES - 1), True):
+        paths = [info.path for tree in trees for info in source.list(tree, recursive=bool(tree))]
+        has_all = True
+        for path in paths:
+            is_own = path in (RUN_FILE, CHANGES_FILE, VERIFIED_FILE) or is_of_lease(path)
+            if is_own or path.endswith("/"):
+                continue
+            try:
+                etag = _bring_loose(source, path, target, compares=path in others, stop=stop)
+                if etag is not None and "/" not in path:
+                    found[path] = etag
+            except StorageNotFoundError:  # segments are merged while a run goes on: look again
+                has_all = is_last
+            except (CheckpointExistsError, CorruptCheckpointError) as error:
+                problems[path] = str(error)
+            except StorageError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                problems[path] = str(error)
+        if has_all:
             break
+    marks.clear()
+    marks.update(found)
+    for path, problem in problems.items():
+        yield CopyOutcome(name=path, state="failed", problem=problem)
+
+
+def _bring_loose(source: Storage, path: str, target: Storage, *, compares: bool, stop: Stop) -> str | None:
+    """Copy a file that is no part of a checkpoint; return its etag at the target.
+
+    Raises:
+        CheckpointExistsError: it ``compares``, and the target has something else: neither the same nor the beginning of
+            it, which is an earlier state of the file or what a killed copy has left.
+        CorruptCheckpointError: it was written to meanwhile.
+    """
+    state = compare_files(source, path, target, path) if compares else "unfinished"
+    if state == "other":
+        raise CheckpointExistsError(
+            f"{target.uri}/{path} has other content, and was not changed: --overwrite replaces it, or move it away"
+        )
+    if state == "unfinished":
+        if source.stat(path).size <= WINDOW:
+            return target.put(path, source.read(path))
+        copy_file(source, path, target, path, stop=stop)
+    return target.stat(path).etag
+
+
+def _copy_index(
+    source: Storage,
+    target: Storage,
+    theirs: RunIndex,
+    brought: Set[str],
+    quarantined: Mapping[str, str],
+    marks: Mapping[str, str],
+) -> None:
+    """Copy run.json. What is set aside is each side's own: the other one may have a sound copy of it.
+
+    Args:
+        source: the run.
+        target: where it goes.
+        theirs: the index of the target before.
+        brought: checkpoints that are there now. The index gets no new rows of others: it is believed without a look, so
+            that one which could not be copied would be the newest there.
+        quarantined: checkpoints at the target that are never to be picked there, and why.
+        marks: of `_copy_rest`; a note of the target alone.
+    """
+    index = RunIndex.load(source)
+    if index.damage is not None and (index.damage == "missing" or theirs.damage is None or quarantined):
+        return  # a sound one at the target stays; without it nobody would know what was set aside
+    absent = index.rows.keys() - brought - quarantined.keys()
+    changes = absent or quarantined or index.quarantined or index.has_changes or marks or _MARKS in index.notes
+    if index.damage is None and changes:
+        # With its row: a checkpoint without a row would be taken for new, and for sound as far as its manifest is.
+        for name in {*absent, *index.quarantined, *(quarantined.keys() - index.rows.keys())}:
+            row = theirs.rows.get(name)
+            if row is not None:
+                index.rows[name] = row
+            else:
+                index.rows.pop(name, None)
+        index.quarantined = dict(quarantined)
+        index.notes = {key: value for key, value in index.notes.items() if key != _MARKS}
+        index.notes |= {_MARKS: dict(marks)} if marks else {}
+        target.put(RUN_FILE, index.to_bytes())
+        return
     with contextlib.suppress(StorageNotFoundError):
-        data = source.read(RUN_FILE)
-        index = RunIndex.load(source)
-        if quarantined or index.has_changes:
-            index.quarantined = {**{name: why for name, (why, _) in quarantined.items()}, **index.quarantined}
-            index.rows.update({name: row for name, (_, row) in quarantined.items() if row and name not in index.rows})
-            data = index.to_bytes()
-            if index.damage is not None:
-                return  # that of the target stays: without it nobody would know what was set aside
-        target.put(RUN_FILE, data)
+        target.put(RUN_FILE, source.read(RUN_FILE))

@@ -20,7 +20,7 @@ from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.names import start_id_of
 from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
-__all__ = ["WINDOW", "File", "ReadWindow", "Sender", "TransferStopped", "Windows", "num_windows"]
+__all__ = ["WINDOW", "File", "ReadWindow", "Sender", "TransferStopped", "Trust", "Windows", "num_windows"]
 
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
 # windows: 256 MiB in all.
@@ -29,6 +29,8 @@ _BIG = 4 << 20
 
 Progress = Callable[[int], None]
 Stop = Callable[[], bool]
+Trust = Literal["size", "name", "digest"]
+"""What tells that a file of the right size at the target is the one to be brought; see `Sender.bring`."""
 WINDOW = 8 << 20
 """A multiple of the chunks of `holdfast.format.digest`, so that the digests of windows join to those of the file."""
 
@@ -136,7 +138,7 @@ class Sender:
             raise TransferStopped
 
     def bring(
-        self, file: File, windows: Windows, *, there: int | None, twin: str | None, trusted: bool = False
+        self, file: File, windows: Windows, *, there: int | None, twin: str | None, trust: Trust = "name"
     ) -> Literal["there", "copied", "sent"]:
         """Bring one file; return which way: it was there, the target has copied its twin, or it was sent. Then durable.
 
@@ -145,23 +147,24 @@ class Sender:
             windows: as for `send`.
             there: bytes that the target has under its name; None for no such file.
             twin: path at the target of a file with the same bytes, if there is one.
-            trusted: the target has committed this very file before, so comparing sizes suffices.
+            trust: "size" where the target has committed this very file before; "name" where a save's id in the name is
+                enough at a store (files of model_files have one name in all saves), and nothing but the digest on a
+                disk, where the writer of a file of the right size may have died; "digest" anywhere.
 
         Raises:
             CorruptCheckpointError: as `send`.
             StorageNotFoundError: as `send`.
         """
+        is_named = start_id_of(file.path) is not None
         if file.digest is not None and there == file.size:
-            # A name with the save's id in it is enough at a store; files of model_files have one name in all saves. On
-            # a disk the writer of a file of the right size may have died.
-            is_named = start_id_of(file.path) is not None
-            if trusted or (self.is_at_target(file, windows) if self._target.local_root is not None else is_named):
-                self._settled(file.size)
+            asks = trust == "digest" or (trust == "name" and self._target.local_root is not None)
+            if self.is_at_target(file, windows) if asks else trust == "size" or is_named:
+                self.settled(file.size)
                 return "there"
         if twin is not None and self._repeat(twin, file.target, replace=there is not None):
-            self._settled(file.size)
+            self.settled(file.size)
             return "copied"
-        self.send(file, windows)
+        self.send(file, windows, replace=there is not None and (trust == "digest" or not is_named))
         return "sent"
 
     def _repeat(self, twin: str, path: str, *, replace: bool) -> bool:
@@ -178,7 +181,7 @@ class Sender:
             return False
         return True
 
-    def _settled(self, nbytes: int) -> None:
+    def settled(self, nbytes: int) -> None:
         """Count bytes that are at the target, sent or found there."""
         if self._progress is not None:
             with self._lock:
@@ -190,8 +193,8 @@ class Sender:
         Args:
             file: what to copy.
             windows: from `each`.
-            replace: keep what is at the target under its name until the copy is whole. Files of a checkpoint need not:
-                their names are new.
+            replace: keep what is at the target under its name until the copy is whole. Files that a save has named need
+                not: their names are new.
 
         Raises:
             CorruptCheckpointError: the source is not what its digest says; nothing is left at the target.
@@ -209,7 +212,7 @@ class Sender:
                         self.check()
                         table += window.digests
                         writer.write(window.view)
-                        self._settled(window.nbytes)
+                        self.settled(window.nbytes)
                 if file.digest is not None and file_digest(bytes(table)) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
                 if self._last is not None:
@@ -231,7 +234,7 @@ class Sender:
         if file.digest is not None and bytes_digest(view) != file.digest:
             raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
         batch.add(file.target, view)
-        self._settled(file.size)
+        self.settled(file.size)
 
     def is_at_target(self, file: File, windows: Windows) -> bool:
         """Read the file at the target; return whether its bytes have the digest. If so it is durable on return."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -22,14 +23,24 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.format.names import REMOVING_NAME, SIDECARS, UNLISTED, check_links, join, save_id_of, start_id_of
-from holdfast.format.parts import drop_plan, put_plan
+from holdfast.format.names import (
+    METADATA_FILE,
+    REMOVING_NAME,
+    SIDECARS,
+    UNLISTED,
+    check_links,
+    join,
+    save_id_of,
+    start_id_of,
+)  # fmt: skip
+from holdfast.format.parts import drop_plan, is_plan, put_plan, read_plan
 from holdfast.run.lease import files_of
 from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
-from holdfast.storage.base import Storage
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local.local_tree import unlisted_of_others
 
-from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
+from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Trust, Windows
 
 __all__ = [
     "REPEATED_FROM", "Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "planned",
@@ -73,6 +84,7 @@ def copy_checkpoint(
     *,
     previous: str | None = None,
     overwrite: bool = False,
+    suspect: bool = False,
     progress: Progress | None = None,
     stop: Stop | None = None,
     last: Callable[[], object] | None = None,
@@ -83,7 +95,11 @@ def copy_checkpoint(
     The digests of its files are checked while they are read. Calling it again after it was ended in the middle, by
     whatever, sends only what is missing: a file that a save of Holdfast named is never written twice with different
     bytes. (On a local target files that are there are read once more, since a file that was being written when the
-    power failed looks whole.) A directory without a manifest of ours is copied too, all of it each time.
+    power failed looks whole; of a checkpoint that was committed there, those that were changed since.) A directory
+    without a manifest of ours is copied too: what is there already is compared byte by byte.
+
+    Nothing is replaced without ``overwrite``: where a file at the target has the name of one of the source, and holds
+    neither the same bytes nor the beginning of them, nothing is changed.
 
     Late metrics and pins at both sides are merged, those of the source win.
 
@@ -93,7 +109,8 @@ def copy_checkpoint(
         target: where it goes.
         directory: directory at the target; "" is its root.
         previous: a committed checkpoint at the target, from which files with the same bytes are repeated.
-        overwrite: replace another checkpoint that is there.
+        overwrite: replace another checkpoint that is there, and files of the same names.
+        suspect: what is at the target was found damaged: only digests tell which of its files are whole.
         progress: called with bytes that are at the target now; all calls together add up to the whole.
         stop: asked between windows of 8 MiB.
         last: called before sidecars and before the manifest are written; what it raises keeps those that are there.
@@ -101,10 +118,11 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
+        CheckpointError: the source is on a disk, not ours, and has names that no storage can have.
         IncompleteCheckpointError: the source never committed.
-        CheckpointExistsError: another checkpoint is at the target, and ``overwrite`` is false; or it was put there by
-            somebody else meanwhile, and stays.
-        CorruptCheckpointError: the source is damaged; the target gets no manifest.
+        CheckpointExistsError: another checkpoint is at the target, or other files of the same names, and ``overwrite``
+            is false; or it was put there by somebody else meanwhile, and stays.
+        CorruptCheckpointError: the source is damaged, or has symbolic links; the target gets no manifest.
         TransferStopped: ``stop()`` returned true.
     """
     sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
@@ -118,13 +136,16 @@ def copy_checkpoint(
             f"{join(target.uri, directory)} is another checkpoint: say that it is to be replaced (overwrite), or give "
             "another name"
         )
+    copy.look_at_target()
+    if not overwrite:
+        copy.refuse_to_replace(files, is_committed=before is not None)
     stale = _listed(before) if before is not None and is_new else {}
     in_the_way = stale is None or any(stale.get(file.path, file.digest) != file.digest for file in files)
     if before is not None and is_new and (raw is None or in_the_way):
         target.delete(join(directory, MANIFEST_NAME))  # the files that it lists are about to be replaced
         before = None
-    copy.look_at_target()
-    copy.bring(files, trusted=not is_new, twins=_twins(target, previous))
+        copy.look_at_target()
+    copy.bring(files, trust="digest" if suspect else "name" if is_new else "size", twins=_twins(target, previous))
     if last is not None:
         last()  # before sidecars, which lie under the same names beside every checkpoint
     if raw is not None and before is not None and is_new:
@@ -265,6 +286,7 @@ class _Copy:
         self._sender, self._last = sender, last
         self._inside: dict[str, int] = {}
         self._there: dict[str, int] = {}
+        self._same: set[str] = set()
         self._lock = threading.Lock()
         self.copied = Copied()
 
@@ -288,9 +310,31 @@ class _Copy:
             # Files that were put there by hand are copied too; remains of other saves are not.
             if path not in listed and path not in UNLISTED and (raw is None or start_id_of(path) is None):
                 files.append(self._file(path, size, None))
-        check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
+        beside = () if raw is not None else self._not_listed()
+        check_links(self._source, self._name, (*self._inside, *(file.path for file in files), *beside))
         self.copied = Copied(files=len(files), is_foreign=raw is None)
         return raw, files
+
+    def _not_listed(self) -> list[str]:
+        """Return links to directories in a foreign directory on a disk, which a listing leaves out.
+
+        Raises:
+            CheckpointError: a name in there is one that no storage can have.
+        """
+        root, links = self._source.local_root, list[str]()
+        if root is None:
+            return links
+        top = os.path.join(root, self._name)
+        for place, folders, files in os.walk(top):
+            for name in (*folders, *files):
+                if unlisted_of_others(name):
+                    raise CheckpointError(
+                        f"{os.path.join(place, name)} would be left out of the copy, since names that start with "
+                        f"{TEMPORARY!r} are reserved: rename it or move it away, and copy again"
+                    )
+            paths = [os.path.join(place, name) for name in folders]
+            links += [os.path.relpath(path, top) for path in paths if os.path.islink(path)]
+        return links
 
     def look_at_target(self) -> None:
         """Find what is at the target already."""
@@ -300,24 +344,94 @@ class _Copy:
             sweep(self._target, self._directory)
             self._there = _sizes(self._target, self._directory)
 
-    def bring(self, files: Sequence[File], *, trusted: bool, twins: Mapping[tuple[str | None, int], File]) -> None:
+    def refuse_to_replace(self, files: Sequence[File], *, is_committed: bool) -> None:
+        """Refuse to replace what no copy of this checkpoint has put at the target; find what is the same already.
+
+        What a save has named is of that save. The others are compared, unless a copy that is under way has planned
+        them; of a checkpoint that is committed there, those that may have been changed since, or were put in by hand.
+
+        Raises:
+            CheckpointExistsError: there are such files; nothing was changed.
+        """
+        there, others = self._there, []
+        doubtful = [file for file in files if file.path in there]
+        if is_committed:
+            doubtful = [file for file in doubtful if file.digest is None or self._is_changed(file)]
+        else:
+            doubtful = [file for file in doubtful if start_id_of(file.path) is None]
+            planned_there = self._planned() if doubtful else set()
+            doubtful = [file for file in doubtful if file.path not in planned_there]
+            if METADATA_FILE in there and len(there) > 1 and not is_remains(there):
+                theirs = _read(self._target, join(self._directory, METADATA_FILE))
+                ours_now = _read(self._source, join(self._name, METADATA_FILE))
+                others += [METADATA_FILE] if theirs not in (None, ours_now) else []
+
+        def compare(file: File, windows: Windows) -> None:
+            if file.digest is not None and there[file.path] == file.size:
+                found = "same" if self._sender.is_at_target(file, windows) else "other"
+            else:
+                found = compare_files(self._source, file.source, self._target, file.target)
+            if found == "same":
+                self._target.sync(file.target)  # its writer may have died before it was durable
+                self._same.add(file.path)
+            elif found == "other":
+                others.append(file.path)
+
+        self._sender.each(doubtful, compare)
+        if others:
+            more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+            raise CheckpointExistsError(
+                f"{join(self._target.uri, self._directory)} has other content under names that were to be copied, and "
+                f"nothing was changed: {', '.join(sorted(others)[:5])}{more}. Move them away, say that they are to be "
+                "replaced (overwrite=True, `--overwrite`), or give another name"
+            )
+
+    def _planned(self) -> set[str]:
+        """Return the files at the target that a copy or a save under way has planned."""
+        paths: set[str] = set()
+        for name in filter(is_plan, self._there):
+            with suppress(CorruptCheckpointError):
+                plan = read_plan(self._target, self._directory, name)
+                paths.update(plan[0] if plan is not None else ())
+        return paths
+
+    def _is_changed(self, file: File) -> bool:
+        """Tell whether a file of a committed copy on a disk may have other bytes than it was committed with."""
+        root = self._target.local_root
+        if root is None or file.digest is None or file.path not in self._there:
+            return False
+        try:
+            about = os.lstat(root / file.target)
+            committed = os.lstat(root / join(self._directory, MANIFEST_NAME)).st_mtime_ns
+        except OSError:
+            return True  # gone meanwhile
+        # Not the time of change of a file that other checkpoints share: each new link to it is one.
+        changed = about.st_mtime_ns if about.st_nlink > 1 else max(about.st_mtime_ns, about.st_ctime_ns)
+        return changed >= committed or about.st_size != file.size
+
+    def bring(self, files: Sequence[File], *, trust: Trust, twins: Mapping[tuple[str | None, int], File]) -> None:
         """Bring all files to the target.
 
         Args:
             files: what there is.
-            trusted: the target has committed these very files before, so comparing sizes suffices.
+            trust: see `Sender.bring`; "size" where the target has committed these very files before.
             twins: files at the target by digest and size, to be repeated there.
         """
         is_local = self._target.local_root is not None
 
         def bring(file: File, windows: Windows) -> None:
+            if file.path in self._same:
+                self._sender.settled(file.size)
+                self._count("there", file.size)
+                return
             twin = twins.get((file.digest, file.size)) if file.digest and start_id_of(file.path) else None
             # On a disk the two then share their bytes, and what befalls them: no more of that than at the source.
             may_share = twin is not None and (not is_local or file.shared or twin.shared)
             path = twin.target if twin is not None and may_share else None
             there = self._there.get(file.path)
             try:
-                way = self._sender.bring(file, windows, there=there, twin=path, trusted=trusted)
+                enough: Trust = "digest" if trust == "size" and self._is_changed(file) else trust
+                way = self._sender.bring(file, windows, there=there, twin=path, trust=enough)
             except StorageNotFoundError as error:
                 raise self._gone(file, error) from error.__cause__
             self._count(way, file.size)

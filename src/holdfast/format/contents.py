@@ -12,22 +12,22 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageNotFoundError
 from holdfast.storage.base import Storage
-from holdfast.storage.together import together
+from holdfast.storage.together import asked_again, together
 
 from .digest import bytes_digest, file_digest, table_at, table_bytes
 from .division import disagreement
 from .index import FileNumbers, Index, IndexFile, TensorEntry
 from .manifest import FileEntry, Manifest
-from .names import save_id_of
+from .names import MANIFEST_NAME, save_id_of
 from .schema import check_whole
 from .strict_json import loads
 
 if TYPE_CHECKING:
     from .index_group import IndexGroup
 
-__all__ = ["MAX_JSON", "ContentsReader", "TensorList", "in_boxes", "merged", "unite"]
+__all__ = ["MAX_JSON", "ContentsReader", "TensorList", "check_there", "in_boxes", "merged", "unite"]
 
 MAX_JSON = 2 << 30
 """Bound for the bytes of an index or a structure before it is read."""
@@ -155,6 +155,19 @@ class ContentsReader:
         return dict(_tables(files, whole))
 
 
+def check_there(storage: Storage) -> None:
+    """Check that a checkpoint was not deleted while it was read: its manifest goes first.
+
+    Raises:
+        CheckpointNotFoundError: it was.
+    """
+    if not storage.exists(MANIFEST_NAME):
+        raise CheckpointNotFoundError(
+            f"{storage.uri} was deleted while it was read, as retention does: load the newest checkpoint of the run, "
+            "or pin the one that is to stay"
+        )
+
+
 def _if_sound(storage: Storage, entry: FileEntry) -> bytes | None:
     """Return the content of a small file; None if it is damaged: whoever needs it reads it again and gets the error."""
     try:
@@ -167,11 +180,12 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
     if entry.size > MAX_JSON:
         raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
     try:
-        with storage.open(entry.path) as reader:
+        with asked_again(storage, partial(storage.open, entry.path)) as reader:
             # A file that was cut short is damage, not an error of the storage: `resume` tries the next checkpoint.
             data = bytearray(min(entry.size, reader.size))
             reader.read_into(0, memoryview(data))
     except StorageNotFoundError as error:
+        check_there(storage)
         raise CorruptCheckpointError(
             f"{entry.path} (written by rank {entry.writer}) is gone: this checkpoint is damaged; use another one, or a "
             "copy of this file",

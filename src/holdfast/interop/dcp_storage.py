@@ -46,6 +46,7 @@ from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, Replaced, commit, look_before
 from holdfast.format.index import Piece
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.names import refuse_run
 from holdfast.state.load.read_request import ReadRequest
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.targets import box_of, spans
@@ -165,6 +166,7 @@ class HoldfastWriter(_Place, StorageWriter):
 
         Raises:
             ConfigError: two tensors would have one name.
+            CheckpointExistsError: the target is a run.
         """
         paths = {
             _paths(plan).get(item.index.fqn, (item.index.fqn,))
@@ -174,6 +176,7 @@ class HoldfastWriter(_Place, StorageWriter):
         }
         _check_names((path, [tensor_name(path)]) for path in paths)
         target = self._target()
+        refuse_run(target.storage, target.directory)
         self._replaced = look_before(target.storage, target.directory)
         return plans
 

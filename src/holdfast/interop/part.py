@@ -24,6 +24,7 @@ from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
 from holdfast.format.tensor_file import lay_out, split_by_size
+from holdfast.run.names import refuse_run
 from holdfast.storage.base import Storage
 
 from .blobs import Blob, Blocks, rows_of
@@ -169,11 +170,12 @@ class DirectPartWriter:
 
 
 def check_free(target: Checkpoint, *, overwrite: bool) -> None:
-    """Refuse to replace a committed checkpoint, before any work is done.
+    """Refuse to replace a committed checkpoint, or to write one onto a run, before any work is done.
 
     Raises:
-        CheckpointExistsError: the target is committed already, and ``overwrite`` is false.
+        CheckpointExistsError: the target is committed already, and ``overwrite`` is false; or it is a run.
     """
+    refuse_run(target.storage, target.directory)
     if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
         raise CheckpointExistsError(
             f"{target.uri} is a committed checkpoint already: pass overwrite=True (--overwrite) to replace it, or use "

@@ -16,7 +16,7 @@ from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.many import names_under, remove_listed
-from holdfast.format.names import start_id_of
+from holdfast.format.names import save_id_of, start_id_of
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import drop_link, link_at, put_link
 from holdfast.storage.together import together
@@ -24,9 +24,9 @@ from holdfast.storage.together import together
 from .external import EXTERNAL
 from .fence import ANY, Fence, clear_fences, write_fence
 from .index import RunIndex
-from .names import LATEST
+from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
-from .remains import sweep_names
+from .remains import MayBeCopied, sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
 from .rollbacks import choose
 from .trash import Trash
@@ -37,6 +37,7 @@ __all__ = ["Catalog"]
 _log = get_logger("catalog")
 # The most that one call deletes: a save may be waiting, and the names are written into lease.json first.
 _BITE, _BITE_S = 16, 0.5
+_FAR = 1 << 64  # a number that no save has
 _MANY = 100  # touched rows from which on retention looks at all rows
 _NAMES_A_DELETION = 200  # of a listing of the run
 # Where one request deletes a thousand files: the names are some kilobytes, the deletion takes a second or two.
@@ -434,10 +435,48 @@ class Catalog(RunView):
             committed=[*self._order()[:num], *list(self.others)[:num]],
             incomplete=self.incomplete,
             foreign=self.foreign,
+            may_be_copied=self._copies_by_hand(),
         )
         left = self._names() if self.incomplete or self.foreign else set()
         self.incomplete, self.foreign = sorted(left & {*self.incomplete}), sorted(left & {*self.foreign})
         return swept
+
+    def _copies_by_hand(self) -> MayBeCopied:
+        """Return what tells copies of committed files, without a manifest, from the remains of a save.
+
+        A dead attempt was at a save after its last commit, and the start after it has swept that. So in a directory
+        whose name Holdfast has not given, and that no owner was deleting, files of earlier saves are somebody's copies.
+        """
+        from holdfast.format.parts import is_plan  # not above: only the owner of a run sweeps
+
+        before = {attempt.start_id: attempt.attempt for attempt in self.index.attempts[:-1]}
+        named = {name for name in self.incomplete if GIVEN.fullmatch(name) or name in self._doomed}
+        if not before or named >= {*self.incomplete}:
+            return lambda name, path: False
+        newest = next(self.index.rows.newest_first(), None)
+        last = 0 if newest is None else self.index.rows[newest][1]
+        infos = [] if newest is None else self.storage.list(newest, recursive=False)
+        saves = [save for info in infos if (save := save_id_of(info.path.rpartition("/")[2])) is not None]
+        numbers = [number for start, number in map(_parts, saves) if before.get(start) == last]
+        last_number = max(numbers, default=_FAR)
+        # Of these nothing is there any more: what somebody has kept of them is all there is.
+        gone = {event.attempt for event in self.index.read_history().events if event.what == "saved"} - {last}
+
+        def may_be_copied(name: str, path: str) -> bool:
+            save = save_id_of(path)
+            if save is None or name in named or is_plan(path):
+                return False
+            start, number = _parts(save)
+            attempt = before.get(start, 0)
+            return attempt < last or attempt in gone or (attempt == last and number <= last_number)
+
+        return may_be_copied
+
+
+def _parts(save_id: str) -> tuple[str, int]:
+    """Return the start id of a save and its number."""
+    start, _, number = save_id.rpartition("-")
+    return start, int(number, 16)
 
 
 def _is_ours(storage: Storage, text: str) -> bool:

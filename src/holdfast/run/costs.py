@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 from .journal import JournalEvent
@@ -20,6 +21,8 @@ from .reports import Attempt, RunHistory, lineage
 __all__ = ["Deletion", "Save", "attempt_rows", "deletions", "goodput", "saves", "stats", "summary"]
 
 _IN_ORDER = ("finished", "stopped", "closed")  # these lives have saved their last step
+
+_SIGNS, _PAUSES = 5, 3.0  # so many signs show a life's pace; it hangs after so many of its longest pauses without one
 
 _PARTS = ("durable_s", "held_s", "lost_s")
 
@@ -105,28 +108,27 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     Returns:
         Rows with "died" (what ended it, as `holdfast run` saw it), "lost_steps" (steps that a later attempt had to do
         again), "lost_s" (seconds of training after the checkpoint that the next attempt went on from) and "down_s"
-        (seconds until that began); None if not known.
+        (seconds until the next attempt began); None if not known.
     """
     last: dict[int, float] = {}
-    last_seen: dict[int, float] = {}
     for row in history.rows:
         number = row["attempt"]
         if _is_number(row.get("step")):
             last[number] = max(last.get(number, -math.inf), row["step"])
-        if _is_number(row.get("time")):
-            last_seen[number] = max(last_seen.get(number, 0.0), row["time"])
     for save in made:
         last[save.attempt] = max(last.get(save.attempt, -math.inf), save.step - 1)
-        last_seen[save.attempt] = max(last_seen.get(save.attempt, 0.0), save.time)
     died = {event.attempt: event for event in history.events if event.what == "died"}
     attempts = history.attempts
     rows = [_attempt(attempts[number], last.get(number), died.get(number)) for number in sorted(attempts)]
     by_number = {row["attempt"]: row for row in rows}
-    when = _captured(history, made)
+    when, ends = _captured(history, made), _ends(history, _signs(history, made))
+    for row, following in pairwise(rows):
+        if following["started"] is not None and row["attempt"] in ends:
+            row["down_s"] = max(0.0, following["started"] - ends[row["attempt"]][0])
     for row in rows:
         before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
         if before is not None and row is not before:
-            _charge(before, row, when, last_seen)
+            _charge(before, row, when, ends.get(before["attempt"], (None, None))[0])
     return rows
 
 
@@ -154,7 +156,7 @@ def _attempt(attempt: Attempt, last: float | None, died: JournalEvent | None) ->
 
 
 def _charge(
-    before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], last_seen: Mapping[int, float]
+    before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], ended: float | None
 ) -> None:
     """Add to an attempt the steps and seconds that its successor had to repeat."""
     if before["steps_done"] is not None:
@@ -164,14 +166,9 @@ def _charge(
     else:
         lost = 0
     before["lost_steps"] = max(before["lost_steps"], lost, 0)
-    ended = before["ended"] or last_seen.get(before["attempt"])
-    if ended is None or row["started"] is None:
-        return
     safe = when.get((before["attempt"], row["from_name"] or ""), None if row["from_name"] else before["started"])
-    if lost > 0 and safe is not None:
+    if lost > 0 and safe is not None and ended is not None:
         before["lost_s"] = max(before["lost_s"] or 0.0, ended - safe)
-    if row["attempt"] == before["attempt"] + 1:
-        before["down_s"] = max(0.0, row["started"] - ended)
 
 
 def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: bool = False) -> dict[str, Any]:
@@ -236,7 +233,8 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
     """Divide the wall time of a run since its first start, in seconds.
 
     A life that was killed ends with its trainer; if nobody has noted that, with its last sign (a report, a save): what
-    it trained after that counts as down, not as done again, and neither is useful.
+    it trained after that counts as down, not as done again, and neither is useful. One that gave signs, and none for
+    three of its longest pauses before it was killed, hung: it was down from then on.
 
     Args:
         history: of the run.
@@ -257,47 +255,62 @@ def goodput(history: RunHistory, made: Sequence[Save], *, now: float | None = No
     if not lives:
         return None
     began = {event.attempt: event.time for event in history.events if event.what == "began"}
-    died = {event.attempt: event.time for event in history.events if event.what == "died"}
     snapshots = {event.attempt: event for event in history.events if event.what == "snapshots"}
-    signs, captured = _last_signs(history, made), _captured(history, made)
+    signs, captured = _signs(history, made), _captured(history, made)
+    ends = _ends(history, signs)
     limits = _limits(lives, lineage(history.attempts, set(signs)))
     parts = dict.fromkeys(("again_s", "held_s", "slowed_s", "starting_s", "down_s"), 0.0)
     begins = [timestamp(life.started) for life in lives]
     for place, (life, begin) in enumerate(zip(lives, begins, strict=True)):
         number, following = life.attempt, place + 1 < len(lives)
         limit = begins[place + 1] if following else math.inf
-        known = timestamp(life.ended or "") or max(signs.get(number, begin), died.get(number, begin))
-        end = max(begin, min(limit, known))
+        worked, ended = (max(begin, min(limit, moment)) for moment in ends[number])
         if not following and now is not None:
-            end = max(end, now)
+            worked = ended = max(ended, now)
+        end, limit = worked, min(limit, ended) if not following else limit
         trains = min(end, max(begin, began.get(number) or _trains(life, begin, end, is_seen=number in signs)))
         own = [save for save in made if save.attempt == number]
         kept = min(end, max(trains, _kept(life, limits[number], own, captured)))
         parts["starting_s"] += trains - begin
         parts["again_s"] += end - kept
-        parts["down_s"] += limit - end if following else 0.0
+        parts["down_s"] += limit - end
         # A run of a few steps may have spent all of its time on saves; measured apart, they can come to a little more.
         held = math.fsum(save.held_s or 0.0 for save in own if captured[number, save.name] <= kept)
         held = min(kept - trains, held + _snapshots_s(snapshots.get(number), trains, kept))
         slowed = math.fsum(max(0.0, (save.lost_s or 0.0) - (save.held_s or 0.0)) for save in own if save.time <= kept)
         parts["held_s"] += held
         parts["slowed_s"] += min(kept - trains - held, slowed)
-    wall = end - begins[0]
+    wall = limit - begins[0]
     useful = max(0.0, wall - math.fsum(parts.values()))
     return {"wall_s": wall, "useful_s": useful, **parts, "ratio": useful / wall if wall > 0 else 0.0}
 
 
-def _last_signs(history: RunHistory, made: Sequence[Save]) -> dict[int, float]:
-    """Return when each life that has trained was last heard of."""
-    signs: dict[int, float] = {}
+def _signs(history: RunHistory, made: Sequence[Save]) -> dict[int, list[float]]:
+    """Return when each life that has trained was heard of, in order."""
+    signs: dict[int, list[float]] = {}
     times = [(row["attempt"], row.get("time")) for row in history.rows]
     whats = ("began", "cost", "skipped", "snapshots")
     times += [(event.attempt, event.time) for event in history.events if event.what in whats]
     times += [(save.attempt, save.time) for save in made]
     for number, moment in times:
         if _is_number(moment):
-            signs[number] = max(signs.get(number, 0.0), moment)
-    return signs
+            signs.setdefault(number, []).append(moment)
+    return {number: sorted(moments) for number, moments in signs.items()}
+
+
+def _ends(history: RunHistory, signs: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, float]]:
+    """Return until when each life has worked, and when it ended, which is later where it hung."""
+    died = {event.attempt: event.time for event in history.events if event.what == "died"}
+    ends = {}
+    for number, life in history.attempts.items():
+        begin, moments = timestamp(life.started), signs.get(number, ())
+        ended = worked = timestamp(life.ended or "") or max([begin, died.get(number, begin), *moments])
+        heard = [moment for moment in moments if moment <= ended]
+        if life.reason not in _IN_ORDER and len(heard) >= _SIGNS:
+            worked = min(ended, heard[-1] + _PAUSES * max(later - one for one, later in pairwise(heard)))
+        if ended:  # else its description is lost, and nothing was heard of it
+            ends[number] = worked, ended
+    return ends
 
 
 def _captured(history: RunHistory, made: Sequence[Save]) -> dict[tuple[int, str], float]:

@@ -269,6 +269,14 @@ class RunIndex:
         """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether training came to its end, and no later attempt is on or has ended before the end of its own."""
+        finished, now = self.finished, self.current
+        if finished is None or now is None:
+            return finished is not None
+        return finished.get("attempt", 0) >= now.attempt or now.reason in ("finished", "closed")
+
     def register_attempt(
         self, start_id: str, *, host: str, pid: int, above: int = 0, reported: int | None = None
     ) -> Attempt:

@@ -46,6 +46,7 @@ from holdfast.errors import (
     StorageError,
     StorageExistsError,
     StorageNotFoundError,
+    StorageUnavailableError,
 )
 from holdfast.storage.base import ObjectInfo, Storage
 from holdfast.storage.local import local_tree as tree
@@ -342,9 +343,9 @@ class Lease:
             look = _read(self._storage, self._path)
         return look
 
-    def _unreadable(self) -> StorageError:
+    def _unreadable(self) -> StorageUnavailableError:
         where, looks = f"{self._storage.uri}/{self._path}", len(_LOOK_AGAIN_S) + 1
-        return StorageError(
+        return StorageUnavailableError(  # as if nothing was answered: that costs saves, not the training
             f"{where} is there and is no lease of Holdfast, at {looks} looks: "
             "another program wrote it, or the storage returns damaged content. Whether this process still owns "
             "the run is not known, so nothing is committed or deleted now; it is asked again later. If it stays so: "

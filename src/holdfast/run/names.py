@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 
+from holdfast.errors import CheckpointExistsError
+from holdfast.format.names import join
+from holdfast.storage.base import Storage
+
 __all__ = [
     "CHANGES_FILE",
+    "GIVEN",
     "INCOMING",
     "LATEST",
     "LEASE_FILE",
@@ -17,6 +22,7 @@ __all__ = [
     "RUN_NAMES",
     "VERIFIED_FILE",
     "is_checkpoint_name",
+    "refuse_run",
 ]
 
 RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
@@ -29,6 +35,8 @@ INCOMING = ".incoming-"
 """First characters of the directory of files that workers have handed over and that are not taken in yet."""
 NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
 """What the name of a checkpoint begins with that Holdfast has given by itself."""
+GIVEN = re.compile(r"step_\d{8}(?:-a\d+)?(?:\.\d+)?|checkpoint_\d{6,}")
+"""The whole name of a checkpoint that Holdfast has given by itself."""
 LATEST = "latest"
 """Name of the link to the newest checkpoint, in a run on a disk; older runs may have a checkpoint of this name."""
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
@@ -38,3 +46,17 @@ RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
 def is_checkpoint_name(name: str) -> bool:
     """Tell whether a directory right below the root of a run may have this name."""
     return bool(name) and "/" not in name and not name.startswith(".") and name not in (*RUN_NAMES, LATEST)
+
+
+def refuse_run(storage: Storage, directory: str) -> None:
+    """Refuse a run as the place of a single checkpoint, which would hide it: a directory with a manifest is no run.
+
+    Raises:
+        CheckpointExistsError: there is a run in ``directory``.
+    """
+    if storage.exists(join(directory, RUN_FILE)):
+        where = join(storage.uri.rstrip("/"), directory)
+        raise CheckpointExistsError(
+            f"{where} is a run: a checkpoint written onto it would hide it. Give a name of its own, beside the run or "
+            f"within it ({where}/NAME); overwriting does not replace a run"
+        )

@@ -87,7 +87,7 @@ def run_state(catalog: Catalog) -> RunStatus:
         return RunStatus(
             word="training" if owner["alive"] or is_fresh else "silent", text=where, owner=owner, heard=heard
         )
-    if index.finished is not None:
+    if index.has_finished:
         return RunStatus(word="finished", text="training has come to its end", owner=owner, heard=heard)
     current = index.current
     if current is None:

@@ -1,4 +1,4 @@
-"""The trash of a run on a disk: what ``holdfast rm`` and ``prune`` took away, until the next of them or for a week.
+"""The trash of a run on a disk: what ``holdfast rm`` and ``prune`` took away, for a week.
 
 A checkpoint goes there by one rename, and comes back by one, so that a kill at any moment leaves it in one of the two
 places, whole. In the trash its manifest has another name, so that nobody takes it for a checkpoint. What is emptied
@@ -10,7 +10,6 @@ another machine, by that and the wall clock, of which the lesser counts.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -144,7 +143,11 @@ class Trash:
             f"{format_bytes(size)}: delete that folder to have the room at once"
         )
 
-    def empty(self, *, older_s: float = -math.inf) -> list[str]:
+    def outdated(self) -> list[str]:
+        """Return the names of what the next `empty` deletes for good."""
+        return [entry.name for entry in self.entries() if entry.age_s() > WEEK_S]
+
+    def empty(self, *, older_s: float = WEEK_S) -> list[str]:
         """Delete for good what has been there for longer; return the names it had."""
         gone = []
         for entry in self.entries():

@@ -25,7 +25,7 @@ from holdfast.storage.base import Storage
 from .names import RUN_FILE, VERIFIED_FILE
 from .record import METRICS_FILE
 
-__all__ = ["Verified", "fingerprint", "note_verified", "read_verified"]
+__all__ = ["Verified", "fingerprint", "known_damaged", "note_verified", "read_verified"]
 
 _MAX_BYTES = 16 << 20
 _LONGEST = 300
@@ -92,6 +92,18 @@ def read_verified(storage: Storage, found: Collection[str] = ()) -> dict[str, Ve
     except (StorageError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _LOG.warning("%s/%s is left out: %s", storage.uri, VERIFIED_FILE, error)
         return {}
+
+
+def known_damaged(storage: Storage, names: Collection[str], found: Collection[str] = ()) -> dict[str, str]:
+    """Return which of ``names`` were found damaged, and have the same files since, with the first problem of each.
+
+    ``found`` is as in `read_verified`.
+    """
+    return {
+        name: entry.problem or "no reason is known"
+        for name, entry in read_verified(storage, found).items()
+        if not entry.ok and name in names and entry.files == fingerprint(storage, name)
+    }
 
 
 def note_verified(storage: Storage, found: Mapping[str, Verified], present: Collection[str]) -> None:

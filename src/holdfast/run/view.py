@@ -475,6 +475,10 @@ class RunView:
         kept = {name: why for name, why in self.index.quarantined.items() if name in known}
         self.index.quarantined = {**self.corrupt, **kept}
 
+    def look_again(self, names: Sequence[str]) -> None:
+        """Read the manifests of these again: which of them are no good checkpoints of this run, are no `records`."""
+        self._all_still_there(names)
+
     def _still_there(self, name: str) -> bool:
         """Refresh a row from manifest and sidecar; False, without a row, if it is no good checkpoint of this run."""
         return bool(self._all_still_there([name]))

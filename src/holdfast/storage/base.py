@@ -7,6 +7,8 @@ storage, separated by "/", without "." or ".." or empty parts.
 from __future__ import annotations
 
 import functools
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
     "Storage", "StorageTraits", "WrappedStorage", "check_condition", "check_path", "check_prefix", "check_range",
-    "check_view", "copy_bytes",
+    "check_view", "copy_bytes", "copy_over", "is_temporary_name", "temporary_name",
 ]  # fmt: skip
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
@@ -35,6 +37,7 @@ _NOW_TRAITS = frozenset({"num_parallel", "max_file_bytes", "copies_itself", "del
 
 TEMPORARY = ".tmp-"
 """First characters of names a storage keeps to itself: never listed, refused in paths."""
+_OF_WRITERS = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,7 +505,7 @@ _DERIVED = {
     "list": ("delete_tree",),
     "delete": ("delete_many", "delete_tree"),
     "delete_many": ("delete_tree",),
-    "create": ("batch",),
+    "create": ("batch", "adopt", "replace"),
     "sync": ("sync_all",),
 }
 
@@ -543,7 +546,7 @@ class WrappedStorage(Storage):
         own = vars(cls).keys()
         derived = {name for operation in own & _DERIVED.keys() for name in _DERIVED[operation]}
         for name in derived - own:
-            setattr(cls, name, vars(Storage)[name])
+            setattr(cls, name, WrappedStorage._replace_through if name == "replace" else vars(Storage)[name])
 
     def __init__(self, below: Storage) -> None:
         self.below = below
@@ -576,6 +579,11 @@ class WrappedStorage(Storage):
     delete_tree = _passed_on(Storage.delete_tree)
     make_directories = _passed_on(Storage.make_directories)
     tidy = _passed_on(Storage.tidy)
+
+    def _replace_through(self, path: str, size: int) -> ReplacingWriter | None:
+        from .through import replace_through  # not above: that module imports this one
+
+        return replace_through(self, path, size)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
@@ -669,11 +677,34 @@ def check_condition(where: str, found: ObjectInfo | None, *, if_absent: bool, if
 def copy_bytes(storage: Storage, source: str, target: str) -> None:
     """Repeat an object by reading and writing its bytes, durably; an older ``target`` is replaced."""
     with storage.open(source) as reader, storage.create(target, reader.size) as writer:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, reader.size)))
-        for start in range(0, reader.size, _COPY_BYTES):
-            chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
-            reader.read_into(start, chunk)
-            writer.write(chunk)
+        _pass_bytes(reader, writer)
+
+
+def copy_over(storage: Storage, source: str, target: str) -> None:
+    """Repeat an object by its bytes in place of ``target``, which stays as it is until the new one is whole."""
+    with (
+        storage.open(source) as reader,
+        storage.replace(target, reader.size) or storage.create(target, reader.size) as writer,
+    ):
+        _pass_bytes(reader, writer)
+
+
+def _pass_bytes(reader: FileReader, writer: FileWriter) -> None:
+    buffer = memoryview(bytearray(min(_COPY_BYTES, reader.size)))
+    for start in range(0, reader.size, _COPY_BYTES):
+        chunk = buffer[: min(_COPY_BYTES, reader.size - start)]
+        reader.read_into(start, chunk)
+        writer.write(chunk)
+
+
+def temporary_name() -> str:
+    """Return a new name for what takes its own name when it is complete."""
+    return f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
+
+
+def is_temporary_name(name: str) -> bool:
+    """Tell whether `temporary_name` may have made this: anything else that starts with `TEMPORARY` is a user's."""
+    return _OF_WRITERS.fullmatch(name) is not None
 
 
 def check_path(path: str) -> str:

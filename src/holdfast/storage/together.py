@@ -1,17 +1,21 @@
-"""Requests side by side: as many at once as a storage says are worth it, one after another on a disk."""
+"""Requests side by side, as many at once as a storage says are worth it; and once more, what a store has not found."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from holdfast.errors import StorageNotFoundError
+
 from .base import StorageTraits
 
-__all__ = ["together"]
+__all__ = ["asked_again", "together"]
 
 _T = TypeVar("_T")
+_LOOK_AGAIN_S = (0.1, 0.3, 0.6)
 
 
 class _Parallel(Protocol):
@@ -70,3 +74,24 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     if failed:
         raise failed[min(failed)]
     return results  # type: ignore[return-value]
+
+
+def asked_again(storage: _Parallel, call: Callable[[], _T], missing: type[Exception] = StorageNotFoundError) -> _T:
+    """Carry out a call for a file that has to be there; blocks for up to a second if a store says that it is not.
+
+    A replica of a store may lag behind, or may have lost what others have. A disk is believed.
+
+    Args:
+        storage: is asked again where it takes several requests at once.
+        call: safe to repeat.
+        missing: says that the file is not there.
+
+    Raises:
+        Exception: what ``call`` raises, of another kind or in the end.
+    """
+    for pause_s in _LOOK_AGAIN_S if storage.traits.num_parallel > 1 else ():
+        try:
+            return call()
+        except missing:
+            time.sleep(pause_s)
+    return call()

@@ -107,7 +107,7 @@ class Supervisor:
         try:
             while True:
                 if self._take_signals(None):
-                    return self._stopped_between()
+                    return self._stop_status()
                 status = self._live()
                 if status is not None:
                     return status
@@ -156,7 +156,7 @@ class Supervisor:
         if spare is not None and spare.has_refused():  # it was still importing when it was to begin: no life was lost
             self._look_at(spare)
             shutil.rmtree(folder, ignore_errors=True)
-            return None if self._stopping is None else self._stopped_between()
+            return None if self._stopping is None else self._stop_status()
         reports = self._read(folder)
         entered = {report.uri for report in reports}  # rank 0 has taken what is told into the journal
         self._told = [death for death in self._told if death not in told or death["uri"] not in entered]
@@ -182,7 +182,7 @@ class Supervisor:
         if isinstance(decision, End):
             return death.status
         if self._pause(decision.pause_s):
-            return self._stopped_between()
+            return self._stop_status()
         return None
 
     def _watch(self, processes: LifeProcesses, folder: Path) -> str | None:
@@ -201,12 +201,8 @@ class Supervisor:
             if now >= others_until:
                 return None
             running = [report for report in reports if report.rank not in processes.statuses and report.is_there]
-            if self._stopping is None and (why := self._hang(running, now)) is not None:
-                _say(f"{why}: this is a hang. The Python stacks of all threads:")
-                stacks = processes.stacks() or "(no Python process of this life has registered to write them)\n"
-                sys.stderr.write(stacks)
-                sys.stderr.flush()
-                return f"{why}\n{stacks}"
+            if (hang := self._hang(running, processes)) is not None:
+                return hang
             self._get_ready(folder)
             self._kept.look(folder)
             self._sleep(min(_LOOK_S, max(0.0, others_until - now)))
@@ -215,6 +211,9 @@ class Supervisor:
             rest = processes.are_alive([report.pid for report in read_reports(folder)])
             processes.send_below(self._stopping, rest)
             while processes.are_alive(rest):
+                below = [report for report in read_reports(folder) if report.pid in rest and report.is_there]
+                if (hang := self._hang(below, processes)) is not None:
+                    return hang
                 self._take_signals(processes, rest)
                 self._sleep(0.1)
         return None
@@ -257,10 +256,21 @@ class Supervisor:
             _say(f"no spare interpreter is kept: {why}; each life imports anew")
             self._python = None
 
-    def _hang(self, reports: Sequence[RunReport], now: float) -> str | None:
-        """Say which rank makes no steps any more, None if all do."""
+    def _hang(self, reports: Sequence[RunReport], processes: LifeProcesses) -> str | None:
+        """Say which rank makes no steps any more, and print and return the stacks; None if all make some."""
+        if (why := self._silent(reports)) is None:
+            return None
+        _say(f"{why}: this is a hang. The Python stacks of all threads:")
+        stacks = processes.stacks() or "(no Python process of this life has registered to write them)\n"
+        sys.stderr.write(stacks)
+        sys.stderr.flush()
+        return f"{why}\n{stacks}"
+
+    def _silent(self, reports: Sequence[RunReport]) -> str | None:
+        """Say which rank has ended no step for longer than its limit, also after a signal: a hang never answers it."""
         if self._hang_s == 0:
             return None
+        now = time.monotonic()
         for report in reports:
             if not report.trains:
                 continue
@@ -298,6 +308,9 @@ class Supervisor:
         return shell_status(worst)
 
     def _decide(self) -> Again | End:
+        if self._stopping is not None:  # it hangs, or its own status would have been passed on
+            name, status = signal.Signals(self._stopping).name, self._stop_status()
+            return End(f"{name} has asked it to stop; the same command starts it again (exit status {status})")
         if not self._alone:
             return End(
                 "this is one rank of several, and its launcher alone can start all of them again (torchrun "
@@ -330,7 +343,8 @@ class Supervisor:
             traceback=hang or str(error.get("traceback", "")), step=reports[-1].step if reports else -1,
             durable=durable, trained=any(report.step > report.resumed >= 0 or report.step > 0 > report.resumed
                                          for report in reports),
-            status=1 if hang is not None else shell_status(worst), rolled_back=rolled_back, given_up=given_up,
+            status=shell_status(worst) if hang is None else 1 if self._stopping is None else self._stop_status(),
+            rolled_back=rolled_back, given_up=given_up,
         )  # fmt: skip
 
     def _tell(self, death: Death, report: RunReport) -> dict[str, Any]:
@@ -388,8 +402,8 @@ class Supervisor:
             processes.send_all(signal.SIGCONT)
         self._continued = time.monotonic()
 
-    def _stopped_between(self) -> int:
-        """Return the exit status after a signal while no life was there."""
+    def _stop_status(self) -> int:
+        """Return the exit status after a signal that no life has answered: none was there, or it hangs."""
         assert self._stopping is not None
         return self._requeue if self._stopping in _FOR_REQUEUE else 128 + self._stopping
 

@@ -165,7 +165,7 @@ class _Attack:
         lives: list[tuple[Life, ChangeWatch]] = []
         for _ in range(_REFERENCES):
             chain = self._chain()
-            with self._watch(chain) as watch:
+            with self._watch(chain) as watch, self._chains.explained():
                 life = self._life(chain, watch, whole=True)
                 watch.read()
             self._end(chain)
@@ -183,7 +183,7 @@ class _Attack:
                 f"uninterrupted: {_in_words(watch.num_found)} complete in a new directory before that was watched: "
                 "if the script saves in the background, a save may count as complete some steps early"
             )
-        self.reference = check_records(life.plan.records(), life)
+        self.reference = check_records(life.plan.records(), life, self._chains)
         steps = len(self.reference[0].steps)
         self.changes = [change for change in watch.seen if change.begun]
         self._kinds = Counter(change.what for change in self.changes)

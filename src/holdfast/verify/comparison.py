@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .trace import Row
+from .trace import BESIDE, Row
 
 __all__ = ["Difference", "Item", "Unsteady", "first_difference", "is_plain", "likely_causes", "unsteady"]
 
@@ -213,6 +213,8 @@ def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[Item]:
 
 def _pairs(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Item]:
     for path in [*left, *(path for path in right if path not in left)]:
+        if path.startswith(BESIDE) and not (path in left and path in right):
+            continue  # looked for from time to time, and made when the script likes
         a, b = left.get(path, "nothing"), right.get(path, "nothing")
         if a != b:
             yield path, a, b
@@ -264,7 +266,7 @@ def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = 
             return list(_of_resume(found)) or [_OUTSIDE]
         case "metrics":
             return [*_of_data(found), _OF_METRIC]
-    return [*_of_data(found), *_of_training(found, why), _OUTSIDE]
+    return [*_of_beside(found), *_of_data(found), *_of_training(found, why), _OUTSIDE]
 
 
 _OUTSIDE = (
@@ -273,6 +275,17 @@ _OUTSIDE = (
     "generator of your own, a global, data that do not come from ck.batches, or an operation that is not "
     "deterministic. Put it into the state"
 )
+
+
+def _of_beside(found: Difference) -> Iterator[str]:
+    """Yield the cause where a module that is not in the state is another one."""
+    names = [path.removeprefix(f"{BESIDE}/") for path, _, _ in found.items if path.startswith(BESIDE)]
+    if names:
+        yield (
+            f"{', '.join(names)}: a module with the weights' shapes of one in the state, which is not in it: an "
+            "averaged copy (EMA), a target network. A resume begins it anew from the model. Put it into the state: "
+            'Checkpointer(path, {..., "ema": ema})'
+        )
 
 
 def _of_noise(first: Difference) -> list[str]:

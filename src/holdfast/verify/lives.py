@@ -34,7 +34,7 @@ from .trace import LifePlan, Row
 
 __all__ = [
     "Command", "Forked", "Life", "LifeFailedError", "Process", "WarmInterpreter", "WarmLife", "Watch", "check_script",
-    "end_with_parent", "observed_environment", "run_life", "script_command",
+    "end_with_parent", "observed_environment", "run_life", "script_command", "split_command",
 ]  # fmt: skip
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
@@ -438,6 +438,18 @@ def script_command(command: Sequence[str]) -> PythonCommand | None:
     """Return what a command runs, if that is a Python script in an interpreter of its own; else None."""
     python = PythonCommand.parse(command)
     return python if python is not None and not python.is_module and python.argv[0].endswith(".py") else None
+
+
+def split_command(line: str) -> list[str]:
+    """Return the words of a line for a shell.
+
+    Raises:
+        ConfigError: a quote has no end.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"{line!r} is no command for a shell: {error}") from error
 
 
 def check_script(command: Sequence[str], cwd: Path) -> None:

@@ -241,6 +241,7 @@ def _compare_steps(reference: Record, life: Record, began: int, *, to_end: bool)
     others = _drawn(reference, began, first)
     if not findings:
         stepped = {first["o"]}
+        last: dict[int, tuple[int, Step, Step]] = {}  # of each optimizer
         if others:
             notes.append(
                 f"the generators ({', '.join(others)}) are not those of the uninterrupted run at step {began}; so far "
@@ -252,15 +253,18 @@ def _compare_steps(reference: Record, life: Record, began: int, *, to_end: bool)
             stepped.add(right["o"])
             if left["en"] != right["en"]:
                 notes += [_UNCOMPARED] if _UNCOMPARED not in notes else []
-            found = _of_step(reference, life, began + number, left, right, at_resume=number == 0)
+            found = _of_step(reference, life, began + number, left, right, last.get(right["o"]), at_resume=number == 0)
             if found is not None:
                 return [found], [] if found.kind == "generators" else notes
+            last[right["o"]] = began + number, left, right
         if to_end and len(life.steps) != len(steps):
             kind = "more steps" if len(life.steps) > len(steps) else "fewer steps"
             facts = {"left": len(reference.steps), "right": began + len(life.steps)}
             findings = [Finding(kind=kind, step=began + min(len(life.steps), len(steps)), facts=facts)]
         elif to_end and reference.end is not None and life.end is not None and reference.end["w"] != life.end["w"]:
-            findings = [Finding(kind="unexplained", step=len(reference.steps), items=(("weights at the end", "", ""),))]
+            made = (_of_options(reference, life, *step) for step in last.values())
+            end = Finding(kind="unexplained", step=len(reference.steps), items=(("weights at the end", "", ""),))
+            findings = [next((one for one in made if one is not None), end)]
     return findings, notes
 
 
@@ -289,9 +293,16 @@ def _at_resume(reference: Record, life: Record, began: int, number: int) -> list
 
 
 def _of_step(
-    reference: Record, life: Record, number: int, left: Step, right: Step, *, at_resume: bool
+    reference: Record,
+    life: Record,
+    number: int,
+    left: Step,
+    right: Step,
+    last: tuple[int, Step, Step] | None,
+    *,
+    at_resume: bool,
 ) -> Finding | None:
-    """Compare a step, all steps before which were equal."""
+    """Compare a step, all steps before which were equal; ``last`` is the one before of its optimizer, if any."""
     data = _data(reference, life, number, left, right, at_resume=at_resume)
     if data is not None:
         return data
@@ -306,14 +317,30 @@ def _of_step(
         drawn = _drawn(reference, number, right)
         seen = bool(left["x"] or left["d"])
         return Finding(kind="generators" if drawn else "carried", facts={"drawn": drawn, "seen": seen}, **at)
+    # What made other weights of equal ones is the step before: an averaged copy of them only follows.
+    has_other_weights = bool({"w", "s"} & set(fields))
+    if has_other_weights and last is not None and (found := _of_options(reference, life, *last)) is not None:
+        return found
     if "lr" in fields:
         facts = {"left": left["lr"], "right": right["lr"], "fresh": False, "sched": left["sched"],
                  "sched_now": right["sched"]}  # fmt: skip
         return Finding(kind="learning rate", facts=facts, **at)
     for name, kind in (("e", "other modules"), ("b", "buffers")):
-        if name in fields:
-            return Finding(kind=kind, facts={"fresh": False}, **at)
+        if name in fields and not has_other_weights:
+            return Finding(kind=kind, facts={"fresh": False, "later": True}, **at)
     return Finding(kind="unexplained", facts={"fields": fields}, **at)
+
+
+def _of_options(reference: Record, life: Record, number: int, left: Step, right: Step) -> Finding | None:
+    """Say which options of its optimizer a step was made with that are others; None if none are, or none are known."""
+    options, now = left.get("opt") or {}, right.get("opt") or {}
+    others = [name for name in options if name in now and options[name] != now[name]]
+    if not others:
+        return None
+    items = tuple((name, _short(options[name]), _short(now[name])) for name in others)
+    kind = reference.optimizers.get(left["o"], {}).get("kind", "the optimizer")
+    facts = {"optimizer": kind, "names": others}
+    return Finding(kind="options", step=number, at_resume=right is life.steps[0], items=items, facts=facts)
 
 
 def _data(reference: Record, life: Record, number: int, left: Step, right: Step, *, at_resume: bool) -> Finding | None:

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Observer", "start"]
+__all__ = ["Observer", "root_modules", "start", "stateful_objects"]
 
 _SAMPLES = 16  # elements of each tensor in a row
 _INPUT_SAMPLES = 64
@@ -387,7 +387,7 @@ class Observer:
     def _made(self, optimizer: Any) -> None:
         """Watch what goes into the modules whose weights an optimizer was made for."""
         ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for module in _roots(_objects()):
+        for module in root_modules(stateful_objects()):
             mine = [module, *module.children()]
             if any(id(weight) in ids for weight in module.parameters()):
                 for part in mine:
@@ -541,6 +541,7 @@ class Observer:
             "n": self._num_rows, "o": trained.number, "now": time.time(),
             "w": sample, "wv": raw, "was": trained.left if self._num_rows <= _EARLY else None,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "opt": _options(optimizer),
             "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
             "ee": trained.others.each() if 0 < len(trained.other_tensors) <= _NUM_NAMED else None,
             "r": self._generators(), "ep": self._num_ended,
@@ -636,8 +637,8 @@ class Observer:
         ids = {id(weight): number for number, weight in enumerate(_weights(optimizer))}
         names = [""] * len(ids)
         mine: set[int] = set()
-        objects = _objects()
-        roots = _roots(objects)
+        objects = stateful_objects()
+        roots = root_modules(objects)
         anywhere = {id(weight) for one in self._trained for weight in _weights(one)}
         for module in roots:
             for name, weight in module.named_parameters():
@@ -712,7 +713,18 @@ def _weights(optimizer: Any) -> Iterator[Any]:
         yield from group["params"]
 
 
-def _objects() -> list[Any]:
+def _options(optimizer: Any) -> dict[str, list[Any]]:
+    """Return the numbers that the groups of an optimizer have beside the learning rate: weight_decay, betas."""
+    found: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            parts = value if isinstance(value, (tuple, list)) else (value,)
+            if name not in ("params", "lr") and parts and all(type(part) in (int, float) for part in parts):
+                found.setdefault(str(name), []).append(value)
+    return found
+
+
+def stateful_objects() -> list[Any]:
     """Return everything with a ``state_dict``: modules, schedulers, scalers; hundreds of thousands are looked at."""
     known: dict[type, bool] = {}
     found = []
@@ -726,7 +738,7 @@ def _objects() -> list[Any]:
     return found
 
 
-def _roots(objects: list[Any]) -> list[Any]:
+def root_modules(objects: list[Any]) -> list[Any]:
     """Return the modules that are no part of another one."""
     torch = sys.modules["torch"]
     modules = [one for one in objects if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)]

@@ -25,7 +25,7 @@ __all__ = ["LifeReport", "Report", "of_examined", "of_findings", "page", "surviv
 
 _VERDICTS = {
     "starts over": "starts over", "cannot resume": "cannot resume", "no training": "ends without training",
-    "not repeatable": "not repeatable",
+    "not repeatable": "not repeatable", "goes back": "goes back",
 }  # fmt: skip
 _SHOWN = 10
 
@@ -59,7 +59,8 @@ class Report:
 
     Attributes:
         command: program and arguments.
-        verdict: "exact", "differs", "starts over", "cannot resume", "ends without training" or "not repeatable".
+        verdict: "exact", "differs", "starts over", "goes back", "cannot resume", "ends without training" or
+            "not repeatable".
         checkpointer: the script has a `Checkpointer`, and its whole state was compared.
         steps: of the uninterrupted life.
         items: values compared at each step.
@@ -289,7 +290,8 @@ def _document(
     shown = escape(shlex.join(command))
     report = escape("\n".join(lines))
     parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{what}: {shown}</title>',
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        f'<meta name="generator" content="holdfast"><title>{what}: {shown}</title>',
         f"<style>{_STYLE}</style><h1>{question.format(f'<code>{shown}</code>')}</h1>",
         f'<p class="{"exact" if is_good else "wrong"}"><strong>{escape(verdict.upper())}</strong></p>',
         f"<p>{text}</p>", *body, f"<h2>Report</h2><pre>{report}</pre>",

@@ -7,19 +7,19 @@ by the same command, and matched by content (`matching`).
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lives import Command, Life, LifeFailedError, Process, check_script, run_life
+from .lives import Command, Life, LifeFailedError, Process, check_script, run_life, split_command
 from .matching import EARLY, Finding, Match, compare_fresh, match_life
 from .report import LifeReport, Report, of_examined, of_findings
 from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, check_arguments, choose_by_rows
-from .trace import LifePlan, Moment, Records, saved_after, stages
+from .trace import LifePlan, Moment, Records, saved_after, saves_after, stages
 from .workplace import OutputWatch, Workplace
 
 __all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
@@ -36,6 +36,9 @@ _ANEW = (
     "starts over",
 )
 """What can be said of a script of which two uninterrupted lives differ."""  # fmt: skip
+_PASSED_OVER = 3  # saves that a life has to miss before it is said that it went back: the newest may not be whole yet
+_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tar", ".safetensors", ".distcp", ".pkl", ".npz")
+_NO_CHECKPOINTS = ("venv", "node_modules", "site-packages", "__pycache__")
 _TORN = ("zip", "EOF", "end of", "truncated", "corrupt", "central directory", "unpickl", "incomplete", "JSONDecode")
 
 
@@ -123,7 +126,7 @@ def verify_script(
         )
         (home / "a").mkdir(exist_ok=True)
         chains.make("a")
-        with OutputWatch(home / "a", trace=home / "a.trace") as watch:
+        with OutputWatch(home / "a", trace=home / "a.trace") as watch, chains.explained():
             first = twins.life("a", 0, end, None, observe_to=steps, observe=True, watch=watch)
         if first.rows:
             examined = twins.examine(choose_by_rows(kills, seed), first)
@@ -170,12 +173,13 @@ def assert_resumes(
     Raises:
         ResumeDivergedError: the resume is not exact; the message names the first difference, its cause and the fix.
         AssertionError: the script failed by itself, or made no step that can be seen.
+        ConfigError: an argument is wrong.
 
     Example:
         >>> assert_resumes("python train.py --epochs 2", kills=1)               # doctest: +SKIP
     """
-    parts = shlex.split(command) if isinstance(command, str) else list(command)
-    again = shlex.split(resume) if isinstance(resume, str) else resume
+    parts = split_command(command) if isinstance(command, str) else list(command)
+    again = split_command(resume) if isinstance(resume, str) else resume
     report = verify_script(
         parts, kills=kills, resume=again, steps=steps, terminate=terminate, timeout_s=timeout_s, env=env, cwd=cwd,
         keep_in=keep_in,
@@ -212,6 +216,25 @@ class Chains:
         self._places[name] = self._cwd if self._workplace is None else self._workplace.copy(name)
         (self.home / name / "run").mkdir(parents=True, exist_ok=True)
 
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add to the failure of a life what its command does not find in a copy."""
+        try:
+            yield
+        except LifeFailedError as error:
+            hint = "" if self._workplace is None else self._workplace.hint(self._command)
+            raise type(error)(f"{error}{hint}") from error
+
+    def checkpoints_before(self) -> list[str]:
+        """Name what may be a checkpoint in the working directory, before any life: three of the newest files."""
+        found = []
+        for folder, folders, files in os.walk(self._cwd):
+            folders[:] = [name for name in folders if name not in _NO_CHECKPOINTS and name[0] != "."]
+            found += [Path(folder, name) for name in files if name.endswith(_CHECKPOINTS)]
+        ages = {path: path.stat().st_mtime for path in found if path.exists()}
+        newest = sorted(ages, key=lambda path: -ages[path])[:3]
+        return [os.fspath(path.relative_to(self._cwd)) for path in newest]
+
     def command(self, name: str, *, again: bool = False) -> Process:
         """Return what starts a life of a chain."""
         place = self._places[name]
@@ -239,7 +262,7 @@ class _Lives:
         self._chains, self._timeout_s, self._steps = chains, timeout_s, steps
         self._terminate, self._say = terminate, say
         self._first = first
-        self._reference = check_records(first.plan.records(), first)
+        self._reference = check_records(first.plan.records(), first, chains)
         self._steps_in_all = len(self._reference[0].steps) - (steps is not None)
         self._saves = saved_after(self._reference[0], watch.changes)
         self._lives: list[LifeReport] = []
@@ -261,6 +284,8 @@ class _Lives:
     def _killed(self, chosen: Sequence[KillAt]) -> list[tuple[int, int, Finding]]:
         """Run the lives that are killed and the last one; return (life, rank, finding), those of one life."""
         died, wrote, proven, early = 0, False, 0, 0
+        from_newest, back = False, list[tuple[int, int, Finding]]()
+        killed: tuple[int, OutputWatch] | None = None  # the life before, by the step it counted from
         fresh = Records()
         noise: Finding | None = None
         unsaved: list[tuple[int, int, Finding]] = []
@@ -282,6 +307,7 @@ class _Lives:
                 found = [compare_fresh(one, records[rank], to_end=to_end) for rank, one in self._reference.items()]
                 noise = next((one for one in found if one is not None), None)
                 proven = died = len(records[0].steps) - 1 if 0 in records else 0
+                killed = 0, watch
                 self._note(life, kill, 0, len(records[0].steps))
                 if not life.killed:
                     return [(0, 0, noise)] if noise is not None else []
@@ -312,11 +338,21 @@ class _Lives:
             if findings:
                 return self._confirmed(findings, proven)
             self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
+            if killed is not None and began and not early:
+                passed_over = saves_after(killed[1].written, began - killed[0])
+                from_newest = from_newest or (passed_over == 0 and bool(killed[1].written))
+                if passed_over >= _PASSED_OVER and not back:
+                    older = {"died": died, "passed_over": passed_over}
+                    back = [(number, 0, Finding(kind="goes back", step=began, at_resume=True, facts=older))]
+            killed = (began or 0, watch) if life.killed else None
             if not life.killed:
                 if any(plan):
                     self._notes.append("it came to its end before all planned kills: it makes steps before it loads")
                 break
             died = (began or 0) + made - 1
+        # Saves in the background end some steps late: who never went on from the newest file may wait for none.
+        if back and from_newest:
+            return back
         return [] if any(life.began for life in self._lives) else unsaved
 
     def _match(
@@ -387,8 +423,8 @@ class _Lives:
         )  # fmt: skip
 
 
-def check_records(records: Records, first: Life) -> Records:
-    """Return the records of a life that can be verified.
+def check_records(records: Records, first: Life, chains: Chains) -> Records:
+    """Return the records of a life that can be verified, the first one of ``chains``.
 
     Raises:
         NothingToVerifyError: too few steps were seen.
@@ -399,9 +435,16 @@ def check_records(records: Records, first: Life) -> Records:
             raise LifeFailedError(f"the steps of the script could not be observed: {record.error}. Please report this")
     made = len(records[0].steps)
     if made < 2:
+        before = chains.checkpoints_before() if first.status == 0 else []
+        ended = (
+            f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made before, "
+            "verify it in a folder without that. Else, steps"
+            if before
+            else "Steps"
+        )
         raise NothingToVerifyError(
             f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
-            "are needed to resume in between. Steps are seen where torch.optim.Optimizer.step is called in an "
+            f"are needed to resume in between. {ended} are seen where torch.optim.Optimizer.step is called in an "
             f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
         )
     return records

@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "stages"]
+__all__ = ["BESIDE", "LifePlan", "Moment", "Record", "Records", "Row", "Step", "saved_after", "saves_after", "stages"]
+
+BESIDE = "not in the state"
+"""First part of the paths of items for modules that train beside a state; compared where both lives have them."""
 
 Row = dict[str, Any]
 """A line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
@@ -192,6 +195,25 @@ def saved_after(record: Record, changes: Iterable[int]) -> list[int]:
         changes: of each, how many steps had been begun.
     """
     return sorted({count for count in changes if 0 < count < len(record.steps)})
+
+
+def saves_after(written: Iterable[tuple[str, int, int]], step: int) -> int:
+    """Return how many saves a life has finished that hold more steps than ``step``, as far as that is certain.
+
+    Each kind of large file counts for itself, and the one with the fewest decides: the best weights may be written
+    often, and what a life goes on from seldom.
+
+    Args:
+        written: the files that the life finished: name without numbers, steps begun, bytes.
+        step: counted as the life counts.
+    """
+    rows = [row for row in written if row[1] > 0]
+    largest = max((size for _, _, size in rows), default=0)
+    moments: dict[str, set[int]] = {}
+    for name, begun, size in rows:
+        if 2 * size >= largest:
+            moments.setdefault(name, set()).add(begun)
+    return min((sum(moment > step for moment in of_kind) for of_kind in moments.values()), default=0)
 
 
 def stages(steps: Sequence[Step]) -> list[int]:

@@ -11,16 +11,21 @@ import json
 import os
 import re
 import sys
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from holdfast._ranks import current_ranks
 from holdfast.checkpointer.functions import load, save
 from holdfast.checkpointer.progress import RESERVED
 
+from .observer import root_modules, stateful_objects
 from .state import digests as digests_of
-from .trace import Counter, LifePlan
+from .trace import BESIDE, Counter, LifePlan
 
 __all__ = ["Witness", "witness"]
 
@@ -59,6 +64,8 @@ class Witness:
         self._batches: list[str] = []
         self._metrics: dict[str, str] = {}
         self._mismatch = ""
+        self._boundaries = 0
+        self._copies: list[weakref.ref[nn.Module]] = []
 
     def arguments(self, path: Any, **options: Any) -> tuple[Any, ...]:
         """Redirect the run into the plan's home; only planned saves happen there, and no tracker gets them."""
@@ -114,7 +121,10 @@ class Witness:
             "rank": info.rank, "world_size": info.world_size, "pid": os.getpid(), **more,
         }  # fmt: skip
         if event == "start" or self._is_traced(step):
-            items = digests(state())
+            values = state()
+            items = digests(values)
+            if event == "boundary":
+                items.update(self._beside(values))
             # Several batches make a step where gradients are gathered, none at the second boundary of a step.
             drawn, self._batches[:] = list(self._batches), []
             metrics, self._metrics = self._metrics, {}
@@ -123,6 +133,25 @@ class Witness:
             with open(os.path.join(self._plan.trace, name), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return row
+
+    def _beside(self, state: Mapping[Any, Any]) -> dict[str, str]:
+        """Describe the modules that have the shape of one in the state and are not in it: averaged copies, say.
+
+        Looking for them takes as long as there are objects, so it is done after 1, 2, 4, ... boundaries.
+        """
+        self._boundaries += 1
+        if self._boundaries & (self._boundaries - 1) == 0:
+            self._copies = [weakref.ref(one) for one in _copies(state)]
+        alike: dict[str, list[str]] = defaultdict(list)
+        for one in self._copies:
+            if (module := one()) is not None:
+                text = json.dumps(digests(module))
+                alike[type(module).__name__].append(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+        # Nothing says which of several is which, so their number is part of the name, and they are one item.
+        return {
+            f"{BESIDE}/{len(found)} x {name}" if len(found) > 1 else f"{BESIDE}/{name}": f"module[] {sorted(found)}"
+            for name, found in alike.items()
+        }
 
     def _same_start(self, state: _State) -> list[str]:
         """Begin as the first life began; return the names of items that differed, as they do without seeds.
@@ -157,6 +186,34 @@ class Witness:
         with open(f"{self._plan.signal}.alive", "rb", buffering=0) as alive:
             alive.read()
         os._exit(3)  # the driver is gone, and with it the other end
+
+
+def _copies(state: Mapping[Any, Any]) -> list[nn.Module]:
+    """Return the modules with the weights' shapes of one in the state, and none of its weights."""
+    inside = {id(part): part for one in _modules_in(state) for part in one.modules()}
+    shapes = [_shapes(module) for module in inside.values()]
+    own = {id(weight) for module in inside.values() for weight in module.parameters(recurse=False)}
+    return [
+        module
+        for module in root_modules(stateful_objects())
+        if id(module) not in inside and _shapes(module) in shapes and not own & {*map(id, module.parameters())}
+    ]
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _modules_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _modules_in(item)
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the weights; a module without any is like no other."""
+    return [tuple(weight.shape) for weight in module.parameters()] or [(id(module),)]
 
 
 class _Noted:

@@ -105,11 +105,15 @@ def _learning_rate(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
 
 def _other_modules(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     begins = "begins anew" if facts["fresh"] else "is not that of the uninterrupted run"
+    cause, fix = "it is made from the model at the start, and not saved", "save and load its `state_dict()`, too"
+    if facts.get("later"):  # it came back as it was, and so did the weights
+        cause = "what brings it up to date is not saved: the number of its updates, a rate or an interval of its own"
+        fix = "save and load that, too (`n_averaged` is in the `state_dict()` of an `AveragedModel`)"
     return (
         f"a module beside the one that trains {begins} at step {finding.step}: an averaged copy of the weights (EMA), "
         "a target network",
-        "it is made from the model at the start, and not saved",
-        "save and load its `state_dict()`, too",
+        cause,
+        fix,
         _STATE % ("ema", "ema"),
     )
 
@@ -317,6 +321,15 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
         "decide it by `ck.global_step` or `ck.epoch`, after entering",
     ),
     "generators": _generators,
+    "goes back": (
+        "a life that was killed after step {died} is resumed from step {step}, although it had finished {passed_over} "
+        "saves after that",
+        "the newest checkpoint is looked for by names sorted as text (step-8 comes after step-16), by a clock, "
+        "or in a file that does not name it; or the newer ones cannot be loaded, and the error is caught",
+        "choose by the number: `max(paths, key=lambda path: int(path.stem.rpartition('-')[2]))`, or write numbers "
+        "with zeros in front; let an error of the newest checkpoint end the script, or print it",
+        "`Checkpointer` goes on from the newest whole checkpoint, and says which ones it passes over and why",
+    ),
     "learning rate": _learning_rate,
     "loss scale": (
         "the loss scale is not that of step {step}",
@@ -360,6 +373,13 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
         "save it as it is, and load it before the model is cast; compare dtypes after loading",
         _STATE % ("optimizer", "optimizer"),
     ),
+    "options": (
+        "step {step} is made with other options of {optimizer} ({names}), and leaves other weights",
+        "they follow a schedule of the script's own, whose counter begins anew with the process; or they are set after "
+        "`optimizer.load_state_dict`, which restores them",
+        "compute them from the saved step, or save what they are computed from; set them before the state is loaded",
+        'compute them from `ck.global_step`, or keep the counter in the state: `ck.state["calls"] = calls`',
+    ),
     "other data": _other_data,
     "other modules": _other_modules,
     "own data": _own_data,
@@ -379,9 +399,9 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
     "starts over": _starts_over,
     "unexplained": (
         "after equal steps the weights differ at step {step}",
-        "something changes them beside the optimizer's state that is recorded: options of its groups that are not "
-        "saved (momentum, weight decay by a schedule), weights swapped for an evaluation, clipping by a running value",
-        "save the optimizer's `state_dict()` whole, with its groups, and the value it depends on",
+        "something changes them beside what is recorded of the optimizer: weights swapped for an evaluation, clipping "
+        "by a running value, averaging of the weights by a counter that is not saved",
+        "save that value or counter, and load it before the first step",
         "put the optimizer and that value into the state",
     ),
     "unknown weights": (

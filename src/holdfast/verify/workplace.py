@@ -62,7 +62,9 @@ _EVENT = struct.Struct("iIII")
 
 
 class Workplace:
-    """Copies of a working directory.
+    """Copies of a working directory, without its pipes, sockets and devices.
+
+    Links that lead out of it lead to the same places from a copy; those that lead into it stay within the copy.
 
     Args:
         source: the real one.
@@ -76,6 +78,7 @@ class Workplace:
 
     def __init__(self, source: Path, home: Path, *, limit_bytes: int, advice: str = "") -> None:
         self._source, self._home = source.absolute(), home.absolute()
+        self._real = Path(os.path.realpath(source))
         sizes = {entry.name: _size(Path(entry.path), self._home) for entry in os.scandir(source)}
         sizes = {name: size for name, size in sizes.items() if name not in _LINKED}
         total = sum(sizes.values())
@@ -89,35 +92,102 @@ class Workplace:
             )
 
     def copy(self, name: str) -> Path:
-        """Make a copy called ``name``, and return its path."""
+        """Make a copy called ``name``, and return its path.
+
+        Raises:
+            ConfigError: a file cannot be read, or is gone meanwhile.
+        """
         place = self._home / name / "work"
 
         def leave_out(folder: str, names: Sequence[str]) -> set[str]:
             out = {one for one in names if one in _LEFT_OUT or Path(folder, one) == self._home}
+            out |= {one for one in names if _is_special(Path(folder, one))}
             return out | ({one for one in names if one in _LINKED} if Path(folder) == self._source else set())
 
-        shutil.copytree(self._source, place, symlinks=True, ignore=leave_out)
+        try:
+            shutil.copytree(self._source, place, symlinks=True, ignore=leave_out)
+        except shutil.Error as error:
+            path, _, why = error.args[0][0]
+            raise ConfigError(
+                f"a script runs in a copy of its working directory, and {path} cannot be copied: {why}. Let nothing "
+                "else write there meanwhile, and start it in a directory of which all files can be read"
+            ) from error
+        self._mend_links(place)
         for linked in _LINKED:
             if (self._source / linked).exists():
                 (place / linked).symlink_to(self._source / linked)
         return place
 
+    def _mend_links(self, place: Path) -> None:
+        for folder, folders, files in os.walk(place):
+            beside = self._real / os.path.relpath(folder, place)
+            for path in (Path(folder, name) for name in (*folders, *files) if os.path.islink(Path(folder, name))):
+                text = os.readlink(path)
+                there = _place_of(beside / text)
+                if there.is_relative_to(self._real):
+                    if not os.path.isabs(text) and os.pardir not in Path(text).parts:
+                        continue
+                    there = place / there.relative_to(self._real)
+                    target = os.fspath(there) if os.path.isabs(text) else os.path.relpath(there, folder)
+                else:
+                    target = os.path.join(beside, text)
+                if target != text:
+                    path.unlink()
+                    path.symlink_to(target)
+
     def moved(self, command: Sequence[str], place: Path) -> list[str]:
-        """Return a command for a copy: paths of the real directory that it names become those of the copy."""
+        """Return a command for a copy: paths of the real directory that it names become those of the copy.
+
+        A program or a script that lies outside, by a relative path, is named by the absolute one.
+        """
         real = f"{self._source}{os.sep}"
         linked = tuple(f"{real}{name}{os.sep}" for name in _LINKED)
-        return [
-            argument if argument.startswith(linked) else argument.replace(real, f"{place}{os.sep}")
-            for argument in command
+        words = [
+            os.fspath(_place_of(self._real / word))
+            if (number == 0 or word.endswith(".py")) and self._leads_out(word)
+            else word
+            for number, word in enumerate(command)
+        ]
+        return [word if word.startswith(linked) else word.replace(real, f"{place}{os.sep}") for word in words]
+
+    def hint(self, command: Sequence[str]) -> str:
+        """Say which relative paths of a command a script does not find in a copy, after its output; "" if none."""
+        paths = [
+            word for word in command[1:] if not word.endswith(".py") and self._leads_out(word.rpartition("=")[2])
         ]  # fmt: skip
+        return (
+            f"\nit ran in a copy of its working directory, where {', '.join(paths)} leads to another place: give an "
+            "absolute path" if paths else ""
+        )  # fmt: skip
+
+    def _leads_out(self, word: str) -> bool:
+        """Tell whether a word is a relative path of something that is there, and lies outside of the directory."""
+        if os.pardir not in Path(word).parts or os.path.isabs(word):
+            return False
+        path = self._real / word
+        return path.exists() and not _place_of(path).is_relative_to(self._real)
+
+
+def _place_of(path: Path) -> Path:
+    """Return where a file or link lies, without following it, should it be a link."""
+    return Path(os.path.realpath(path.parent), path.name)
+
+
+def _is_special(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        mode = path.lstat().st_mode
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+    return False
 
 
 def _size(path: Path, home: Path) -> int:
     if path.is_symlink() or path == home:
         return 0
-    if path.is_dir():
-        return sum(_size(Path(entry.path), home) for entry in os.scandir(path) if entry.name not in _LEFT_OUT)
-    return path.stat().st_size
+    with contextlib.suppress(OSError):  # whatever it is, its copy says it
+        if path.is_dir():
+            return sum(_size(Path(entry.path), home) for entry in os.scandir(path) if entry.name not in _LEFT_OUT)
+        return path.stat().st_size
+    return 0
 
 
 class OutputWatch:
@@ -129,6 +199,8 @@ class OutputWatch:
     Attributes:
         due: see `lives.Watch`.
         changes: for each change, how many steps rank 0 had begun.
+        written: each file that was finished: its path, with # for the numbers in it, how many steps had been begun, and
+            its bytes.
         missed: there were more changes than the kernel keeps (fs.inotify.max_queued_events): some were not seen.
         num_found: how many files were finished, since the first step, in a new directory before it was watched. They
             count as finished when it was made: what a save in the background wrote later is placed some steps early.
@@ -141,6 +213,7 @@ class OutputWatch:
     _mask = _CLOSE_WRITE | _MOVED_TO | _CREATE
 
     def __init__(self, root: Path, *, trace: Path | None = None) -> None:
+        self._root = root
         self.due: float | None = None
         self._leases = _gives_leases(root.parent)
         self._fd = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -149,6 +222,7 @@ class OutputWatch:
         self._folders: dict[int, Path] = {}
         self.num_found, self.missed = 0, False
         self.changes: list[int] = []
+        self.written: list[tuple[str, int, int]] = []
         self._rows: Counter[str] = Counter()
         self._trace = -1
         if trace is not None:
@@ -216,8 +290,10 @@ class OutputWatch:
             return
         if path.name.endswith(_NO_STATE) or "tfevents" in path.name:
             return
-        if path.exists():
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
             self.changes.append(self._begun())
+            self.written.append((_VARIABLE.sub("#", os.path.relpath(path, self._root)), self._begun(), size))
 
     def _begun(self) -> int:
         """Return how many steps rank 0 had begun at the change that is being read."""
@@ -316,7 +392,7 @@ class ChangeWatch(OutputWatch):
     _mask = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
 
     def __init__(self, root: Path, aim: Aim | None = None, *, trace: Path | None = None) -> None:
-        self._root, self._aim, self._times = root, aim or Aim(), 0
+        self._aim, self._times = aim or Aim(), 0
         self.unwritten: dict[Path, list[int]] = {}
         self.seen: list[Change] = []
         super().__init__(root, trace=trace)

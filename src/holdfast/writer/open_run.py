@@ -25,7 +25,7 @@ from holdfast.run.record import Record
 from holdfast.run.remains import sweep_hidden
 from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
 from holdfast.run.retention import Verdict
-from holdfast.run.trash import WEEK_S, Trash
+from holdfast.run.trash import Trash
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -56,7 +56,7 @@ class StagedSaves(Protocol):
     def add(self, name: str, save: str, manifest: Manifest) -> None:
         """Take a save that all ranks have staged."""
 
-    def bring(self, name: str, save: str | None) -> None:
+    def bring(self, name: str, save: str | None, parts: Sequence[Sequence[int]] = ()) -> None:
         """Bring what an earlier life has left."""
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
@@ -168,7 +168,7 @@ class Run:
         if again is None:
             hidden = catalog.hidden if storage.local_root is None else None
             swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
-            Trash(storage).empty(older_s=WEEK_S)
+            Trash(storage).empty()
             if catalog.guests:
                 _LOG.warning(
                     "%s: left alone, as copies of its checkpoints or renamed ones: %s. They are never deleted, and no "

@@ -53,19 +53,23 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
 
     Raises:
         CheckpointError: a part is missing, or the parts are none of one checkpoint.
-        HoldfastError: nothing was committed; the files of this save are removed.
+        HoldfastError: nothing was committed; the files of this save are removed, unless the manifest has no answer.
     """
     start = time.perf_counter()
     manifest, data = (committed_already(storage, job.directory, job.manifest) if again else None), None
     seconds = {"wait": 0.0, "commit": 0.0}
     if manifest is None:
+        is_sent = False
         try:
             parts = _collect(storage, job)
             seconds["wait"] = time.perf_counter() - start
-            manifest, data = _commit(storage, job, run, parts)
+            manifest, replaced = _prepare(storage, job, run, parts)
+            void = None if run is None else run.void_at(job.directory)
+            is_sent = True
+            data = commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
             seconds["commit"] = time.perf_counter() - start - seconds["wait"]
-        except BaseException:
-            if certainly_uncommitted(storage, job.directory, job.manifest):
+        except BaseException as error:
+            if certainly_uncommitted(storage, job.directory, job.manifest, error, is_sent=is_sent):
                 _discard(storage, job)
             raise
     try:
@@ -124,7 +128,10 @@ def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
     )
 
 
-def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> tuple[Manifest, bytes]:
+def _prepare(
+    storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]
+) -> tuple[Manifest, Replaced | None]:
+    """Check that all files are there; give the manifest, and what it replaces."""
     skip = len(job.directory) + 1
     there = {info.path[skip:]: info.size for info in storage.list(job.directory, recursive=False)}
     for part in parts:
@@ -146,9 +153,7 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
         run.before_commit()
     with paused_gc():
         manifest = assemble(job.directory, {**job.manifest, "writers": job.writers}, parts)
-    void = None if run is None else run.void_at(job.directory)
-    replaced = _replaced(storage, job, parts) if job.overwrite else None
-    return manifest, commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
+    return manifest, _replaced(storage, job, parts) if job.overwrite else None
 
 
 def _replaced(storage: Storage, job: PartsJob, parts: list[PartSummary]) -> Replaced:

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError, StorageUnavailableError
+from holdfast.errors import (
+    HoldfastError,
+    StorageError,
+    StorageExistsError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+)
 from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digests, file_digest, table_at
 from holdfast.format.division import Division
@@ -52,6 +58,7 @@ class Known:
         table: its chunk digests.
         reuses: how many saves in a row have linked these bytes.
         repeated: the save before had the same bytes at this place.
+        etag: of the file on a disk, where it may be changed in place; None at a store, and where nobody asked.
     """
 
     path: str
@@ -59,6 +66,7 @@ class Known:
     table: bytes
     reuses: int = 0
     repeated: bool = False
+    etag: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +108,20 @@ def read_previous(storage: Storage, directory: str, manifest: Manifest, writer: 
             if file_digest(table) != entry.digest:
                 return Previous()
             reuses = MAX_REUSES if entry.reused_from else 0
-            known.append(Known(path=entry.path, size=entry.size, table=table, reuses=reuses))
+            etag = _etag_on_disk(storage, f"{directory}/{entry.path}")
+            known.append(Known(path=entry.path, size=entry.size, table=table, reuses=reuses, etag=etag))
     except HoldfastError:
         return Previous()
     return Previous(directory=directory, files=tuple(known))
+
+
+def _etag_on_disk(storage: Storage, path: str) -> str | None:
+    """Give the etag of a file where asking for it is no request."""
+    if storage.traits.num_parallel > 1:
+        return None
+    with contextlib.suppress(StorageError):
+        return storage.stat(path).etag
+    return None
 
 
 def unchanged_runs(tables: Sequence[bytes], sizes: Sequence[int], previous: Previous) -> list[tuple[int, int, int]]:
@@ -292,8 +310,9 @@ class PartWriter:
             return None
         source = join(self._previous.directory, known.path)
         try:
-            if self._storage.stat(source).size != plan.size:
-                return None
+            about = self._storage.stat(source)
+            if about.size != plan.size or known.etag not in (None, about.etag):
+                return None  # changed by hand since: memory has the right bytes
             self._created.append(plan.path)
             self._link(source, join(self._job.directory, plan.path))
         except StorageNotFoundError:  # the previous checkpoint was deleted meanwhile
@@ -423,13 +442,16 @@ class PartWriter:
         files = []
         for number, (plan, item) in enumerate(zip(self._job.files, done, strict=True)):
             known = self._previous.at(number, plan.size)
+            repeated = known is not None and known.table == item.table
+            may_be_linked = self._job.reuse and (plan.stable or repeated)
             files.append(
                 Known(
                     path=plan.path,
                     size=plan.size,
                     table=item.table,
                     reuses=0 if item.reused is None else item.reused.reuses + 1,
-                    repeated=known is not None and known.table == item.table,
+                    repeated=repeated,
+                    etag=_etag_on_disk(self._storage, join(self._job.directory, plan.path)) if may_be_linked else None,
                 )
             )
         return Previous(directory=self._job.directory, files=tuple(files))

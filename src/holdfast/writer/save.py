@@ -16,6 +16,7 @@ from holdfast.errors import (
     HoldfastError,
     StorageError,
     StorageFullError,
+    StorageUnavailableError,
 )
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove
 from holdfast.format.manifest import Manifest
@@ -73,12 +74,24 @@ def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
     return PartSummary(writer=job.writer, files=mine) if mine else None
 
 
-def certainly_uncommitted(storage: Storage, directory: str, fields: Mapping[str, Any]) -> bool:
+def certainly_uncommitted(
+    storage: Storage, directory: str, fields: Mapping[str, Any], error: BaseException, *, is_sent: bool
+) -> bool:
     """Tell whether the files of a failed job may be removed.
 
     An error after the manifest became visible (say, in a directory fsync) leaves a valid checkpoint: taking its files
-    away would make it a broken one.
+    away would make it a broken one. So does a request without an answer that is carried out later, as a gateway does
+    with what waits in it: whatever a look says now, the files stay, for the next start or overwrite to sweep.
+
+    Args:
+        storage: where.
+        directory: of the checkpoint.
+        fields: of the manifest; ``checkpoint_id`` tells ours.
+        error: why the job failed.
+        is_sent: the manifest may have been sent.
     """
+    if is_sent and isinstance(error, StorageUnavailableError):
+        return False
     try:
         return committed_already(storage, directory, fields) is None
     except StorageError:
@@ -163,7 +176,8 @@ class SaveRunner:
             answer: called for each window whose memory may be reused.
 
         Raises:
-            HoldfastError: nothing was committed; the files of this save are removed, older checkpoints untouched.
+            HoldfastError: nothing was committed; the files of this save are removed, older checkpoints untouched. If
+                the store did not answer to the manifest, it may yet be committed, and its files stay.
         """
         start = time.perf_counter()
         job = task.job
@@ -213,6 +227,7 @@ class SaveRunner:
         planned = _plan_names(task)
         replaced = look_before(task.storage, job.directory) if job.overwrite else None
         writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
+        is_sent = False
         try:
             fields: dict[str, Any] = job.manifest
             if task.source is None:
@@ -230,6 +245,7 @@ class SaveRunner:
                     check_plan(task.storage, job.directory, job.save_id)
                 if run is not None:
                     run.before_commit()
+                is_sent = True
                 manifest = commit(
                     task.storage,
                     job.directory,
@@ -238,8 +254,8 @@ class SaveRunner:
                     overwrite=replaced,
                     void=None if run is None else run.void_at(job.directory),
                 )
-        except BaseException:
-            if certainly_uncommitted(task.storage, job.directory, job.manifest):
+        except BaseException as error:
+            if certainly_uncommitted(task.storage, job.directory, job.manifest, error, is_sent=is_sent):
                 writer.discard(plan=planned, again=task.again)
             raise
         if planned and not job.part:

@@ -22,9 +22,10 @@ from operator import attrgetter
 import torch
 
 from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
+from holdfast.format.contents import check_there
 from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
-from holdfast.storage.together import together
+from holdfast.storage.together import asked_again, together
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..tree.arrays import move
@@ -89,8 +90,9 @@ def read_tensors(
 
 def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:
     try:
-        return storage.open(file)
+        return asked_again(storage, partial(storage.open, file))
     except StorageNotFoundError as error:
+        check_there(storage)
         raise CorruptCheckpointError(
             f"{file} is gone; it holds tensor {rows[0].name!r} and {len(rows) - 1} more: this checkpoint is damaged; "
             "use another one, or a copy of this file",

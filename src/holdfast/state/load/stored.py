@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast._log import get_logger
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, IncompleteCheckpointError
 from holdfast.format.codec import decode, loads
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import MAX_JSON, ContentsReader, in_boxes, unite
@@ -19,6 +19,7 @@ from holdfast.format.index import Index, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.schema import check_node, check_object, check_parts
 from holdfast.storage.base import Storage
+from holdfast.storage.together import asked_again
 
 from ..tree import arrays
 from ..tree.flatten import OWN
@@ -31,6 +32,7 @@ __all__ = ["Stored", "decode_tree", "open_stored"]
 
 _LOG = get_logger("state")
 _NOTHING = object()
+_DIGITS = 19  # of an index into a list, and fewer
 _FEW = 2  # up to so many indexes, all are read when a checkpoint is opened
 
 
@@ -181,7 +183,7 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
         CorruptCheckpointError: a small file differs from its digest, or a rank's part is missing.
     """
-    manifest = read_manifest(storage, "")
+    manifest = asked_again(storage, lambda: read_manifest(storage, ""), IncompleteCheckpointError)
     stored = Stored(storage, manifest, _lazy_digests=own_first)
     now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
     stored.resized = now if now != manifest.world_size else None
@@ -293,10 +295,11 @@ def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequ
 
 def _own_values(part: dict[str, Any] | None, keys: Sequence[tuple[str, bool, str]]) -> Mapping[str, Any]:
     """Take what a rank stored of its own (`OWN`) out of its part; an early version may have a value of that name."""
-    if part is None or not isinstance(part.get(OWN), Mapping) or any(key == OWN for key, _, _ in keys):
+    own = None if part is None else part.get(OWN)
+    if part is None or not isinstance(own, Mapping) or any(key == OWN for key, _, _ in keys):
         return {}
-    own: Mapping[str, Any] = part.pop(OWN)
-    return own
+    del part[OWN]
+    return own if all(type(where) is str for where in own) else {}
 
 
 def _find(tree: Any, where: str) -> tuple[Any, Any]:
@@ -311,7 +314,7 @@ def _find(tree: Any, where: str) -> tuple[Any, Any]:
 def _key_in(container: Any, step: str) -> str | int | None:
     if isinstance(container, dict):
         return step
-    fits = isinstance(container, list) and step.isdecimal() and int(step) < len(container)
+    fits = isinstance(container, list) and step.isdecimal() and len(step) < _DIGITS and int(step) < len(container)
     return int(step) if fits else None
 
 

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 import re
 import threading
 import time
@@ -53,6 +52,8 @@ from ..base import (
     check_range,
     check_view,
     copy_bytes,
+    is_temporary_name,
+    temporary_name,
 )
 from ..local.ops import translate
 from ..memory import BytesReader
@@ -338,7 +339,7 @@ class AdaptedStorage(Storage):
     def tidy(self, directory: str) -> None:
         """Remove temporary files of writers that must be dead by now."""
         for found in self._entries(directory, recursive=False):
-            if found.name.startswith(TEMPORARY) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
+            if is_temporary_name(found.name) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
                 self._discard(directory, found)
 
     def _entries(self, directory: str, *, recursive: bool) -> builtins.list[FoundObject]:
@@ -589,7 +590,7 @@ class RangeReader(FileReader):
 def temporary_beside(full: str) -> str:
     """Return a temporary name in the directory of ``full``, for a file that will be renamed to ``full``."""
     head, slash, _ = full.rpartition("/")
-    return f"{head}{slash}{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
+    return f"{head}{slash}{temporary_name()}"
 
 
 def _etag(content: bytes) -> str | None:

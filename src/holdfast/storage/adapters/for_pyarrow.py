@@ -16,7 +16,7 @@ import pyarrow.fs
 
 from holdfast.errors import ConfigError, StorageNotFoundError
 
-from ..base import ObjectInfo, Storage
+from ..base import ObjectInfo, Storage, copy_over
 from ..resolve import from_description, resolve, split_uri
 from ..stream import InputStream, OutputStream
 
@@ -171,9 +171,12 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         """Copy a file; a file that has the target's name is replaced."""
         source, target = self.inside(src), self.inside(dest)
         self.storage.stat(source)
-        if source != target:
-            self.storage.delete(target)
+        if source == target:
+            return
+        if not self.storage.exists(target):
             self.storage.copy(source, target)
+        else:
+            copy_over(self.storage, source, target)
 
     def move(self, src: str, dest: str) -> None:
         if not self.storage.exists(self.inside(src)):

@@ -391,8 +391,15 @@ def _replace(fs: Any, temporary: str, full: str) -> None:
         # Servers that rename only to a free name (SMB, some FTP): readers see no object for a moment.
         if not fs.exists(temporary) or not fs.exists(full):
             raise
-        fs.rm_file(full)
-        fs.mv(temporary, full)
+        aside = temporary_beside(full)
+        fs.mv(full, aside)
+        try:
+            fs.mv(temporary, full)
+        except BaseException:
+            fs.mv(aside, full)  # if that fails as well, the error names where the old object is
+            raise
+        with contextlib.suppress(OSError):  # nobody reads it, and `tidy` finds it
+            fs.rm_file(aside)
 
 
 def _guard(fs: Any) -> threading.RLock:

@@ -8,18 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import time
 
-from ..base import TEMPORARY, Storage
+from ..base import Storage, is_temporary_name, temporary_name
 from .beneath import Beneath, OpenDirectory
 from .local_storage import door_of
 from .local_tree import make_durable
 from .ops import POSIX
 
 __all__ = ["drop_link", "link_at", "put_link", "sweep_links"]
-
-_OURS = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 
 
 def put_link(storage: Storage, path: str, target: str, *, durable: bool = True) -> None:
@@ -79,7 +76,7 @@ def sweep_links(storage: Storage, inside: str, *, older_s: float) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     with folder:
-        for name in filter(_OURS.fullmatch, os.listdir(folder.fd)):
+        for name in filter(is_temporary_name, os.listdir(folder.fd)):
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's; or it is no link
                 os.readlink(name, dir_fd=folder.fd)
                 if os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_mtime < time.time() - older_s:
@@ -107,7 +104,7 @@ def _swap(folder: OpenDirectory, name: str, target: str) -> None:
         if error.errno != errno.EINVAL:
             raise
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder.at(name)) from None
-    temporary = f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
+    temporary = temporary_name()
     os.symlink(target, temporary, dir_fd=folder.fd)
     try:
         os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)

@@ -30,6 +30,7 @@ from ..base import (
     check_path,
     check_prefix,
     copy_bytes,
+    temporary_name,
 )
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
@@ -119,7 +120,7 @@ class LocalStorage(Storage):
         durable: bool = True,
     ) -> str:
         ops = self._ops
-        temporary = folder.at(_temporary_name())
+        temporary = folder.at(temporary_name())
         fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         kept = -1
         try:
@@ -220,7 +221,7 @@ class LocalStorage(Storage):
             self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match)
 
         def once(folder: OpenDirectory) -> ReplacingWriter:
-            temporary = _temporary_name()
+            temporary = temporary_name()
             fd = self._ops.open(folder.at(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 tree.lock_new(folder, temporary, fd)
@@ -585,10 +586,6 @@ def door_of(storage: Storage) -> tuple[Beneath, str] | None:
         return storage._door, storage._prefix
     root = storage.local_root
     return None if root is None else (Beneath(os.fspath(root)), "")
-
-
-def _temporary_name() -> str:
-    return f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
 
 
 def _etag(about: os.stat_result) -> str:

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from ..base import TEMPORARY
+from ..base import TEMPORARY, is_temporary_name, temporary_name
 from .beneath import Beneath, OpenDirectory
 from .ops import Ops
 
 __all__ = [
     "NO_LOCKS", "lock_new", "lock_quietly", "locked", "make_durable", "nearest_existing", "remove_below",
-    "remove_if_empty", "sweep", "type_of_file_system",
+    "remove_if_empty", "sweep", "type_of_file_system", "unlisted_of_others",
 ]  # fmt: skip
 
 NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
@@ -109,6 +109,11 @@ def _sync_quietly(ops: Ops, directory: str) -> None:
         ops.fsync_dir(directory)
 
 
+def unlisted_of_others(name: str) -> bool:
+    """Tell whether a storage leaves a name out of its listings although nothing of Holdfast has it."""
+    return name.startswith(TEMPORARY) and not is_temporary_name(name) and name not in (_LOCK_NAME, _HELD_NAME)
+
+
 def sweep(ops: Ops, door: Beneath, inside: str) -> None:
     """Remove temporary files whose writer is dead: nobody holds their lock."""
     try:
@@ -117,7 +122,7 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
         return
     with folder:
         for name in sorted(os.listdir(folder.fd)):
-            if not name.startswith(TEMPORARY) or name in (_LOCK_NAME, _HELD_NAME):
+            if not is_temporary_name(name):
                 continue
             with contextlib.suppress(OSError), _locked_file(name, folder.fd):
                 ops.unlink(folder.at(name))
@@ -285,7 +290,7 @@ def _identity(path: str, dir_fd: int | None) -> tuple[int, int] | None:
 
 def _take_away(path: str, dir_fd: int | None, seen: tuple[int, int]) -> None:
     """Remove the name of a dead holder; if another process did so first and holds the name now, give it back."""
-    aside = f"{path}-{os.getpid()}-{time.monotonic_ns()}"
+    aside = os.path.join(os.path.dirname(path), temporary_name())
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         if _identity(aside, dir_fd) != seen:
@@ -302,7 +307,7 @@ def remove_if_empty(ops: Ops, door: Beneath, inside: str) -> bool:
             with os.scandir(folder.fd) as entries:
                 for entry in entries:
                     # Stops at the first entry worth keeping: a run directory may have 10 000 children.
-                    if not entry.name.startswith(TEMPORARY):
+                    if not is_temporary_name(entry.name) and entry.name not in (_LOCK_NAME, _HELD_NAME):
                         return False
                     names.append(entry.name)
             if names:

@@ -27,7 +27,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNot
 from ..base import TEMPORARY, Storage, StorageTraits
 from ..together import together
 from .bucket import BucketConfig
-from .errors import NO_BUCKET, again_if_broken, errors_of, said, was_retried
+from .errors import NO_BUCKET, again_if_broken, errors_of, is_refusal, said, was_retried
 
 __all__ = [
     "MARK", "BucketClient", "UnfinishedUploads", "Upload", "as_condition", "conditions_of", "landed", "make_store",
@@ -171,7 +171,6 @@ _Conditions = Literal["etags", "bare etags", "none"]
 _PROBES = f"{TEMPORARY}probe"
 _OLD = timedelta(minutes=15)
 _LOG = get_logger("storage")
-_REFUSALS = ("AlreadyExistsError", "PreconditionError")
 _lock = threading.Lock()  # of the two below; never held while a store is asked
 _known: dict[tuple[str, str], _Conditions] = {}
 _asking: dict[tuple[str, str], threading.Lock] = {}
@@ -246,7 +245,7 @@ def _ask(client: BucketClient, folder: str, key: str) -> _Conditions:
             if _is_unsupported(error):
                 return "none"
             # A refusal means that the object exists: left behind, or made by our own first try, whose answer was lost.
-            if type(error).__name__ not in _REFUSALS:
+            if not is_refusal(error):
                 raise
             made = again_if_broken(lambda: obs.head(store, key))
         gone, name, tag = [key], client.tag_name, client.tag(made) or ""
@@ -285,7 +284,7 @@ def _refuses(client: BucketClient, key: str, mode: Any) -> bool:
     try:
         again_if_broken(lambda: client.obs.put(client.store, key, b"2", use_multipart=False, mode=mode))
     except Exception as error:
-        if type(error).__name__ in _REFUSALS:
+        if is_refusal(error):
             return True
         if _is_unsupported(error):
             return False
@@ -302,8 +301,7 @@ def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again
 
     A request whose answer was lost is sent again by the client, or by us, and then meets its own object.
     """
-    refused = type(error).__name__ in _REFUSALS
-    if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
+    if (is_refusal(error) and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
         return None
     try:
         answer = again_if_broken(lambda: client.obs.get(client.store, key, options={"head": True}))

@@ -21,8 +21,8 @@ from holdfast.errors import (
 )
 
 __all__ = [
-    "NO_BUCKET", "Errors", "ShortAnswerError", "again_if_broken", "errors_of", "has_no_tls", "said", "status_of",
-    "was_retried",
+    "NO_BUCKET", "Errors", "ShortAnswerError", "again_if_broken", "errors_of", "has_no_tls", "is_refusal", "said",
+    "status_of", "was_retried",
 ]  # fmt: skip
 
 _TRIES = 8
@@ -41,13 +41,20 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "AccountStorageLimit", "XMinioStorageFull")
 _BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "InvalidToken")
+# Answers that the SDKs of the stores repeat and obstore does not: two requests met at the server (S3, radosgw), the
+# request stood still too long (S3, status 400), or its signature got too old on the way (status 403).
+_PASSING = ("ConditionalRequestConflict", "OperationAborted", "ConcurrentModification", "RequestTimeout")
+_SKEWED = "RequestTimeTooSkewed"
 _NO_CREDENTIALS = (
     "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
     "metadata/identity/oauth2", "performing token request", "no credentials",
 )  # fmt: skip
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
-_BROKEN = ("error sending request", "response body error", "connection closed", "HTTP error: connection")
+_BROKEN = (
+    "error sending request", "response body error", "connection closed", "HTTP error: connection",
+    "non-partial response",  # a page of a gateway in place of the store's answer
+)  # fmt: skip
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -79,6 +86,11 @@ def was_retried(error: BaseException) -> bool:
     return re.search(r"after [1-9]\d* retries", str(error)) is not None
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Tell whether the store has refused a write for its condition; obstore takes each status 409 for that."""
+    return type(error).__name__ in ("AlreadyExistsError", "PreconditionError") and not _is_passing(error)
+
+
 def has_no_tls(error: BaseException) -> bool:
     """Tell whether the two sides could not agree on a TLS connection: another try right away is in vain."""
     text = str(error)
@@ -89,6 +101,11 @@ def status_of(error: BaseException) -> int | None:
     """Return the HTTP status behind an error of obstore."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
+
+
+def _is_passing(error: BaseException) -> bool:
+    code = _CODE.search(str(error))
+    return code is not None and (code[1] in _PASSING or code[1] == _SKEWED)
 
 
 def _is_of_client(error: Exception) -> bool:
@@ -115,6 +132,11 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
             "longer-lived ones for long trainings"
         )
     # No plain `StorageError`: somebody may renew it, or set the clock, while training goes on.
+    if _is_passing(error):
+        hint = (
+            "set the clock of this machine" if f"<Code>{_SKEWED}" in text else "asked again in vain; it may work later"
+        )
+        return StorageUnavailableError(f"{start}: {detail}; {hint}")
     if (match := _CERTIFICATE.search(text)) is not None:
         return StorageUnavailableError(
             f"{start}: the server's certificate is refused ({match[1]}): {_what_to_do(match[1])}"
@@ -138,6 +160,11 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         return StorageUnavailableError(f"{start}: the storage did not answer in time ({detail}); it may work later")
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
         return StorageUnavailableError(f"{start}: {detail}")
+    if "Encountered object with invalid path" in text:
+        return StorageError(
+            f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
+            f"client lists nothing beside it ({detail}); rename or delete it, with the tool that made it"
+        )
     if status == 400 and _CODE.search(text) is None:
         # S3 answers so to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {detail}; no reason was given: expired credentials are the usual reason")
@@ -176,7 +203,7 @@ class ShortAnswerError(StorageError):
 
 
 def again_if_broken(action: Callable[[], _T], *, after: Callable[[Exception, bool], _T | None] | None = None) -> _T:
-    """Repeat a request whose connection or answer broke off; the client itself repeats what it can repeat safely.
+    """Repeat a request that broke off, or met another one; the client itself repeats what it can repeat safely.
 
     Pauses grow and are random, so that many workers do not ask again at the same moment.
 
@@ -201,8 +228,8 @@ def again_if_broken(action: Callable[[], _T], *, after: Callable[[Exception, boo
 
 
 def _is_broken(error: Exception) -> bool:
-    """Tell whether a connection broke before the whole answer was there, and the client did not ask again."""
-    if isinstance(error, ShortAnswerError):
+    """Tell whether a request has to be sent again, and the client did not: mostly a connection that broke."""
+    if isinstance(error, ShortAnswerError) or _is_passing(error):
         return True
     if type(error).__name__ != "GenericError" or status_of(error) is not None or has_no_tls(error):
         return False

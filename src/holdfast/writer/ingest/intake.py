@@ -67,6 +67,7 @@ class Intake:
         self._written = 0
         # What of ours may be there by now, and by which paths; None if nothing may be touched.
         self._begun: tuple[MergePlan, tuple[str, ...]] | None = None
+        self._is_sent = False  # the manifest
 
     def take(self, run: Run | None, *, again: bool) -> SaveResult:
         """Store, commit, remove owned sources, record in the run.
@@ -95,8 +96,8 @@ class Intake:
                     if run is None or not run.make_room():
                         raise
                     manifest, warnings = self._attempt(run)
-            except BaseException:
-                self._undo()
+            except BaseException as error:
+                self._undo(error)
                 raise
         make_folders(self._storage, job.directory, manifest)
         self._clean()
@@ -142,6 +143,7 @@ class Intake:
                 run.before_commit()
             fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
             void = None if run is None else run.void_at(job.directory)
+            self._is_sent = True
             return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
 
     def _make_plan(self, run: Run | None) -> tuple[MergePlan, tuple[str, ...]]:
@@ -302,14 +304,16 @@ class Intake:
         except HoldfastError as error:
             _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
 
-    def _undo(self) -> None:
+    def _undo(self, error: BaseException) -> None:
         """Put moved files back and remove what was stored, unless it may have been committed.
 
         What fails here is left for the sweep of the next start. The plan file need not be there any more: whoever took
         the run over has swept it, and what was stored since goes by what we know of it.
         """
         storage, job = self._storage, self._job
-        if self._begun is None or not certainly_uncommitted(storage, job.directory, job.manifest):
+        if self._begun is None or not certainly_uncommitted(
+            storage, job.directory, job.manifest, error, is_sent=self._is_sent
+        ):
             return
         plan, paths = self._begun
         with suppress(HoldfastError):
@@ -368,6 +372,7 @@ def commit_in_place(
     if manifest is None:
         replaced = look_before(storage, job.directory)
         before = _manifest_there(storage, job, run)
+        is_sent = False
         listing = FileList(job.save_id, (0,) if before is None else before.writers)
         try:
             # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
@@ -378,6 +383,7 @@ def commit_in_place(
             if run is not None:
                 run.before_commit()
             fields = manifest_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
+            is_sent = True
             manifest = commit(
                 storage,
                 job.directory,
@@ -386,8 +392,8 @@ def commit_in_place(
                 overwrite=None if before is None else replaced,
                 keep_sidecars=True,
             )
-        except BaseException:
-            if certainly_uncommitted(storage, job.directory, job.manifest):
+        except BaseException as error:
+            if certainly_uncommitted(storage, job.directory, job.manifest, error, is_sent=is_sent):
                 with suppress(HoldfastError):
                     clear_planned(storage, job.directory, plan_name(job.save_id), [listing.digests_path])
             raise

@@ -61,7 +61,7 @@ class UploadJob(WireValue):
         path: where to, at the target.
         name: of the checkpoint or the file, at the source; None where only the pointer is sent.
         kind: "checkpoint" (a directory), "file", or "copy": a file in a directory of its own, both of which go when it
-            was uploaded, or when it will not be tried again.
+            was uploaded. One that will not be is left to its trainer; if that is dead it stays, and the log says where.
         pointer: sent after it; None for none.
         num_attempts: how often it is tried.
     """
@@ -139,7 +139,7 @@ class FileUploads:
         """Upload what was asked for, within ten minutes."""
         self._queue.close(_LAST_S, "they are where they were saved")
         for asked in list(self._asked.values()) if self._alone else ():
-            remove_copy(asked.source, asked.job)
+            _say_kept(asked)
 
     # ---- for the queue: see `Source`
 
@@ -160,9 +160,10 @@ class FileUploads:
             problem = error
         if problem is not None and self._alone:
             _LOG.error("%s is not uploaded to %s: %s", asked.job.path, self.uri, problem)
+            _say_kept(asked)
         del self._asked[key]
         asked.done(problem)  # first: if this writer dies now, the next one is not asked for what is removed here
-        if problem is None or self._alone:
+        if problem is None:
             remove_copy(asked.source, asked.job)
 
     def _try(self, asked: _Asked, stop: Stop) -> None:
@@ -273,6 +274,13 @@ def remove_copy(source: Storage, job: UploadJob) -> None:
     root = source.local_root
     if job.kind == "copy" and job.name is not None and root is not None:
         shutil.rmtree(os.path.dirname(root / job.name), ignore_errors=True)
+
+
+def _say_kept(asked: _Asked) -> None:
+    """Say where a copy is whose trainer is dead: it may be the only one."""
+    root = asked.source.local_root
+    if asked.job.kind == "copy" and asked.job.name is not None and root is not None:
+        _LOG.error("what was to be uploaded as %s stays in %s", asked.job.path, root / asked.job.name)
 
 
 def _pause(seconds: float, stop: Stop) -> None:

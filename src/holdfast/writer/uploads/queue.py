@@ -105,6 +105,7 @@ class UploadQueue:
         self._litter: list[str] = []  # given up half-way
         self._num_given_up = self._num_lately = self._failures = 0
         self._error: str | None = None
+        self._refused: str | None = None  # the newest cannot be brought: which, and why
         self._upload_s = 0.0
         self._going = self._is_between = self._said_all = self._over = False
         self._deadline: float | None = None  # of the end
@@ -214,6 +215,7 @@ class UploadQueue:
             "given_up": self._num_given_up,
             "upload_s": self._upload_s,
             "error": self._error,
+            "refused": self._refused,
             "lost": None if (lost := self._source.lost) is None else str(lost),
         }
 
@@ -368,12 +370,13 @@ class UploadQueue:
                 if not is_renewed and name in self._waiting:
                     self._waiting.remove(name)
                 self._arrived.append(name)
-                self._newest = newest
+                self._newest, self._refused = newest, None
                 self._arrival = self._warned = time.monotonic()
                 self._upload_s, self._num_lately = self._arrival - begun, 0
             else:
                 if not is_renewed and name in self._waiting:
                     self._leave_out(name)
+                self._refused = f"{name} cannot be brought to {self._source.uri}: {problem}"
                 _LOG.error("%s is not uploaded to %s: %s", name, self._source.uri, problem)
             self._tell()
         self._settled(name)

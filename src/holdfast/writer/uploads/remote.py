@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,9 @@ from holdfast.storage.base import Storage
 __all__ = ["RemoteRun"]
 
 _LOG = get_logger("writer")
+_PIECE = 8 << 20
+_IN_FRONT_OF = "in front of"
+"""Name of the note of a local side that remembers the URI of its remote."""
 
 
 def _nothing() -> None:
@@ -121,9 +125,16 @@ class RemoteRun:
         """Let the local index know of the lives that the remote knows.
 
         Raises:
-            ConfigError: the two sides hold different runs.
+            ConfigError: the two sides hold different runs, or the local one belongs to another remote.
         """
         index = self.catalog.index
+        before = local.notes.get(_IN_FRONT_OF, index.storage.uri)
+        if not (index.run_id or index.rows) and before != index.storage.uri:
+            raise ConfigError(
+                f"{local.storage.uri} holds the run that was brought to {before} ({local.run_id}), and "
+                f"{index.storage.uri} is empty: a new run needs a local_dir of its own, or this one emptied. If that "
+                "run is to go on at a new place, copy it there first (holdfast push or cp)"
+            )
         if local.run_id and index.run_id and local.run_id != index.run_id:
             raise ConfigError(
                 f"{local.storage.uri} holds another run ({local.run_id}) than {index.storage.uri} ({index.run_id}): "
@@ -135,6 +146,7 @@ class RemoteRun:
         known = {attempt.attempt: attempt for attempt in (*older.attempts, *newer.attempts)}
         local.attempts = [known[number] for number in sorted(known)]
         local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
+        local.notes[_IN_FRONT_OF] = index.storage.uri
         # One journal: what happens at the remote comes back to it with the report segments of the local side.
         local.journal.take(index.journal.waiting())
         index.journal, self.catalog.side = local.journal, "remote"
@@ -180,7 +192,12 @@ class RemoteRun:
             )
         before = read_sidecar(self._local, name)
         previous = next((other for other in self.catalog.names() if other != name), None)
-        copied = self._copy(name, previous, stop)
+        try:
+            copied = self._copy(name, previous, stop)
+        except StorageError as error:
+            if error.errno != errno.EIO or self._is_readable(name):
+                raise
+            raise CheckpointError(f"the local disk cannot read it: {error}") from error  # what waits behind it can go
         self.heartbeat.confirm()  # what is there by now counts; and from here on run.json is written and old ones go
         self._sidecars[name] = before
         self.both.add(name)
@@ -202,6 +219,17 @@ class RemoteRun:
                 if last or not self._is_void(name):
                     raise
         raise AssertionError("not reached")
+
+    def _is_readable(self, name: str) -> bool:
+        """Read a local checkpoint, after an error of a disk: the remote may be a disk, too."""
+        try:
+            for entry in read_manifest(self._local, name).files:
+                with self._local.open(join(name, entry.path)) as reader:
+                    for offset in range(0, reader.size, _PIECE):
+                        reader.read_into(offset, memoryview(bytearray(min(_PIECE, reader.size - offset))))
+        except StorageError as error:
+            return error.errno != errno.EIO
+        return True
 
     def _is_void(self, name: str) -> bool:
         try:

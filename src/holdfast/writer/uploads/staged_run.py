@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from holdfast._log import get_logger
 from holdfast.copying.transfer import REPEATED_FROM, copy_checkpoint, planned, send_entries
 from holdfast.errors import CheckpointError, HoldfastError, StorageError
 from holdfast.format.commit import PartSummary, commit_manifest, read_manifest
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import is_staged, part_name, read_part, remove_part, staged_name, sweep_given_up
 from holdfast.run.catalog import Catalog
@@ -83,6 +83,7 @@ class StagedRun:
         self._ended = self._over = False
         self._known: set[str] = set()
         self._left: set[str] = set()  # what cannot be completed in this life
+        self._parts: dict[str, Sequence[Sequence[int]]] = {}  # which parts each rank has, if not its own
         for name, save, manifest in staged_saves(local):
             if save.startswith(f"{start_id}-"):
                 self._saves[name] = save, manifest
@@ -106,8 +107,13 @@ class StagedRun:
         self._local.put(join(name, staged_name(save)), manifest.to_bytes())
         self._queue(name, save, manifest)
 
-    def bring(self, name: str, save: str | None) -> None:
+    def bring(self, name: str, save: str | None, parts: Sequence[Sequence[int]] = ()) -> None:
         """Bring what an earlier life has left, before anything is trained: a staged save, or a whole checkpoint.
+
+        Args:
+            name: of the checkpoint.
+            save: its id; None for a whole checkpoint on our disk.
+            parts: by rank, the parts of the save that it brings: machines may have come back in another order.
 
         Raises:
             HoldfastError: it could not be brought.
@@ -124,6 +130,7 @@ class StagedRun:
         # None: the call is repeated, for the earlier writer died when the save had just arrived.
         manifest = manifests.get((name, save))
         if manifest is not None:
+            self._parts[name] = parts
             self._queue(name, save, manifest)
         while name in self._saves:
             self._heartbeat.check()
@@ -167,9 +174,9 @@ class StagedRun:
             done = [(name, self._saves.pop(name)[0]) for name in self._saves.keys() - needed]
         for name, save in done:
             if name in self._left:
-                self._server.tell({"do": "keep", "save": save, "directory": name})
+                self._server.tell(self._order("keep", name, save))
                 continue
-            self._server.tell({"do": "clear", "save": save, "directory": name})
+            self._server.tell(self._order("clear", name, save))
             with suppress(HoldfastError):  # swept at the next start
                 self._local.delete(join(name, staged_name(save)))
                 self._local.tidy(name)
@@ -198,13 +205,15 @@ class StagedRun:
         self._run.arrived(name, manifest, lambda: self._say_late(name))
 
     def _bring(self, name: str, save: str, stop: Stop) -> None:
-        order = {"do": "upload", "save": save, "directory": name}
         try:
-            self._server.uploads.bring(order, self._server.tell, stop)
+            self._server.uploads.bring(self._order("upload", name, save), self._server.tell, stop)
         except CheckpointError:
             if self._server.uploads.lacks_ranks:
                 self._left.add(name)
             raise
+
+    def _order(self, do: str, name: str, save: str) -> Message:
+        return {"do": do, "save": save, "directory": name, "parts": self._parts.get(name, ())}
 
     def _say_late(self, name: str) -> None:
         """Repeat what was said about a save before it arrived; what cannot be stored is kept. Needs the run's lock."""
@@ -274,7 +283,7 @@ class StagedParts:
         Raises:
             HoldfastError: it is not there.
         """
-        part = self._read(save, directory).to_json()
+        part = self._read(save, directory, self._rank).to_json()
         with self._changed:
             self._held.add(save)
         return part
@@ -305,27 +314,29 @@ class StagedParts:
         while True:
             order = self._orders.get()
             save, directory = order["save"], order["directory"]
+            parts = order["parts"][self._rank] if order.get("parts") else [self._rank]
             if order["do"] != "upload":
                 if order["do"] == "clear":
-                    self._clear(save, directory)
+                    self._clear(save, directory, parts)
                 with self._changed:
                     self._closing -= 1
                 self.let_go(save)
                 continue
             error = None
             try:
-                self._bring(directory, self._read(save, directory))
+                files = [entry for writer in parts for entry in self._read(save, directory, writer).files]
+                self._bring(directory, files)
             except Exception as problem:  # noqa: BLE001 - a thread edge: rank 0 hears of it, and may ask again
                 error = error_to_json(problem)
             self._say({"do": "uploaded", "save": save, "error": error})
 
-    def _bring(self, directory: str, part: PartSummary) -> None:
+    def _bring(self, directory: str, files: Sequence[FileEntry]) -> None:
         """Bring our files; those that are in the save before as well the remote repeats by itself, if it is a store."""
         before, stores = self._brought, self._remote.local_root is None
         twins = {key: path for key, (path, times) in before.items() if stores and times < MAX_REUSES}
-        ways = send_entries(self._local, self._remote, directory, part.files, twins=twins)
+        ways = send_entries(self._local, self._remote, directory, files, twins=twins)
         self._brought = {}
-        for entry in part.files:
+        for entry in files:
             if entry.size >= REPEATED_FROM:
                 key, path = (entry.digest, entry.size), join(directory, entry.path)
                 known, times = before.get(key, ("", 0))
@@ -337,15 +348,16 @@ class StagedParts:
                     times = MAX_REUSES
                 self._brought[key] = path, times
 
-    def _read(self, save: str, directory: str) -> PartSummary:
-        part = read_part(self._local, directory, save, self._rank)
+    def _read(self, save: str, directory: str, writer: int) -> PartSummary:
+        part = read_part(self._local, directory, save, writer)
         if part is None:
-            raise CheckpointError(f"{join(self._local.uri, directory)}: the part of rank {self._rank} is gone")
+            raise CheckpointError(f"{join(self._local.uri, directory)}: the part of rank {writer} is gone")
         return part
 
-    def _clear(self, save: str, directory: str) -> None:
+    def _clear(self, save: str, directory: str, parts: Sequence[int]) -> None:
         try:
-            remove_part(self._local, directory, save, self._rank)
+            for writer in parts:
+                remove_part(self._local, directory, save, writer)
         except HoldfastError as error:
             _LOG.warning("what is not needed any more of %s stays on the local disk for now: %s", directory, error)
 
