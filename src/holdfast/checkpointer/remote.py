@@ -96,16 +96,17 @@ class RemoteWatch:
         """
         self._ask(timeout_s)
         if self._wait_until(lambda: not self._waiting, timeout_s):
-            if (refused := self._state.get("refused")) is not None and not self.staged:
-                raise StorageError(
-                    f"{refused}. Nothing newer is there, and this one is on the local disk {self._mirror.path} only, "
-                    "if it is whole: `holdfast verify --deep` tells. The next start with the same local_dir tries again"
-                )
-            if self.staged and self._state["last_step"] < step:
+            refused = self._state.get("refused")
+            if self.staged and (refused is not None or self._state["last_step"] < step):
                 raise StorageError(
                     f"step {step} was staged, but is not at {self.uri}, where the newest checkpoint is that of step "
                     f"{self._state['last_step']}; the log says why. What the disks of all machines have still is "
                     "brought by the next start"
+                )
+            if refused is not None:
+                raise StorageError(
+                    f"{refused}. Nothing newer is there, and this one is on the local disk {self._mirror.path} only, "
+                    "if it is whole: `holdfast verify --deep` tells. The next start with the same local_dir tries again"
                 )
             return
         raise StorageError(

@@ -117,7 +117,7 @@ def read_previous(storage: Storage, directory: str, manifest: Manifest, writer: 
 
 def _etag_on_disk(storage: Storage, path: str) -> str | None:
     """Give the etag of a file where asking for it is no request."""
-    if storage.traits.num_parallel > 1:
+    if storage.local_root is None:
         return None
     with contextlib.suppress(StorageError):
         return storage.stat(path).etag
