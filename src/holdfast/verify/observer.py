@@ -719,7 +719,8 @@ def _options(optimizer: Any) -> dict[str, list[Any]]:
     for group in optimizer.param_groups:
         for name, value in group.items():
             parts = value if isinstance(value, (tuple, list)) else (value,)
-            if name not in ("params", "lr") and parts and all(type(part) in (int, float) for part in parts):
+            are_numbers = 0 < len(parts) < 5 and all(type(part) in (int, float) for part in parts)
+            if are_numbers and name not in ("params", "lr"):
                 found.setdefault(str(name), []).append(value)
     return found
 
