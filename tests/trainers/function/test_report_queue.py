@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -147,3 +148,28 @@ def test_no_thread_is_left():
         ends.outbox.close()
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name == "holdfast-reports"]
+
+
+def test_a_report_of_a_signal_handler_in_the_middle_of_another_is_sent():
+    """Both reports go, and none takes the place of the other."""
+    with Ends(pause_s=60) as ends:
+        ends.outbox.add(1, row(1))  # goes at once; those that follow wait
+        seen = []
+
+        def handler(frame, event, _):
+            if event == "call" and frame.f_code.co_name == "__init__" and not seen:
+                seen.append(frame)
+                ends.outbox.add(3, row(3))
+
+        before = sys.getprofile()
+        sys.setprofile(handler)
+        try:
+            ends.outbox.add(2, row(2))
+        finally:
+            sys.setprofile(before)
+        ends.outbox.send({"on": "other"})
+        heard = []
+        while not heard or heard[-1]["on"] != "other":
+            heard.append(ends.hear())
+        assert seen
+        assert sorted(one["metrics"]["loss"] for header in heard[:-1] for one in header["rows"]) == [1, 2, 3]

@@ -39,6 +39,16 @@ def test_metrics_arrive_in_order_without_loss(root):
         assert len(pair.controller.heard) < 200
 
 
+def test_an_option_that_there_is_not_is_refused_without_data_too(root):
+    """A callback that misspells one hears of it at its first report, not at its first checkpoint."""
+    with Pair(begin(root)) as pair:
+        with pytest.raises(TypeError, match="'checkpoint_uplod_mode'"):
+            pair.session.report({"loss": 1}, checkpoint_uplod_mode=hf.CheckpointUploadMode.ASYNC)
+        pair.session.report({"loss": 1}, checkpoint_upload_mode=hf.CheckpointUploadMode.ASYNC)
+        pair.session.drain()
+        assert pair.controller.wait(lambda _: pair.controller.rows()) == [(1, {"loss": 1})]
+
+
 def test_other_ranks_only_count(root):
     """Their metrics are checked, but not sent."""
     with Pair(begin(root, rank=1, world_size=2)) as pair:

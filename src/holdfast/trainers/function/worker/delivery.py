@@ -33,6 +33,7 @@ from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local
 from .link import ControllerLink
 
 __all__ = [
+    "REPORT_OPTIONS",
     "Delivery",
     "Finish",
     "Request",
@@ -131,6 +132,10 @@ def check_request(
         upload=upload,
         validation=wanted,
     )
+
+
+REPORT_OPTIONS = frozenset(check_request.__kwdefaults__ or ())
+"""Names of what `report` takes besides metrics and checkpoint."""
 
 
 def _validation(given: Any) -> bool | dict[str, Any]:

@@ -364,7 +364,10 @@ class ReportQueue:
         with self._changed:
             batch = self._batch
             if batch is None:
-                self._batch = _Batch(index, row)
+                batch = _Batch(index, row)
+                while self._batch is not None:  # of a signal handler that has reported meanwhile
+                    self._push()
+                self._batch = batch
                 if time.monotonic() >= self._due and self._channel.flush(0.0):
                     self._push()
                 elif not self._armed:

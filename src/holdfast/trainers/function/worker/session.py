@@ -22,7 +22,7 @@ from holdfast.writer.frames import Channel
 from ..config import ValidationTaskConfig
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
 from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
-from .delivery import Delivery, check_request, check_score, plain_metrics
+from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
 from .handoff import HandoffArea
 from .link import ControllerLink, end_process
 
@@ -271,6 +271,8 @@ class Session:
         """See `holdfast.report`, which has the options."""
         given, validates = options.get, self.rank == 0 and options.get("validation")
         if checkpoint is None and given("state") is None and given("model_files") is None and not validates:
+            if unknown := options.keys() - REPORT_OPTIONS:
+                raise TypeError(f"report() got an unexpected keyword argument {min(unknown)!r}")
             self.report_metrics(metrics)
             return
         request = check_request(metrics, checkpoint, **options)
