@@ -16,7 +16,6 @@ import torch
 from catalog_kit import index_of
 
 import holdfast as hf
-from holdfast.run.life import VARIABLE
 
 
 def parents(path: Path) -> dict[str, str | None]:
@@ -76,7 +75,7 @@ def test_never_under_holdfast_run_says_what_a_death_costs(
     (tmp_path / "life").mkdir()
     kit.train(tmp_path / "run", 2, resume="never")
     assert "each life begins at step 0" not in capsys.readouterr().err
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "life"))
+    monkeypatch.setenv("HOLDFAST_LIFE", str(tmp_path / "life"))
     kit.train(tmp_path / "run", 2)
     assert "each life begins at step 0" not in capsys.readouterr().err
     kit.train(tmp_path / "run", 2, resume="never")

@@ -17,7 +17,6 @@ from holdfast.trainers.function.control.actions import (
 )
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.transit import error_to_wire
-from holdfast.writer.messages import IngestSource
 
 
 def troubles(play: Play) -> list[tuple[int, int]]:
@@ -25,6 +24,11 @@ def troubles(play: Play) -> list[tuple[int, int]]:
     sends = [send for send in play.all(Send) if send.header["do"] == "trouble"]
     assert all(send.error is not None for send in sends)
     return [(send.rank, send.header["index"]) for send in sends]
+
+
+def sources(commit: Commit) -> list[tuple[int, str, str]]:
+    """(rank, path, whether the directory is taken over or left where it is)."""
+    return [(one.rank, one.path, "owned" if one.owned else "left") for one in commit.sources]
 
 
 def test_directories_are_committed_when_all_ranks_are_in() -> None:
@@ -35,10 +39,7 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     play.report(1, 1, source={"path": "/tmp/x", "owned": True})
     ingest = play.only(Commit)
     assert (ingest.directory, ingest.save_id, ingest.index) == ("checkpoint_000000", "s1-1", 1)
-    assert ingest.sources == (
-        IngestSource(rank=0, path="/tmp/0-1", owned=False),
-        IngestSource(rank=1, path="/tmp/x", owned=True),
-    )
+    assert sources(ingest) == [(0, "/tmp/0-1", "left"), (1, "/tmp/x", "owned")]
     assert ingest.manifest == {
         "run_id": "r",
         "attempt": 1,
@@ -72,7 +73,7 @@ def test_an_upload_says_in_the_end_where_it_is() -> None:
     play.say(1, on="part", index=1, source={"path": "/tmp/there", "owned": True})
     commit = play.only(Commit)
     assert (commit.directory, commit.uploaded) == ("up", True)
-    assert commit.sources == (IngestSource(rank=1, path="/tmp/there", owned=True),)
+    assert sources(commit) == [(1, "/tmp/there", "owned")]
     play.committed()
     for rank in range(2):
         play.report(rank, 2, "uploaded", call=None, coming=True)
@@ -171,7 +172,7 @@ def test_ranks_without_data_count_as_in() -> None:
     play.count(1, 3)  # ahead of rank 0
     play.rows(1, {"loss": 1.0})
     play.report(0, 2)
-    assert play.only(Commit).sources == (IngestSource(rank=0, path="/tmp/0-2", owned=False),)
+    assert sources(play.only(Commit)) == [(0, "/tmp/0-2", "left")]
     play.committed()
     assert [one.rank for one in play.all(Answer)] == [0]
     assert [one.rank for one in play.all(Send)] == [0, 1]
@@ -522,6 +523,6 @@ def test_a_directory_beside_an_upload() -> None:
     play.report(1, 1, "uploaded", location={"storage": None, "uri": "/runs/run", "name": "up"})
     commit = play.only(Commit)
     assert commit.directory == "up"
-    assert commit.sources == (IngestSource(rank=0, path="/tmp/0-1", owned=False),)
+    assert sources(commit) == [(0, "/tmp/0-1", "left")]
     play.committed()
     assert len(play.all(Answer)) == 2
