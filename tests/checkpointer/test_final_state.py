@@ -101,3 +101,13 @@ def test_a_run_that_is_stopped_leaves_the_rest_to_the_next_start(tmp_path: Path)
         run(tmp_path, stopped)
     assert kit.steps(tmp_path) == [2, 4]
     assert hf.load(tmp_path)["history"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "last", [lambda state: state["model"].to("meta"), lambda state: state.update(final=object())], ids=["gone", "odd"]
+)
+def test_a_state_that_cannot_be_looked_at_any_more_ends_no_run(last: Any, tmp_path: Path, caplog: Any) -> None:
+    """The last step is saved: what the body has given away since then is said, and raises nothing."""
+    run(tmp_path, last)
+    assert [hf.Checkpoint(tmp_path / name).step for name in kit.names(tmp_path)] == [4, 2]
+    assert "cannot be looked at any more (UnsupportedStateError" in caplog.text

@@ -490,8 +490,16 @@ class StepBoundary:
         session, step = self._session, self._progress.step
         if step <= 0 or session.saves.last_step != step or self.pace.stop_asked:
             return False
-        with session.life.waits():
-            changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
+        try:
+            with session.life.waits():
+                changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
+        except Exception as error:  # noqa: BLE001 - the step is saved; the body may have closed what the state is of
+            if session.leads:
+                _LOG.warning(
+                    "step %d is saved (%s), and the state cannot be looked at any more (%s: %s): what the rest of the "
+                    "body has changed is in no checkpoint", step, session.saves.last_name, type(error).__name__, error,
+                )  # fmt: skip
+            return False
         if changed and session.team is None:
             _LOG.info("%s changed after step %d was saved: it is saved again", changed, step)
         elif changed and session.leads:
