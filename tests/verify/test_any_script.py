@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from resume_scripts import BASE, HEALTHY, WRONG, forked
+from resume_scripts import BASE, HEALTHY, WRONG, forked, script
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
@@ -332,6 +332,17 @@ def test_a_training_that_was_finished_before_is_named(tmp_path):
         verified(tmp_path, text % 0)
     with pytest.raises(LifeFailedError, match="exit status 3, and printed nothing"):
         verified(tmp_path, text % 3)
+
+
+def test_a_checkpoint_that_was_there_before_is_named_where_nothing_is_saved_since(tmp_path):
+    """Trained by hand up to some steps before its end, then verified: it has loaded, whatever the steps look like."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "earlier.pt").touch()
+    text = script(("def save():\n", "def save():\n    return\n"), ("< 4:", "< 1:"))
+    report = verified(tmp_path, text, kills=1)
+    assert report.kinds == ["starts over"]
+    assert "from out/earlier.pt, which was there before" in report.causes[0].why
+    assert "verify it in a folder without out/earlier.pt" in report.causes[0].without
 
 
 def test_what_leads_out_of_the_working_directory_is_found_from_a_copy(tmp_path):

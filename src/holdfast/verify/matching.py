@@ -77,7 +77,9 @@ def compare_fresh(reference: Record, other: Record, *, to_end: bool) -> Finding 
     return None
 
 
-def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, to_end: bool) -> Match:
+def match_life(
+    reference: Record, life: Record, *, killed_at: int, saved: bool, to_end: bool, before: Sequence[str] = ()
+) -> Match:
     """Match a life that was started again.
 
     Args:
@@ -86,6 +88,7 @@ def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, 
         killed_at: the step before which the life before it was killed.
         saved: something was saved before that.
         to_end: it was not killed in its turn.
+        before: what may be checkpoints that were there before the uninterrupted life.
     """
     if not life.steps:
         return Match(began=None, steps=0, findings=(Finding(kind="no training", step=killed_at, at_resume=True),))
@@ -97,7 +100,7 @@ def match_life(reference: Record, life: Record, *, killed_at: int, saved: bool, 
         return Match(began=None, steps=len(life.steps), early=early, findings=(found,))
     anew = reference.steps[0]
     if began == 0 and not _unequal_state(anew, first):
-        facts = {"saved": saved, "killed_at": killed_at}
+        facts = {"saved": saved, "killed_at": killed_at, "before": before}
         return Match(began=0, steps=len(life.steps), findings=(Finding(kind="starts over", step=0, facts=facts),))
     findings, notes = _compare_steps(reference, life, began, to_end=to_end)
     if early:

@@ -371,8 +371,9 @@ class _Lives:
             facts = {"status": life.status, "said": last[:200], "torn": torn}
             finding = Finding(kind="cannot resume", step=died, at_resume=made == 0, facts=facts)
             return {0: Match(began=None, steps=made, findings=(finding,))}
+        before = () if wrote else self._chains.checkpoints_before()
         return {
-            rank: match_life(one, records[rank], killed_at=died, saved=wrote, to_end=to_end)
+            rank: match_life(one, records[rank], killed_at=died, saved=wrote, to_end=to_end, before=before)
             for rank, one in reference.items()
         }
 

@@ -63,11 +63,15 @@ def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
             "--resume \"python train.py --resume out/last\"",
             "`holdfast.Checkpointer(path, state)` resumes by itself, and never starts over when there is a checkpoint",
         )  # fmt: skip
+    before = " or ".join(facts.get("before", ()))
     return (
         f"the resumed life begins at step 0 again: before step {facts['killed_at']}, where it was killed, no file was "
         "written in its working directory",
-        "nothing is saved, or to a place that the tool does not see (an absolute path, an object store)",
-        "save sooner; or name the directory of the run in the arguments as {run}, which each chain of lives gets anew",
+        "nothing is saved, or to a place that the tool does not see (an absolute path, an object store)"
+        + (f"; or it goes on each time from {before}, which was there before, and made too few steps to save since"
+           if before else ""),
+        "save sooner; or name the directory of the run in the arguments as {run}, which each chain of lives gets anew"
+        + (f"; or verify it in a folder without {before}" if before else ""),
         "`holdfast.Checkpointer(path, state, every=\"10min\")` saves, and resumes by itself",
     )  # fmt: skip
 
