@@ -482,6 +482,23 @@ def test_an_array_under_two_names(caplog):
     assert live.tolist() == fortran.tolist()
 
 
+@pytest.mark.parametrize("kind", ["empty", "of other types", "array and tensor"])
+def test_views_at_one_address_that_a_save_takes_apart(kind):
+    """Their memory goes together, though no two of them are one."""
+
+    def make(array):
+        if kind == "empty":
+            return {"a": array[:0], "b": array[:0], "c": array}
+        if kind == "of other types":
+            return {"a": array, "b": array.view("<i4"), "c": array.view("<M8[s]")[:1]}
+        return {"a": array.view("<i4"), "b": torch.from_numpy(array)}
+
+    place, live = memory_uri(), np.zeros(4, "<f4")
+    hf.save(place, make(np.arange(4, dtype="<f4")))
+    hf.load(place, make(live))
+    assert live.tolist() == [0, 1, 2, 3]
+
+
 def test_an_array_of_another_type_or_shape_is_refused():
     """NumPy would cast without a word."""
     where = memory_uri()

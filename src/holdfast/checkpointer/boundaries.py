@@ -495,7 +495,9 @@ class StepBoundary:
                 changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
         except Exception as error:  # noqa: BLE001 - the step is saved; the body may have closed what the state is of
             if session.leads:
-                _LOG.warning(
+                # Of several ranks a change is in no checkpoint anyway, and many scripts end their process group here.
+                say = _LOG.warning if session.team is None else _LOG.info
+                say(
                     "step %d is saved (%s), and the state cannot be looked at any more (%s: %s): what the rest of the "
                     "body has changed is in no checkpoint", step, session.saves.last_name, type(error).__name__, error,
                 )  # fmt: skip

@@ -124,7 +124,12 @@ def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
         ConfigError: a value is no metric; it names the metric and its step.
     """
     try:
-        return {name: value if type(value) in _SHORT else _take(value, name) for name, value in metrics.items()}
+        return {
+            name: value
+            if type(value) in _SHORT or (type(value) is int and -_USUAL < value < _USUAL)  # counts, at each step
+            else _take(value, name)
+            for name, value in metrics.items()
+        }
     except ConfigError as error:
         raise ConfigError(f"step {step}: {error}") from None
 
@@ -163,6 +168,7 @@ def _on_this_rank(value: Any, name: str) -> torch.Tensor:
 
 _SHORT = (float, str, bool, type(None))
 _PLAIN = (*_SHORT, int)
+_USUAL = 1 << 63
 
 
 def _plain(value: Any, name: str) -> Any:

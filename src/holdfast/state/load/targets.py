@@ -93,7 +93,7 @@ class Targets:
                 self._at[address] = [(home, entry.name)]
             else:
                 for other, source in planned:
-                    if _same_memory(home, other):
+                    if self._is_tied(home, entry, other, source):
                         if source == entry.name or source in self.stored.own:
                             return None
                         if entry.name in self.stored.own:  # this rank stored a value of its own for that memory
@@ -115,15 +115,25 @@ class Targets:
         The reading is that of `fresh`: an array gets a copy.
         """
         entry = self.stored.entry(name)
+        if not live.size:
+            return None
         planned = self._at.setdefault(live.__array_interface__["data"][0], [])
         for other, source in planned:
-            if _same_memory(live, other):
+            if self._is_tied(live, entry, other, source):
                 if source == entry.name or {source, entry.name} & self.stored.own:
                     return None
                 if live.flags.c_contiguous:  # else each was stored as a copy of its own
                     return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
         planned.append((live, entry.name))
         return None
+
+    def _is_tied(self, live: Any, entry: TensorEntry, other: Any, source: str) -> bool:
+        """Tell whether a save takes two live values at one address for one: of other dtypes it stores both."""
+        if not _same_memory(live, other):
+            return False
+        if isinstance(live, torch.Tensor) and isinstance(other, torch.Tensor):
+            return True  # of one dtype
+        return self.stored.entry(source).dtype == entry.dtype
 
     def clashes(self, read: Callable[[Sequence[ReadRequest]], object]) -> list[tuple[str, str]]:
         """Find values that do not go together into the memory that live tensors and arrays share in part.

@@ -63,7 +63,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """How often a run may fail; see `holdfast.config.FailureConfig`."""
+    """How often a run may fail; see `holdfast.FailureConfig`."""
 
     max_failures: int = 0
     max_preemptions: int = -1

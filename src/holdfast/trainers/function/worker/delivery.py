@@ -51,6 +51,7 @@ _ASYNC = CheckpointUploadMode.ASYNC
 _MAX_SENDING = 4
 _SHORT = frozenset({float, str, bool, type(None)})
 _PLAIN = _SHORT | {int}
+_USUAL = 1 << 63
 _MAX_DEPTH = 32
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
 Finish = Callable[[], object]
@@ -181,7 +182,10 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     if type(metrics) is dict:
         for key, value in metrics.items():
-            if type(value) not in _SHORT or type(key) is not str:
+            kind = type(value)
+            if kind not in _SHORT and not (kind is int and -_USUAL < value < _USUAL):  # counts, at each report
+                break
+            if type(key) is not str:
                 break
         else:
             return metrics.copy()
