@@ -104,7 +104,7 @@ class Progress:
         self._stepper = threading.current_thread()
         place: list[BatchSpan] = []
         for name, marks in self._marks.items():
-            if len(marks) > 1 and self._live[name].done:
+            if len(marks) > 1 and name in self._live and self._live[name].done:  # opening may have been interrupted
                 self._move_up(name, marks)
             at, draws = marks[0], self._draws[name]
             if self.judge is not None and at[1] > self._trained[name][1]:

@@ -506,6 +506,10 @@ def bring_beside(storage: Storage, directory: str, sources: Sequence[IngestSourc
         if contents.metadata is not None and METADATA_FILE not in taken:
             storage.put(join(directory, METADATA_FILE), contents.metadata)
             taken.add(METADATA_FILE)
+        elif contents.metadata is not None and storage.read(join(directory, METADATA_FILE)) != contents.metadata:
+            _LOG.warning(
+                "%s: the metadata of rank %d differ from those there, and are left out", directory, source.rank
+            )
         for file in contents.files:
             here, path, target = storage, file.source, file.name
             if not source.is_incoming:
