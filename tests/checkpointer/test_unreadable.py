@@ -108,7 +108,8 @@ def test_what_lies_behind_a_bad_sector_is_uploaded(tmp_path: Path, bad_sector: C
     remote = MemoryStorage(tmp_path.name)
     state = {"w": torch.zeros(1000)}
     bad_sector("step_00000002")
-    with hf.Checkpointer(remote, state, every=1, keep=None, local_dir=hf.Mirror(tmp_path / "near"), timeout_s=20) as ck:
+    mirror = hf.Mirror(tmp_path / "near", max_behind=9)
+    with hf.Checkpointer(remote, state, every=1, keep=None, local_dir=mirror, timeout_s=10) as ck:
         for _ in range(3):
             ck.step()
             ck.wait()
