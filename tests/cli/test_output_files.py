@@ -113,12 +113,15 @@ def test_a_verification_that_is_ended_tidies_up(tmp_path, monkeypatch, number) -
             places.append(place)
             signal.raise_signal(number)
 
-    before = signal.getsignal(number)
-    for name, function in (("verify-resume", "scripts.verify_script"), ("attack", "attack.attack_script")):
-        monkeypatch.setattr(f"holdfast.verify.{function}", examine)
-        invoke(name, "--", "python", "train.py", code=128 + number)
-        assert not os.path.exists(places.pop())
-        assert signal.getsignal(number) == before
+    before = signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored
+    try:
+        for name, function in (("verify-resume", "scripts.verify_script"), ("attack", "attack.attack_script")):
+            monkeypatch.setattr(f"holdfast.verify.{function}", examine)
+            invoke(name, "--", "python", "train.py", code=128 + number)
+            assert not os.path.exists(places.pop())
+            assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_figures_are_not_cut(run, monkeypatch) -> None:
