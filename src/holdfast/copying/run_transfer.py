@@ -150,12 +150,7 @@ def copy_run(
         TransferStopped: ``stop()`` returned true.
     """
     check_apart(source, target)
-    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
-
-        def ended() -> bool:
-            heartbeat.check()  # raises if another process took the run over meanwhile
-            return stop is not None and stop()
-
+    with _owning(target, stop) as (heartbeat, ended):
         # The catalog knows which run lives in a directory even if its run.json is gone, or not yet there.
         there = Catalog(target)
         theirs = there.index
@@ -203,12 +198,7 @@ def copy_into_run(
         CheckpointExistsError: as `copy_checkpoint`; or it is set aside as damaged there, and ``overwrite`` is false.
         HoldfastError: as `copy_checkpoint`.
     """
-    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
-
-        def ended() -> bool:
-            heartbeat.check()
-            return False
-
+    with _owning(target, None) as (heartbeat, ended):
         there = Catalog(target)
         why = there.index.quarantined.get(directory)
         if why is not None and not overwrite:
@@ -222,6 +212,18 @@ def copy_into_run(
             there.index.save()
         Catalog(target).point_latest()
         return copied
+
+
+@contextlib.contextmanager
+def _owning(target: Storage, stop: Stop | None) -> Iterator[tuple[Heartbeat, Stop]]:
+    """Hold the lease of a run; give its heartbeat, and a ``stop`` that raises if another process takes the run over."""
+    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
+
+        def ended() -> bool:
+            heartbeat.check()
+            return stop is not None and stop()
+
+        yield heartbeat, ended
 
 
 def _admit(there: Catalog, names: Iterable[str], heartbeat: Heartbeat) -> None:
