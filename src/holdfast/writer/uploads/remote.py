@@ -20,6 +20,7 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 from holdfast.format.commit import read_manifest
+from holdfast.format.digest import digested
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.parts import sweep_given_up
 from holdfast.run.catalog import Catalog
@@ -222,11 +223,12 @@ class RemoteRun:
 
     def _is_readable(self, name: str) -> bool:
         """Read a local checkpoint, after an error of a disk: the remote may be a disk, too."""
+        buffer = memoryview(bytearray(_PIECE))
         try:
             for entry in read_manifest(self._local, name).files:
                 with self._local.open(join(name, entry.path)) as reader:
-                    for offset in range(0, reader.size, _PIECE):
-                        reader.read_into(offset, memoryview(bytearray(min(_PIECE, reader.size - offset))))
+                    for _ in digested(reader, buffer):
+                        pass
         except StorageError as error:
             return error.errno != errno.EIO
         return True
