@@ -17,7 +17,6 @@ from holdfast._units import format_bytes
 from holdfast.errors import StorageError
 from holdfast.run.life import GUARD_STATUS, RolledBack
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.spread import spread_types
 
 from .console import show_rollback
 from .metrics import MetricLog
@@ -491,8 +490,6 @@ class StepBoundary:
         session, step = self._session, self._progress.step
         if step <= 0 or session.saves.last_step != step or self.pace.stop_asked:
             return False
-        if session.team is not None and spread_types():
-            return False  # to ask a sharded model for its state may wait for ranks that have left
         try:
             with session.life.waits():
                 changed = ", ".join(self._snapshotter.changed(self._state(), apart_from=RESERVED))
