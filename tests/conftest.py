@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files = sorted({item.path for item in items})
         random.Random(int(_UNTIL // 86400)).shuffle(files)  # alike in all processes of a run
         items.sort(key=lambda item: files.index(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests are a large heap: a collection in a process forked from this one would copy all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
