@@ -6,10 +6,8 @@ from holdfast.trainers.loop.training.steps import Precision
 
 from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
 from .trainers.loop.callbacks import Callback
-from .trainers.loop.events import Event
 from .trainers.loop.state import State
-from .trainers.loop.times.time import Time, TimeUnit
-from .trainers.loop.times.timestamp import Timestamp
+from .trainers.loop.time import Event, Time, Timestamp, TimeUnit
 from .trainers.loop.trainer import Trainer
 from .trainers.loop.training.evaluator import DataSpec, Evaluator
 

@@ -13,10 +13,8 @@ from holdfast.state.tree.names import unwrap
 from holdfast.state.tree.spread import reshard
 
 from .callbacks import Logger
-from .events import Event
 from .state import State, Stateful
-from .times.time import Time, TimeUnit
-from .times.timestamp import parse_every
+from .time import Event, Time, TimeUnit, parse_every
 from .training.parallel import is_sharded
 
 __all__ = ["EMA", "Algorithm", "LabelSmoothing"]

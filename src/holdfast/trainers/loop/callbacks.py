@@ -15,10 +15,8 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 
 from .arguments import check_flags
-from .events import Event
 from .state import State, Stateful
-from .times.time import TimeUnit
-from .times.timestamp import Timestamp, parse_every
+from .time import Event, Timestamp, TimeUnit, parse_every
 from .training.metrics import computed
 
 __all__ = [

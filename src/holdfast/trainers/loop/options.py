@@ -18,8 +18,6 @@ from holdfast.state.accelerator import accelerator, default_device
 from holdfast.state.data.seeding import seed_all
 
 from .arguments import check_path, several
-from .times.time import Time, TimeUnit
-from .times.timestamp import parse_every
 from .training.evaluator import Evaluator
 from .training.metrics import as_metrics
 from .training.parallel import check_optimizers, default_optimizer, is_sharded, move_plain
@@ -32,24 +30,9 @@ __all__ = [
     "choose_optimizers",
     "choose_run_name",
     "eval_metric_sets",
-    "parse_duration",
     "place_model",
     "seed_ranks",
 ]
-
-
-def parse_duration(value: Any, what: str = "max_duration") -> Time | None:
-    """Read how long training lasts; a bare number counts epochs.
-
-    Raises:
-        ConfigError: it is no time, not positive, or a share of itself.
-    """
-    if value is None:
-        return None
-    duration = parse_every(value, what).interval
-    if duration.unit is TimeUnit.DURATION:
-        raise ConfigError(f"{what}={value!r} would be a share of itself: give epochs ('10ep') or batches ('1000ba')")
-    return duration
 
 
 def check_clip(norm: Any) -> float | None:

@@ -14,8 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank
 
-from .times.time import Time
-from .times.timestamp import Span, Timestamp, finished, parse_every
+from .time import Span, Time, Timestamp, finished, parse_every
 from .training.data import DataPosition
 from .training.evaluator import DataSpec, Evaluator
 from .training.ranks import Ranks

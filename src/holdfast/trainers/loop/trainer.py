@@ -24,7 +24,6 @@ from holdfast.state.tree import rng
 
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
 from .callbacks import Callback, EventEngine, Logger, LoggerDestination
-from .events import Event
 from .loggers import ProgressBar
 from .options import (
     check_clip,
@@ -32,7 +31,6 @@ from .options import (
     choose_optimizers,
     choose_run_name,
     eval_metric_sets,
-    parse_duration,
     place_model,
     seed_ranks,
 )
@@ -41,10 +39,9 @@ from .saving.guard import TrainerGuard
 from .saving.saver import CheckpointSaver, check_guard, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
+from .schedulers import compiled, refresh
 from .state import State
-from .times.schedulers import compiled, refresh
-from .times.time import Time
-from .times.timestamp import Every, When, parse_when
+from .time import Event, Every, Time, When, parse_duration, parse_when
 from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics

@@ -32,7 +32,7 @@ from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
 from holdfast.storage.stream import InputStream
 
-from ..times.timestamp import COUNTERS, Timestamp
+from ..time import COUNTERS, Timestamp
 from .files import read_note
 from .of_composer import is_composers
 

@@ -17,8 +17,8 @@ from holdfast.writer.messages import SaveJob
 
 from ..arguments import check_flags, check_path
 from ..callbacks import Callback, Logger
-from ..events import Event
 from ..state import State
+from ..time import Event
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S

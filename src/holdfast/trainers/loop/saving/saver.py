@@ -32,9 +32,8 @@ from holdfast.storage.resolve import split_uri
 
 from ..arguments import OF_SAVER, check_flags, check_function, check_path
 from ..callbacks import Callback, Logger
-from ..events import Event
 from ..state import State
-from ..times.timestamp import Every, Timestamp, parse_every
+from ..time import Event, Every, Timestamp, parse_every
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S

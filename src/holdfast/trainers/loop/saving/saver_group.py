@@ -34,8 +34,8 @@ from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
 
 from ..callbacks import Logger, LoggerDestination
-from ..events import Event
 from ..state import State
+from ..time import Event
 from ..training.ranks import TIMEOUT_S
 from .files import IgnoreKeys, check_ignore_keys
 from .finder import FolderEntry, NameTemplate, is_sharded_of_torch, look, look_at, names_in

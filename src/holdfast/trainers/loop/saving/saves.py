@@ -21,7 +21,7 @@ from holdfast.model_files import ModelFiles
 from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
 
-from ..times.timestamp import Timestamp
+from ..time import Timestamp
 from ..training.ranks import TIMEOUT_S
 from .files import FileImage, as_torch_file, expand, gathered
 from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from holdfast.errors import ConfigError
 
 from ..arguments import check_function, check_loader
-from ..times.timestamp import When, parse_when
+from ..time import When, parse_when
 
 __all__ = ["DEFAULT", "DataSpec", "Evaluator", "as_spec", "check_subset", "evaluators_of"]
 

@@ -12,9 +12,8 @@ from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches
 
 from ..callbacks import EventEngine, Logger
-from ..events import Event
 from ..state import State
-from ..times.timestamp import Every, When
+from ..time import Event, Every, When
 from .data import num_batches, num_tokens, on_device
 from .evaluator import DEFAULT
 from .metrics import computed

@@ -11,8 +11,7 @@ from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
 from holdfast.run.life import GUARD_STATUS, REQUEUE_STATUS
 
-from ..times.time import TimeUnit
-from ..times.timestamp import Every, When
+from ..time import Every, TimeUnit, When
 from .ranks import Ranks
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.tree import rng
 
 from ..callbacks import EventEngine, Logger
-from ..events import Event
 from ..state import State
-from ..times.timestamp import Timestamp
+from ..time import Event, Timestamp
 from .data import microbatches, on_device
 from .metrics import Averaged, computed
 from .parallel import Parallel, clip_gradients, is_sharded

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 from .time import Time, TimeLike, TimeUnit
 
 if TYPE_CHECKING:
-    from ..state import State
+    from .state import State
 
 __all__ = [
     "ComposerScheduler",
