@@ -21,7 +21,7 @@ from holdfast.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from holdfast.state.tree import rng
 from holdfast.testing import assert_state_equal
 from holdfast.trainers.loop import algorithms
-from holdfast.trainers.loop.training.data import microbatches
+from holdfast.trainers.loop.data import microbatches
 
 
 class Order(Callback):

@@ -13,9 +13,9 @@ from holdfast.state.tree.names import unwrap
 from holdfast.state.tree.spread import reshard
 
 from .callbacks import Logger
+from .parallel import is_sharded
 from .state import State, Stateful
 from .time import Event, Time, TimeUnit, parse_every
-from .training.parallel import is_sharded
 
 __all__ = ["EMA", "Algorithm", "LabelSmoothing"]
 

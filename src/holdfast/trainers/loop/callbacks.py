@@ -15,9 +15,9 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 
 from .arguments import check_flags
+from .evaluator import computed
 from .state import State, Stateful
 from .time import Event, Timestamp, TimeUnit, parse_every
-from .training.metrics import computed
 
 __all__ = [
     "Callback",

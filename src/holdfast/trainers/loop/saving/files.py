@@ -39,7 +39,7 @@ from holdfast.storage.stream import InputStream
 from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
-from ..training.ranks import Ranks
+from ..parallel import Ranks
 
 __all__ = [
     "FileImage",

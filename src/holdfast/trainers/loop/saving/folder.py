@@ -35,7 +35,7 @@ from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.messages import SaveJob, SaveResult
 
-from ..training.ranks import TIMEOUT_S, Ranks
+from ..parallel import TIMEOUT_S, Ranks
 from .files import FileImage
 from .finder import FolderEntry, look
 

@@ -17,11 +17,10 @@ from holdfast.writer.messages import SaveJob
 
 from ..arguments import check_flags, check_path
 from ..callbacks import Callback, Logger
+from ..evaluator import metrics_of
+from ..parallel import TIMEOUT_S, is_sharded
 from ..state import State
 from ..time import Event
-from ..training.metrics import metrics_of
-from ..training.parallel import is_sharded
-from ..training.ranks import TIMEOUT_S
 from .files import FileImage, IgnoreKeys, check_ignore_keys, expand, gathered, ignored
 from .finder import NameTemplate, container_of, run_variables
 from .load import LoadOptions, load_path

@@ -47,8 +47,8 @@ from holdfast.storage.base import FileReader, FileWriter, ObjectInfo, Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import split_uri
 
+from ..parallel import Ranks
 from ..state import State
-from ..training.ranks import Ranks
 from .files import IgnoreKeys, emptied, from_torch_file, left_out_of, of_rank, read_note
 from .finder import is_sharded_of_torch, look_at, names_in
 from .folder import storage_prefix

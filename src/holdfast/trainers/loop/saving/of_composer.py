@@ -13,8 +13,8 @@ from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree.rng import REFUSALS, plain, python_entry
 
 from ..algorithms import EMA
+from ..data import with_state
 from ..state import State
-from ..training.data import with_state
 
 __all__ = ["as_ours", "is_composers"]
 

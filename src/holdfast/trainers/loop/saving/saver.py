@@ -32,15 +32,14 @@ from holdfast.storage.resolve import split_uri
 
 from ..arguments import OF_SAVER, check_flags, check_function, check_path
 from ..callbacks import Callback, Logger
+from ..evaluator import metrics_of
+from ..parallel import TIMEOUT_S, is_sharded
 from ..state import State
+from ..stop_policy import TrainerGuard
 from ..time import Event, Every, Timestamp, parse_every
-from ..training.metrics import metrics_of
-from ..training.parallel import is_sharded
-from ..training.ranks import TIMEOUT_S
 from .files import check_ignore_keys, ignored
 from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
-from .guard import TrainerGuard
 from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
 

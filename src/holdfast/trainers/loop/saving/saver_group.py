@@ -34,13 +34,13 @@ from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
 
 from ..callbacks import Logger, LoggerDestination
+from ..parallel import TIMEOUT_S
 from ..state import State
+from ..stop_policy import TrainerGuard
 from ..time import Event
-from ..training.ranks import TIMEOUT_S
 from .files import IgnoreKeys, check_ignore_keys
 from .finder import FolderEntry, NameTemplate, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
-from .guard import TrainerGuard
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .saver import CheckpointSaver, SaverContext
 from .uploads import as_object_store

@@ -21,12 +21,12 @@ from holdfast.model_files import ModelFiles
 from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
 
+from ..parallel import TIMEOUT_S
+from ..stop_policy import TrainerGuard
 from ..time import Timestamp
-from ..training.ranks import TIMEOUT_S
 from .files import FileImage, as_torch_file, expand, gathered
 from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
 from .folder import SaveFolder, link_latest
-from .guard import TrainerGuard
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["AsyncSaver", "LastSave", "PostCommit"]
