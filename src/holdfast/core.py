@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from holdfast.trainers.loop.training import Precision
 
-from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
-from .trainers.loop.callbacks import Callback
+from .trainers.loop.callbacks import EMA, Algorithm, Callback, LabelSmoothing
 from .trainers.loop.data import DataSpec
 from .trainers.loop.evaluator import Evaluator
 from .trainers.loop.state import State

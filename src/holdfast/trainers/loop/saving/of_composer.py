@@ -12,7 +12,7 @@ from holdfast.interop.from_torch import named
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree.rng import REFUSALS, plain, python_entry
 
-from ..algorithms import EMA
+from ..callbacks import EMA
 from ..data import with_state
 from ..state import State
 
