@@ -22,14 +22,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
-from .config import (
-    CheckpointConfig,
-    CheckpointStrategy,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-    ValidationConfig,
-)
+from .config import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig, ValidationConfig
 from .control.drive import Driver, DriverOptions, Stops, say
 from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result

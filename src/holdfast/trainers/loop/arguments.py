@@ -31,7 +31,6 @@ __all__ = [
     "several",
 ]
 
-
 _SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
 _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
 _SCHEDULE = "give the schedulers their lengths yourself"

@@ -39,7 +39,6 @@ __all__ = [
     "ThresholdStopper",
 ]
 
-
 _LOG = get_logger("trainers.loop")
 
 

@@ -31,7 +31,6 @@ __all__ = [
     "with_state",
 ]
 
-
 _LOG = get_logger("trainers.loop")
 _NAME = "train"  # of the loader, as `holdfast log` names its batches
 _AHEAD = (

@@ -43,7 +43,6 @@ __all__ = [
     "move_metrics",
 ]
 
-
 DEFAULT: Any = object()
 """Stands for the interval that the trainer has for all evaluators."""
 

@@ -47,7 +47,6 @@ __all__ = [
     "seed_ranks",
 ]
 
-
 TIMEOUT_S = 600.0
 _BUCKET = 250 << 20
 

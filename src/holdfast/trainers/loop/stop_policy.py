@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedStopPolicy", "StopPolicy", "TrainerGuard", "make_pace"]
 
-
 _PAUSE_S = 2.0
 
 

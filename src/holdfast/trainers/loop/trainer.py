@@ -27,7 +27,7 @@ from .callbacks import Callback, EventEngine, Logger, LoggerDestination
 from .evaluator import Evaluator, as_metrics, as_spec, check_subset, eval_metric_sets, evaluators_of, move_metrics
 from .loggers import ProgressBar
 from .parallel import Parallel, Ranks, bare, check_clip, choose_device, choose_optimizers, place_model, seed_ranks
-from .saving.functions import save_checkpoint
+from .saving.load import save_checkpoint
 from .saving.saver import CheckpointSaver, check_guard, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader

@@ -34,7 +34,7 @@ from holdfast.storage.stream import InputStream
 
 from ..time import COUNTERS, Timestamp
 from .files import read_note
-from .of_composer import is_composers
+from .layout import is_composers
 
 __all__ = [
     "CONTAINERS",
@@ -52,7 +52,6 @@ __all__ = [
     "names_in",
     "run_variables",
 ]
-
 
 RUN_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 TIME_VARIABLES = (*(name for name in COUNTERS if name != "iteration"), "total_wct", "epoch_wct", "batch_wct")

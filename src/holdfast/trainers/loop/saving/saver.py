@@ -37,9 +37,9 @@ from ..parallel import TIMEOUT_S, is_sharded
 from ..state import State
 from ..stop_policy import TrainerGuard
 from ..time import Event, Every, Timestamp, parse_every
-from .files import check_ignore_keys, ignored
 from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
+from .layout import check_ignore_keys, ignored
 from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
 

@@ -24,13 +24,13 @@ from holdfast.state.save.snapshot import Snapshotter
 from ..parallel import TIMEOUT_S
 from ..stop_policy import TrainerGuard
 from ..time import Timestamp
-from .files import FileImage, as_torch_file, expand, gathered
+from .files import FileImage
 from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
 from .folder import SaveFolder, link_latest
+from .layout import as_torch_file, expand, gathered
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["AsyncSaver", "LastSave", "PostCommit"]
-
 
 _LOG = get_logger("trainers.loop")
 

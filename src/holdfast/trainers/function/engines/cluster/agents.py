@@ -30,12 +30,7 @@ from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof,
 from .agent import BEAT_S, connect
 from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesChanged, Refused
 
-__all__ = [
-    "AgentLink",
-    "AgentListener",
-    "Agents",
-    "StorageProbe",
-]
+__all__ = ["AgentLink", "AgentListener", "Agents", "StorageProbe"]
 
 _LOG = get_logger("trainers.function")
 _HELLO_S = 10.0

@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.storage.base import Storage
-from holdfast.trainers.function.engine import (
-    Capacity,
-    Draining,
-    GroupSpec,
-    Placed,
-    Reason,
-    Unable,
-    node_name,
-)
+from holdfast.trainers.function.engine import Capacity, Draining, GroupSpec, Placed, Reason, Unable, node_name
 from holdfast.writer.frames import Message
 
 from ..local.engine import TASK, WORKER, ProcessEngine
