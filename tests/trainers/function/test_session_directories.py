@@ -11,7 +11,7 @@ from session_kit import START_ID, Pair, agreeable, begin, make, silent, trouble_
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageFullError
-from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.config import CheckpointUploadMode
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 

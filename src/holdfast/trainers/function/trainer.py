@@ -22,7 +22,16 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
-from .config import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig, ValidationConfig
+from .config import (
+    TIMESTAMP,
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    RunConfig,
+    RunContext,
+    ScalingConfig,
+    ValidationConfig,
+)
 from .control.drive import Driver, DriverOptions, Stops, say
 from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
@@ -41,7 +50,6 @@ from .transit import (
     unpack_checkpoint,
     unpack_result,
 )
-from .types import TIMESTAMP, RunContext
 
 __all__ = ["TorchTrainer"]
 

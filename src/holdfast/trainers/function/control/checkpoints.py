@@ -24,7 +24,7 @@ from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage, check_path
 
-from ..types import VALIDATED, ReportedCheckpointStatus
+from ..config import VALIDATED, ReportedCheckpointStatus
 from .actions import Resumed
 from .plan import RunSpec
 

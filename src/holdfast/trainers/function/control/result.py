@@ -24,7 +24,7 @@ from holdfast.run.retention import is_number, rank
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
 
-from ..types import without_marks
+from ..config import without_marks
 
 if TYPE_CHECKING:
     import pandas as pd

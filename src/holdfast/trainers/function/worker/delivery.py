@@ -25,9 +25,8 @@ from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..config import ValidationTaskConfig
+from ..config import TIMESTAMP, CheckpointUploadMode, ValidationTaskConfig
 from ..transit import describe_location, open_root, pack_checkpoint
-from ..types import TIMESTAMP, CheckpointUploadMode
 from ..unfinished import Staging, left_directory
 from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink

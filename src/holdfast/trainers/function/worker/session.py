@@ -19,9 +19,14 @@ from holdfast.model_files import Content, ModelFiles
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.frames import Channel
 
-from ..config import ValidationTaskConfig
+from ..config import (
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    ValidationTaskConfig,
+)
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
-from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
 from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
 from .handoff import HandoffArea
 from .link import ControllerLink, end_process
