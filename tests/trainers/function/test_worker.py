@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 from holdfast.trainers.function.engine import Exited, Received
 from holdfast.trainers.function.engines.local.engine import LocalEngine
 from holdfast.trainers.function.transit import error_from_wire, pack_call, takes_config
-from holdfast.trainers.function.worker.group import Group
+from holdfast.trainers.function.worker.main import Group
 
 HERE = Path(__file__).parent
 

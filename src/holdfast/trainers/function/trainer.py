@@ -208,7 +208,7 @@ class TorchTrainer:
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
         from .local_mode import InlineEngine, Launched, drive_here, ranks_of_launcher, work_here  # load torch
-        from .worker.group import launched_group
+        from .worker.main import launched_group
         from .worker.session import in_session
 
         # A worker of ours has the variables of a launcher, too: what it starts is its own.

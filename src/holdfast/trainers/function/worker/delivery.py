@@ -26,9 +26,8 @@ from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..config import TIMESTAMP, CheckpointUploadMode, ValidationTaskConfig
+from ..handoff import HandoffArea, Staging, Taken, check_source, left_directory, name_in_run, remove_local, take
 from ..transit import describe_location, open_root, pack_checkpoint
-from ..unfinished import Staging, left_directory
-from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
 
 __all__ = [

@@ -26,9 +26,9 @@ from ..config import (
     ReportedCheckpointStatus,
     ValidationTaskConfig,
 )
+from ..handoff import HandoffArea
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
 from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
-from .handoff import HandoffArea
 from .link import ControllerLink, end_process
 
 __all__ = [

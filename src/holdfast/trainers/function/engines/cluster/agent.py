@@ -26,7 +26,7 @@ from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
-from holdfast.trainers.function.unfinished import Unfinished
+from holdfast.trainers.function.handoff import Unfinished
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 

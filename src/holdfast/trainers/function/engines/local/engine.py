@@ -28,8 +28,8 @@ from holdfast.trainers.function.engine import (
     TaskEnded,
     Woken,
 )
+from holdfast.trainers.function.handoff import Unfinished
 from holdfast.trainers.function.transit import error_from_wire
-from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 
 from .logs import shown_and_kept
