@@ -24,7 +24,7 @@ from holdfast.storage import Storage, resolve
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.config import CheckpointUploadMode
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
 from holdfast.trainers.function.handoff import Unfinished
 from holdfast.writer.ingest.incoming import put_incoming
 

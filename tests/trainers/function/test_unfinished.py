@@ -20,8 +20,7 @@ from holdfast.format.parts import put_part
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function import handoff
 from holdfast.trainers.function.engine import Exited
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import ClusterEngine, LocalEngine
 from holdfast.trainers.function.handoff import Unfinished, left_directory
 from holdfast.trainers.function.transit import error_from_wire
 from holdfast.writer.ingest.incoming import read_incoming

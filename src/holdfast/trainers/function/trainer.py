@@ -35,10 +35,9 @@ from .config import (
 from .control.drive import Driver, DriverOptions, Stops, say
 from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
-from .engines.cluster import ray_api
-from .engines.cluster.engine import ClusterEngine
-from .engines.cluster.ray_nodes import RayNodes, Wanted
-from .engines.local.engine import LocalEngine
+from .engines import ray_api
+from .engines.process_engine import ClusterEngine, LocalEngine
+from .engines.ray_nodes import RayNodes, Wanted
 from .transit import (
     describe_location,
     pack_call,
