@@ -179,15 +179,14 @@ def evaluators_of(given: Any) -> dict[str, Evaluator]:
     for number, data in enumerate(given if _are_loaders(given) else [given]):
         if _are_loaders(given) and not _is_loader(data):
             raise ConfigError(f"{what}[{number}] is a {type(data).__name__}: give a loader, as the others are")
-        evaluator = data if isinstance(data, Evaluator) else _labelled(data, number, what)
+        evaluator = data
+        if not isinstance(data, Evaluator):
+            label = f"eval-{number}" if number else "eval"
+            evaluator = Evaluator(label=label, dataloader=as_spec(data, what))
         if evaluator.label in found:
             raise ConfigError(f"{what}: two evaluators are called {evaluator.label!r}: give each a label of its own")
         found[evaluator.label] = evaluator
     return found
-
-
-def _labelled(data: Any, number: int, what: str) -> Evaluator:
-    return Evaluator(label=f"eval-{number}" if number else "eval", dataloader=as_spec(data, what))
 
 
 class Averaged:
@@ -358,7 +357,8 @@ class EvaluationShare:
         loader, feed = clone_of(self._loader, seeded=False)
         with generators_kept():
             seed_all(0)  # whatever is drawn for the order is the same on all ranks
-            every = list(loader_keys(self._loader))
+            keys = self._loader.batch_sampler  # samples where nothing batches
+            every = list(keys if keys is not None else self._loader.sampler)
         size, mine = self._ranks.world_size, self._ranks.rank
         rounds = -(-len(every) // size)
         numbers = [mine + size * number for number in range(rounds)]
@@ -366,11 +366,6 @@ class EvaluationShare:
         feed.source = (every[number] for number in filled)
         for number, batch in itertools.zip_longest(numbers, loader):
             yield batch, number < len(every)
-
-
-def loader_keys(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that says what a loader draws: batches, or samples where nothing batches."""
-    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
 def _can_be_dealt(loader: Any) -> bool:
