@@ -49,6 +49,11 @@ __all__ = [
 
 TIMEOUT_S = 600.0
 _BUCKET = 250 << 20
+_INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
+_HOW = (
+    "give each kind {what} of its own, of the parameters that are DTensors and of the others (isinstance(one, "
+    "torch.distributed.tensor.DTensor) tells)"
+)
 
 
 class Ranks:
@@ -174,13 +179,6 @@ def _make_group(info: RankInfo, device: torch.device) -> None:
     timeout_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
     life = store_of_this_life(store, info, timeout_s=timeout_s)
     dist.init_process_group(backend, store=life, rank=rank, world_size=world_size)
-
-
-_INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
-_HOW = (
-    "give each kind {what} of its own, of the parameters that are DTensors and of the others (isinstance(one, "
-    "torch.distributed.tensor.DTensor) tells)"
-)
 
 
 def bare(model: nn.Module) -> nn.Module:

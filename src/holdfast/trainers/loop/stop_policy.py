@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedStopPolicy", "StopPolicy", "TrainerGuard", "make_pace"]
 
 _PAUSE_S = 2.0
+_LOSS = "loss/train/total"  # what `Guard(metric="loss")` means here
 
 
 def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequence[When]) -> StopPolicy:
@@ -190,9 +191,6 @@ class DistributedStopPolicy(StopPolicy):
     def explain(self, error: BaseException) -> HoldfastError | None:
         """Return the reason behind an error of a collective: which rank is gone, and why."""
         return self._team.explain(error)
-
-
-_LOSS = "loss/train/total"  # what `Guard(metric="loss")` means here
 
 
 class TrainerGuard:

@@ -26,6 +26,9 @@ from .time import Event, Every, Timestamp, When
 
 __all__ = ["Evaluation", "Precision", "TrainStep", "TrainingLoop", "check_precision", "make_scaler", "targets_of"]
 
+_END: Any = object()
+_EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}
+
 
 class TrainingLoop:
     """Trains from where the state is until ``state.max_duration``.
@@ -306,10 +309,6 @@ def _refuse_ended(ended: list[bool]) -> None:
         f"the training data of rank {gone} have ended, rank {more} has more: ranks train in step, so their loaders "
         "have to give equally many batches"
     )
-
-
-_END: Any = object()
-_EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}
 
 
 class _Model:

@@ -55,6 +55,11 @@ _NOTE = "holdfast.json"
 _FORMAT = "holdfast-file"
 _DIGEST = "xxh3:" + "0" * DIGEST_DIGITS  # until the writer knows it
 _ROW_BYTES = 24  # of the table of records
+_WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
+_INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
+_OF_SAFETENSORS = {code: name for name, (code, _) in DTYPES.items()}
+_STEP = 4 << 20  # mapped bytes that are copied before their pages are given back
+_AROUND = 2 << 20
 
 
 class FileImage:
@@ -240,10 +245,6 @@ def _compare(found: str, note: Mapping[str, Any], where: str) -> None:
         )
 
 
-_WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
-_INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
-
-
 @contextlib.contextmanager
 def opened(storage: Storage, name: str, uri: str) -> Iterator[tuple[dict[str, Any], Sequence[tuple[int, int]]]]:
     """Yield a file as nested dictionaries, of which tensors are read while the block lasts, and what `lay` has to know.
@@ -387,11 +388,6 @@ def _read_weights(path: str, uri: str) -> dict[str, Any]:
         data = data if entry.offset % dtype.itemsize == 0 else data.clone()
         model[key] = data.view(dtype).view(entry.shape)
     return {"state": {"model": model}}
-
-
-_OF_SAFETENSORS = {code: name for name, (code, _) in DTYPES.items()}
-_STEP = 4 << 20  # mapped bytes that are copied before their pages are given back
-_AROUND = 2 << 20
 
 
 def lay(state: Mapping[str, Any], uri: str, *, mapped: Sequence[tuple[int, int]] = ()) -> Stored:

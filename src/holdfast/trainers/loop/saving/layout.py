@@ -54,6 +54,7 @@ _LOG = get_logger("trainers.loop")
 _LEFT_OUT = "ignored_keys"
 _MODEL = "state/model/"
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
+_KEY = "of_ranks"  # {"of_ranks": [that of rank 0, ...]} stands for a value that each rank has for itself
 
 
 def check_ignore_keys(given: Any, what: str) -> IgnoreKeys:
@@ -231,9 +232,6 @@ def plain_leaf(value: Any, path: str) -> Any:
     if objects.is_metric(value):
         return to_plain(objects.metric_state(value), plain_leaf, path=path)
     return NotImplemented
-
-
-_KEY = "of_ranks"  # {"of_ranks": [that of rank 0, ...]} stands for a value that each rank has for itself
 
 
 def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
