@@ -16,22 +16,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from holdfast.writer.frames import Message
 
 __all__ = [
-    "Capacity",
-    "Draining",
-    "Dying",
-    "Engine",
-    "Event",
-    "Exited",
-    "GroupSpec",
-    "Placed",
-    "Reason",
-    "Received",
-    "Started",
-    "TaskEnded",
-    "Unable",
-    "Woken",
-    "node_name",
-]
+    "Capacity", "Draining", "Dying", "Engine", "Event", "Exited", "GroupSpec", "Placed", "Reason", "Received",
+    "Started", "TaskEnded", "Unable", "Woken", "node_name",
+]  # fmt: skip
 
 Reason: TypeAlias = Literal["process", "garbled", "node", "drained", "unreachable", "unplaced"]
 """Why a worker has ended: its process ended; it was killed for what it sent; its node ended, or the

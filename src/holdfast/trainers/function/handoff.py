@@ -47,17 +47,9 @@ from holdfast.writer.serial_executor import SerialExecutor
 from .transit import error_to_wire
 
 __all__ = [
-    "HandoffArea",
-    "Staging",
-    "Taken",
-    "Unfinished",
-    "bring_share",
-    "check_source",
-    "left_directory",
-    "name_in_run",
-    "remove_local",
-    "take",
-]
+    "HandoffArea", "Staging", "Taken", "Unfinished", "bring_share", "check_source", "left_directory", "name_in_run",
+    "remove_local", "take",
+]  # fmt: skip
 
 
 _LOG = get_logger("trainers.function")

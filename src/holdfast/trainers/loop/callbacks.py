@@ -27,17 +27,9 @@ from .state import State, Stateful
 from .time import Event, Time, Timestamp, TimeUnit, parse_every
 
 __all__ = [
-    "EMA",
-    "Algorithm",
-    "Callback",
-    "EarlyStopper",
-    "EarlyStopping",
-    "EventEngine",
-    "LabelSmoothing",
-    "Logger",
-    "LoggerDestination",
-    "ThresholdStopper",
-]
+    "EMA", "Algorithm", "Callback", "EarlyStopper", "EarlyStopping", "EventEngine", "LabelSmoothing", "Logger",
+    "LoggerDestination", "ThresholdStopper",
+]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 

@@ -31,21 +31,9 @@ from holdfast.state.tree.spread import is_spread, local_tensor
 from .arguments import several
 
 __all__ = [
-    "TIMEOUT_S",
-    "Parallel",
-    "Ranks",
-    "bare",
-    "check_clip",
-    "check_optimizers",
-    "choose_device",
-    "choose_optimizers",
-    "clip_gradients",
-    "default_optimizer",
-    "is_sharded",
-    "move_plain",
-    "place_model",
-    "seed_ranks",
-]
+    "TIMEOUT_S", "Parallel", "Ranks", "bare", "check_clip", "check_optimizers", "choose_device", "choose_optimizers",
+    "clip_gradients", "is_sharded", "move_plain", "place_model", "seed_ranks",
+]  # fmt: skip
 
 TIMEOUT_S = 600.0
 _BUCKET = 250 << 20
@@ -179,6 +167,49 @@ def _make_group(info: RankInfo, device: torch.device) -> None:
     timeout_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
     life = store_of_this_life(store, info, timeout_s=timeout_s)
     dist.init_process_group(backend, store=life, rank=rank, world_size=world_size)
+
+
+def seed_ranks(seed: int | None, ranks: Ranks) -> int:
+    """Seed this process, each rank differently, and return the seed of rank 0; without a seed, torch's own decides.
+
+    Raises:
+        ConfigError: it is no seed.
+    """
+    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 1 << 62):
+        raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**62, or None")
+    common = int(ranks.agree("seed", lambda: torch.initial_seed() % (1 << 62) if seed is None else seed))
+    if seed is not None or ranks.rank > 0:
+        seed_all(common + ranks.rank)
+        torch.manual_seed(common + ranks.rank)
+    return common
+
+
+def choose_device(device: Any) -> torch.device:
+    """Return the device to train on: a GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device, or cannot use it.
+    """
+    if device is None:
+        return _own(default_device(0).type)
+    try:
+        chosen = (
+            device
+            if isinstance(device, torch.device)
+            else _own((accelerator() or "cuda") if device == "gpu" else device)
+        )
+        torch.empty(0, device=chosen)  # fails for a missing device, and for a kind that this torch was built without
+        return chosen
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _own(device: Any) -> torch.device:
+    """Return the GPU of this process where several on this machine have one each."""
+    found, ranks = torch.device(device), current_ranks()
+    if found.type == default_device(0).type != "cpu" and found.index is None and ranks.world_size > 1:
+        return default_device(ranks.local_rank)
+    return found
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -340,12 +371,29 @@ def move_plain(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a trainer that was given none."""
-    parameters = list(model.parameters())
-    # One group whatever is sharded, so that a checkpoint fits a model that is sharded in another way.
-    options: dict[str, Any] = {"foreach": False} if _is_mixed(parameters) else {}
-    return torch.optim.AdamW(parameters, lr=1e-3, **options)
+def place_model(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring a model to its device; of a sharded model only the parameters and buffers that are not sharded."""
+    if is_sharded(model):
+        move_plain(model, device)
+    else:
+        model.to(device)
+
+
+def choose_optimizers(
+    given: Any, model: torch.nn.Module, device: torch.device, *, trains: bool, scaled: bool
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers given, else an AdamW if there is something to train.
+
+    Raises:
+        ConfigError: an entry is no optimizer, or cannot be used on the device or with scaled gradients.
+    """
+    found, parameters = several(given, "optimizers"), list(model.parameters())
+    if not found and trains and parameters:
+        # One group whatever is sharded, so that a checkpoint fits a model that is sharded in another way.
+        options: dict[str, Any] = {"foreach": False} if _is_mixed(parameters) else {}
+        found = [torch.optim.AdamW(parameters, lr=1e-3, **options)]
+    check_optimizers(found, device, scaled=scaled)
+    return found
 
 
 def check_optimizers(optimizers: Iterable[Any], device: torch.device, *, scaled: bool) -> None:
@@ -390,6 +438,23 @@ def _is_mixed(parameters: Iterable[torch.Tensor]) -> bool:
     return len({is_spread(parameter) for parameter in parameters if parameter.requires_grad}) == 2
 
 
+def check_clip(norm: Any) -> float | None:
+    """Return the bound of gradients as a number, be it one of NumPy or torch.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if norm is None:
+        return None
+    try:
+        bound = 0.0 if isinstance(norm, (bool, str, bytes)) else float(norm)
+    except (TypeError, ValueError, RuntimeError):
+        bound = 0.0
+    if not bound > 0:
+        raise ConfigError(f"grad_clip_norm={norm!r}: give a positive number, or None")
+    return bound
+
+
 def clip_gradients(model: nn.Module, bound: float) -> None:
     """Bound the norm of all gradients together, sharded and plain ones (which torch's own function does not mix)."""
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -414,86 +479,3 @@ def _norm(grads: Sequence[Any]) -> torch.Tensor:
     else:  # torch < 2.6
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
     return norm.full_tensor() if is_spread(norm) else norm  # type: ignore[no-any-return]
-
-
-def check_clip(norm: Any) -> float | None:
-    """Return the bound of gradients as a number, be it one of NumPy or torch.
-
-    Raises:
-        ConfigError: it is no positive number.
-    """
-    if norm is None:
-        return None
-    try:
-        bound = 0.0 if isinstance(norm, (bool, str, bytes)) else float(norm)
-    except (TypeError, ValueError, RuntimeError):
-        bound = 0.0
-    if not bound > 0:
-        raise ConfigError(f"grad_clip_norm={norm!r}: give a positive number, or None")
-    return bound
-
-
-def choose_device(device: Any) -> torch.device:
-    """Return the device to train on: a GPU where there is one.
-
-    Raises:
-        ConfigError: torch knows no such device, or cannot use it.
-    """
-    if device is None:
-        return _own(default_device(0).type)
-    try:
-        chosen = (
-            device
-            if isinstance(device, torch.device)
-            else _own((accelerator() or "cuda") if device == "gpu" else device)
-        )
-        torch.empty(0, device=chosen)  # fails for a missing device, and for a kind that this torch was built without
-        return chosen
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
-
-
-def _own(device: Any) -> torch.device:
-    """Return the GPU of this process where several on this machine have one each."""
-    found, ranks = torch.device(device), current_ranks()
-    if found.type == default_device(0).type != "cpu" and found.index is None and ranks.world_size > 1:
-        return default_device(ranks.local_rank)
-    return found
-
-
-def place_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Bring a model to its device; of a sharded model only the parameters and buffers that are not sharded."""
-    if is_sharded(model):
-        move_plain(model, device)
-    else:
-        model.to(device)
-
-
-def choose_optimizers(
-    given: Any, model: torch.nn.Module, device: torch.device, *, trains: bool, scaled: bool
-) -> list[torch.optim.Optimizer]:
-    """Return the optimizers given, else an AdamW if there is something to train.
-
-    Raises:
-        ConfigError: an entry is no optimizer, or cannot be used on the device or with scaled gradients.
-    """
-    found = several(given, "optimizers")
-    if not found and trains and any(True for _ in model.parameters()):
-        found = [default_optimizer(model)]
-    check_optimizers(found, device, scaled=scaled)
-    return found
-
-
-def seed_ranks(seed: int | None, ranks: Ranks) -> int:
-    """Seed this process, each rank differently, and return the seed of rank 0; without a seed, torch's own decides.
-
-    Raises:
-        ConfigError: it is no seed.
-    """
-    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 1 << 62):
-        raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**62, or None")
-    common = int(ranks.agree("seed", lambda: torch.initial_seed() % (1 << 62) if seed is None else seed))
-    if seed is not None or ranks.rank > 0:
-        seed_all(common + ranks.rank)
-        torch.manual_seed(common + ranks.rank)
-    return common

@@ -22,24 +22,12 @@ if TYPE_CHECKING:
     from .state import State
 
 __all__ = [
-    "ComposerScheduler",
-    "ConstantScheduler",
-    "ConstantWithWarmupScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "ExponentialScheduler",
-    "LinearScheduler",
-    "LinearWithWarmupScheduler",
-    "MultiStepScheduler",
-    "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler",
-    "PolynomialWithWarmupScheduler",
-    "StepScheduler",
-    "compile_composer_scheduler",
-    "compiled",
+    "ComposerScheduler", "ConstantScheduler", "ConstantWithWarmupScheduler", "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler", "CosineAnnealingWithWarmupScheduler", "ExponentialScheduler",
+    "LinearScheduler", "LinearWithWarmupScheduler", "MultiStepScheduler", "MultiStepWithWarmupScheduler",
+    "PolynomialScheduler", "PolynomialWithWarmupScheduler", "StepScheduler", "compile_composer_scheduler", "compiled",
     "refresh",
-]
+]  # fmt: skip
 
 
 class ComposerScheduler(ABC):

@@ -21,22 +21,9 @@ from holdfast.errors import ConfigError
 from .arguments import check_function
 
 __all__ = [
-    "COUNTERS",
-    "GRAMMAR",
-    "Event",
-    "Every",
-    "IntervalSpec",
-    "Span",
-    "Time",
-    "TimeLike",
-    "TimeUnit",
-    "Timestamp",
-    "When",
-    "finished",
-    "parse_duration",
-    "parse_every",
-    "parse_when",
-]
+    "COUNTERS", "GRAMMAR", "Event", "Every", "IntervalSpec", "Span", "Time", "TimeLike", "TimeUnit", "Timestamp",
+    "When", "finished", "parse_duration", "parse_every", "parse_when",
+]  # fmt: skip
 
 GRAMMAR = (
     "a time is a number and a unit: '2ep' (epochs), '500ba' (batches), '1000sp' (samples), '1e6tok' (tokens), '3iter' "

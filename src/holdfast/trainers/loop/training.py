@@ -24,7 +24,7 @@ from .state import State
 from .stop_policy import StopPolicy
 from .time import Event, Every, Timestamp, When
 
-__all__ = ["Evaluation", "Precision", "TrainStep", "TrainingLoop", "check_precision", "make_scaler", "targets_of"]
+__all__ = ["Evaluation", "Precision", "TrainStep", "TrainingLoop", "check_precision", "make_scaler"]
 
 _END: Any = object()
 _EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}
@@ -324,12 +324,12 @@ class _Model:
 
     def forward(self, batch: Any) -> Any:
         model = self._parallel.callable(self._state.model)
-        return model(batch if self._loss_fn is None else inputs_of(batch))
+        return model(batch if self._loss_fn is None else _inputs_of(batch))
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         if self._loss_fn is None:
             return self._state.model.loss(outputs, batch)  # type: ignore[operator]
-        return self._loss_fn(outputs, targets_of(batch))
+        return self._loss_fn(outputs, _targets_of(batch))
 
 
 class TrainStep:
@@ -400,7 +400,7 @@ class TrainStep:
         engine.run(Event.AFTER_BACKWARD)
         if state.train_metrics:
             with torch.no_grad():
-                update_metrics(state, state.train_metrics)
+                _update_metrics(state, state.train_metrics)
         return loss.detach()
 
     def _step(self) -> None:
@@ -530,7 +530,7 @@ class Evaluation:
             state.outputs = self._forward(batch)
             engine.run(Event.EVAL_AFTER_FORWARD)
             self._add_loss(metrics)
-        update_metrics(state, metrics)
+        _update_metrics(state, metrics)
         length = batch_length(batch)
         state.eval_timestamp = state.eval_timestamp.to_next_batch(length)
         engine.run(Event.EVAL_BATCH_END)
@@ -540,24 +540,24 @@ class Evaluation:
         model = self._state.model
         if callable(getattr(model, "eval_forward", None)):
             return model.eval_forward(batch)  # type: ignore[operator]
-        return model(batch) if self._loss_fn is None else model(inputs_of(batch))
+        return model(batch) if self._loss_fn is None else model(_inputs_of(batch))
 
     def _add_loss(self, metrics: Mapping[str, Any]) -> None:
         """Average the loss as well, where it is known how it is made."""
         kept = metrics.get("loss")
         if self._loss_fn is not None and isinstance(kept, LossOfEvaluation):
-            targets = targets_of(self._state.batch)
+            targets = _targets_of(self._state.batch)
             kept.add(_total(self._loss_fn(self._state.outputs, targets)), batch_length(self._state.batch))
 
 
-def update_metrics(state: State, metrics: Mapping[str, Any]) -> None:
+def _update_metrics(state: State, metrics: Mapping[str, Any]) -> None:
     """Show the current batch to every metric, the model's own way if it has one."""
     own = getattr(state.model, "update_metric", None)
     for metric in metrics.values():
         if callable(own):
             own(state.batch, state.outputs, metric)
         else:
-            metric.update(state.outputs, targets_of(state.batch))
+            metric.update(state.outputs, _targets_of(state.batch))
 
 
 def _total(loss: Any) -> Any:
@@ -567,12 +567,12 @@ def _total(loss: Any) -> Any:
     return sum(loss) if isinstance(loss, (list, tuple)) else loss
 
 
-def inputs_of(batch: Any) -> Any:
+def _inputs_of(batch: Any) -> Any:
     """Return what the model takes: the first part of a pair, the whole of anything else."""
     return batch[0] if isinstance(batch, (list, tuple)) and len(batch) == 2 else batch
 
 
-def targets_of(batch: Any) -> Any:
+def _targets_of(batch: Any) -> Any:
     """Return what outputs are compared with: the second part of a pair, "labels" or "targets" of a dictionary."""
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[1]

@@ -29,17 +29,9 @@ from .actions import Resumed
 from .plan import RunSpec
 
 __all__ = [
-    "WANTED",
-    "KnownCheckpoints",
-    "RunContents",
-    "Start",
-    "UnwrittenValues",
-    "Validations",
-    "choose_start",
-    "find_start",
-    "find_unvalidated",
-    "status_of",
-]
+    "WANTED", "KnownCheckpoints", "RunContents", "Start", "UnwrittenValues", "Validations", "choose_start",
+    "find_start", "find_unvalidated", "status_of",
+]  # fmt: skip
 
 _LOOKED_AT = 1000  # most checkpoints whose manifests are searched for validations that did not run
 WANTED = "wanted"

@@ -33,18 +33,9 @@ from ..engine import Capacity, Reason, node_name
 from .agent import BEAT_S, AgentCall, connect
 
 __all__ = [
-    "AgentFailed",
-    "AgentLink",
-    "AgentListener",
-    "Agents",
-    "NodeEvent",
-    "NodePlace",
-    "Nodes",
-    "PlacesChanged",
-    "Refused",
-    "StorageProbe",
-    "missing_module",
-]
+    "AgentFailed", "AgentLink", "AgentListener", "Agents", "NodeEvent", "NodePlace", "Nodes", "PlacesChanged",
+    "Refused", "StorageProbe", "missing_module",
+]  # fmt: skip
 
 
 _LOG = get_logger("trainers.function")

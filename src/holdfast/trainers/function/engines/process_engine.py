@@ -47,13 +47,13 @@ from .agent import BEAT_S
 from .agents import AgentLink, Agents, NodePlace, Nodes
 from .supervisor import Child, LineLimit, LogText, Process, Supervisor, shown_and_kept, threads_for
 
-__all__ = ["TASK", "WORKER", "ClusterEngine", "LocalEngine", "ProcessEngine", "arrange", "rank_environment"]
+__all__ = ["ClusterEngine", "LocalEngine", "ProcessEngine", "arrange", "rank_environment"]
 
 
 _LOG = get_logger("trainers.function")
 P = TypeVar("P", bound=Process)
-WORKER = "holdfast.trainers.function.worker.main:run"
-TASK = "holdfast.trainers.function.worker.main:run_task"
+_WORKER = "holdfast.trainers.function.worker.main:run"
+_TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -251,7 +251,7 @@ class LocalEngine(ProcessEngine[Child]):
     """
 
     def __init__(
-        self, *, num_workers: int = 1, prepare: bool = True, entry: str = WORKER, storage: Storage | None = None
+        self, *, num_workers: int = 1, prepare: bool = True, entry: str = _WORKER, storage: Storage | None = None
     ) -> None:
         super().__init__()
         self._entry = entry
@@ -321,7 +321,7 @@ class LocalEngine(ProcessEngine[Child]):
         child = self._supervisor.fork(
             next(self._numbers),
             name,
-            TASK,
+            _TASK,
             environment=dict(os.environ),
             sinks=shown_and_kept(name, log_file),
             use_gpu=True,
@@ -409,7 +409,7 @@ class ClusterEngine(ProcessEngine[_Child]):
     """
 
     def __init__(
-        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = WORKER, silence_s: float | None = None
+        self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float | None = None
     ) -> None:
         super().__init__()
         self._entry = entry
@@ -650,7 +650,7 @@ class ClusterEngine(ProcessEngine[_Child]):
         link = self._agents.first_ready() if waiting else None
         for child in waiting if link is not None else ():
             child.node = link.node if link is not None else ""
-            self._fork(child, TASK, {}, listen=False, size=1, gpu=True)
+            self._fork(child, _TASK, {}, listen=False, size=1, gpu=True)
 
     def _fork(
         self, child: _Child, entry: str, environment: Mapping[str, str], *, listen: bool, size: int, gpu: bool

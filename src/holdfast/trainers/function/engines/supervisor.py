@@ -31,17 +31,9 @@ from holdfast.writer.frames import Channel, Message
 from .zygote import end_session
 
 __all__ = [
-    "Child",
-    "LineLimit",
-    "LogFile",
-    "LogStream",
-    "LogText",
-    "Process",
-    "Sink",
-    "Supervisor",
-    "shown_and_kept",
+    "Child", "LineLimit", "LogFile", "LogStream", "LogText", "Process", "Sink", "Supervisor", "shown_and_kept",
     "threads_for",
-]
+]  # fmt: skip
 
 
 _LOG = get_logger("trainers.function")

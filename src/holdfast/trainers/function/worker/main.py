@@ -30,24 +30,16 @@ from ..transit import error_to_wire, learn_secrets, pack_result, takes_config, u
 from .session import Session, current_session
 
 __all__ = [
-    "ALONE_S",
-    "Group",
-    "barrier",
-    "broadcast_from_rank_zero",
-    "launched_group",
-    "leave_launched_group",
-    "process_group",
-    "run",
-    "run_here",
-    "run_task",
-]
+    "Group", "barrier", "broadcast_from_rank_zero", "launched_group", "leave_launched_group", "process_group", "run",
+    "run_here", "run_task",
+]  # fmt: skip
 
 
 _LOG = get_logger("trainers.function")
 _FLUSH_S = 30.0
 _JOIN_S = 600.0  # as long as the controller waits for a group to begin
 _POLL_S = 0.05
-ALONE_S = 60.0
+_ALONE_S = 60.0
 _current: Group | None = None
 _joined = False  # `launched_group` has made the process group
 
@@ -79,7 +71,7 @@ def run(
         with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu) as group:
             status = _call(channel, session, function, arguments, returns=rank == 0)
             if not status:
-                group.leave(min(ALONE_S, begin.header.get("report_timeout_s", ALONE_S)))
+                group.leave(min(_ALONE_S, begin.header.get("report_timeout_s", _ALONE_S)))
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the controller decides what it means
         _fail(channel, session, error)
         status = 1
@@ -237,7 +229,7 @@ class Group:
         except RuntimeError as error:
             raise TrainingError(f"not all {self._size} ranks joined the process group: {error}") from error
 
-    def leave(self, alone_s: float = ALONE_S) -> None:
+    def leave(self, alone_s: float = _ALONE_S) -> None:
         """Wait until the train function has returned on every rank.
 
         No time limits this: others may train on for as long as they like. If one of them fails, the controller ends

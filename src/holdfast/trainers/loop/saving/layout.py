@@ -35,20 +35,9 @@ from ..parallel import Ranks
 from ..state import State
 
 __all__ = [
-    "IgnoreKeys",
-    "as_ours",
-    "as_torch_file",
-    "check_ignore_keys",
-    "emptied",
-    "expand",
-    "from_torch_file",
-    "gathered",
-    "ignored",
-    "is_composers",
-    "left_out_of",
-    "of_rank",
-    "plain_leaf",
-]
+    "IgnoreKeys", "as_ours", "as_torch_file", "check_ignore_keys", "emptied", "expand", "from_torch_file", "gathered",
+    "ignored", "is_composers", "left_out_of", "of_rank",
+]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 _LEFT_OUT = "ignored_keys"
@@ -194,8 +183,8 @@ def as_torch_file(expanded: Mapping[str, Any]) -> Any:
     found = dict(expanded)
     state = dict(found["state"])
     if isinstance(state.get("optimizers"), Mapping):
-        state["optimizers"] = renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
-    return to_plain({**found, "state": state}, plain_leaf)
+        state["optimizers"] = _renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
+    return to_plain({**found, "state": state}, _plain_leaf)
 
 
 def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
@@ -206,11 +195,11 @@ def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
         def back(name: str) -> str:
             return name if name.startswith("param.") or "/" in name else _MODEL + name
 
-        state["optimizers"] = renamed_optimizers(state["optimizers"], back)
+        state["optimizers"] = _renamed_optimizers(state["optimizers"], back)
     return found
 
 
-def renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+def _renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Rename the parameters in the states of optimizers, where they are kept by name."""
     return {key: _renamed(state, rename) for key, state in optimizers.items()}
 
@@ -227,10 +216,10 @@ def _renamed(optimizer: Any, rename: Callable[[str], str]) -> Any:
     return {**optimizer, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
 
 
-def plain_leaf(value: Any, path: str) -> Any:
+def _plain_leaf(value: Any, path: str) -> Any:
     """Say how what `expand` leaves as it is goes into a file."""
     if objects.is_metric(value):
-        return to_plain(objects.metric_state(value), plain_leaf, path=path)
+        return to_plain(objects.metric_state(value), _plain_leaf, path=path)
     return NotImplemented
 
 
@@ -238,7 +227,7 @@ def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
     """Return a state in nested dictionaries with what all ranks have for themselves; None on other ranks than 0."""
     own = {path: per_rank.value for path, per_rank in _per_rank(found)}
     whole = found.get("rng") is rng.RNG
-    mine = [{"values": to_plain(own, plain_leaf), "rng": to_plain(rng.capture()) if whole else None}]
+    mine = [{"values": to_plain(own, _plain_leaf), "rng": to_plain(rng.capture()) if whole else None}]
     if ranks.world_size > 1 and (own or whole):
         every: list[dict[str, Any]] = []
         ranks.agree("file", lambda: _packed(mine[0]), lambda packed: every.extend(map(_unpacked, packed)))

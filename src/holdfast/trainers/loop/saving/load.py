@@ -51,15 +51,9 @@ from .layout import (
 from .uploads import Locator, as_object_store
 
 __all__ = [
-    "LoadCheckpoint",
-    "LoadOptions",
-    "LoadReport",
-    "load_checkpoint",
-    "load_from",
-    "load_path",
-    "place_of",
+    "LoadCheckpoint", "LoadOptions", "LoadReport", "load_checkpoint", "load_from", "load_path", "place_of",
     "save_checkpoint",
-]
+]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 # What has to fit for training to go on; anything else that does not fit is said.
