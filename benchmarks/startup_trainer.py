@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.function.engine import Exited, GroupSpec, Started
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 from holdfast.trainers.function.transit import pack_call
 
 from .bench import Context, Goal, Outcome, remove

@@ -16,7 +16,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from holdfast.trainers.function.types import UserCallback as UserCallback
+    from holdfast.trainers.function.config import UserCallback as UserCallback
 
     from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from .interop.import_ import import_checkpoint as import_checkpoint
     from .model_files import ModelFiles as ModelFiles
     from .trainers.function.config import CheckpointConfig as CheckpointConfig
+    from .trainers.function.config import CheckpointConsistencyMode as CheckpointConsistencyMode
     from .trainers.function.config import CheckpointStrategy as CheckpointStrategy
+    from .trainers.function.config import CheckpointUploadMode as CheckpointUploadMode
     from .trainers.function.config import FailureConfig as FailureConfig
+    from .trainers.function.config import ReportedCheckpoint as ReportedCheckpoint
+    from .trainers.function.config import ReportedCheckpointStatus as ReportedCheckpointStatus
     from .trainers.function.config import RunConfig as RunConfig
     from .trainers.function.config import ScalingConfig as ScalingConfig
     from .trainers.function.config import ValidationConfig as ValidationConfig
     from .trainers.function.config import ValidationFn as ValidationFn
     from .trainers.function.config import ValidationTaskConfig as ValidationTaskConfig
     from .trainers.function.control.result import Result as Result
-    from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
-    from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
-    from .trainers.function.types import ReportedCheckpoint as ReportedCheckpoint
-    from .trainers.function.types import ReportedCheckpointStatus as ReportedCheckpointStatus
     from .trainers.function.worker.session import TrainContext as TrainContext
     from .trainers.function.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .trainers.function.worker.session import get_checkpoint as get_checkpoint
@@ -73,8 +73,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "checkpointer": ("Checkpointer", "PerRank", "RNG", "attrs"),
     "checkpointer.functions": ("SaveHandle", "load", "save", "save_async"),
     "trainers.function.config": (
-        "CheckpointConfig", "CheckpointStrategy", "FailureConfig", "RunConfig", "ScalingConfig", "ValidationConfig",
-        "ValidationFn", "ValidationTaskConfig",
+        "CheckpointConfig", "CheckpointConsistencyMode", "CheckpointStrategy", "CheckpointUploadMode", "FailureConfig",
+        "ReportedCheckpoint", "ReportedCheckpointStatus", "RunConfig", "ScalingConfig", "UserCallback",
+        "ValidationConfig", "ValidationFn", "ValidationTaskConfig",
     ),
     "config": ("Guard", "Keep", "Mirror"),
     "model_files": ("ModelFiles",),
@@ -84,10 +85,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "trainers.function.worker.session": (
         "TrainContext", "get_all_reported_checkpoints", "get_checkpoint", "get_context", "load_checkpoint",
         "local_rank", "report", "save_checkpoint", "should_save", "world_rank", "world_size",
-    ),
-    "trainers.function.types": (
-        "CheckpointConsistencyMode", "CheckpointUploadMode", "ReportedCheckpoint", "ReportedCheckpointStatus",
-        "UserCallback",
     ),
     "trainers.loop.trainer": ("Trainer",),
     "errors": ("ControllerError", "SessionMisuseError", "WorkerGroupError", *_errors.__all__),

@@ -5,6 +5,6 @@ They need no process group and no GPU, and end with an error that names the rank
 
 from __future__ import annotations
 
-from .trainers.function.worker.group import barrier, broadcast_from_rank_zero
+from .trainers.function.worker.main import barrier, broadcast_from_rank_zero
 
 __all__ = ["barrier", "broadcast_from_rank_zero"]

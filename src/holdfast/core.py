@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.trainers.loop.training.steps import Precision
+from holdfast.trainers.loop.training import Precision
 
-from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
-from .trainers.loop.callbacks import Callback
-from .trainers.loop.events import Event
+from .trainers.loop.callbacks import EMA, Algorithm, Callback, LabelSmoothing
+from .trainers.loop.data import DataSpec
+from .trainers.loop.evaluator import Evaluator
 from .trainers.loop.state import State
-from .trainers.loop.times.time import Time, TimeUnit
-from .trainers.loop.times.timestamp import Timestamp
+from .trainers.loop.time import Event, Time, Timestamp, TimeUnit
 from .trainers.loop.trainer import Trainer
-from .trainers.loop.training.evaluator import DataSpec, Evaluator
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [

@@ -17,7 +17,7 @@ from .errors import CheckpointError, ConfigError
 from .frameworks import reporting
 from .frameworks.directory_checkpoints import verified_directory
 from .frameworks.shard_checkpoints import ShardCheckpoints
-from .trainers.function.types import CheckpointUploadMode
+from .trainers.function.config import CheckpointUploadMode
 
 __all__ = ["TAG", "Keeper", "load", "report"]
 

@@ -25,8 +25,7 @@ from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.lightning_io import HoldfastCheckpointIO
 from .frameworks.reporting import epochs_between
 from .state.gradient_order import fix_or_warn, parallel_modules
-from .trainers.function.config import ValidationTaskConfig
-from .trainers.function.types import CheckpointUploadMode
+from .trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from .trainers.function.worker.session import report
 
 __all__ = [

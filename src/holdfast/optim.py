@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, AdamW
 
-from .trainers.loop.times.schedulers import (
+from .trainers.loop.schedulers import (
     ComposerScheduler,
     ConstantScheduler,
     ConstantWithWarmupScheduler,

@@ -12,8 +12,8 @@ from ._not_here import missing
 
 if TYPE_CHECKING:
     from .trainers.function.trainer import TorchTrainer
-    from .trainers.loader import PreparedLoader
     from .trainers.torch_helpers import (
+        PreparedLoader,
         enable_reproducibility,
         get_device,
         get_devices,
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "PreparedLoader": "trainers.loader",
+    "PreparedLoader": "trainers.torch_helpers",
     "TorchTrainer": "trainers.function.trainer",
     "enable_reproducibility": "trainers.torch_helpers",
     "get_device": "trainers.torch_helpers",

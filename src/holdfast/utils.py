@@ -5,7 +5,7 @@ from __future__ import annotations
 from .storage.adapters.libcloud import LibcloudObjectStore
 from .storage.base import Storage as ObjectStore
 from .storage.resolve import resolve as maybe_create_object_store_from_uri
-from .trainers.loop.saving.functions import load_checkpoint, save_checkpoint
+from .trainers.loop.saving.load import load_checkpoint, save_checkpoint
 
 __path__: list[str] = []  # an import of one of Composer's inner modules is answered with where it is
 __all__ = [

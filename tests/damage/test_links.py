@@ -15,7 +15,7 @@ import holdfast as hf
 from holdfast.format.digest import bytes_digest
 from holdfast.run.lease import _Lock
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.trainers.function.engines.local.logs import LogFile
+from holdfast.trainers.function.engines.supervisor import LogFile
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import holdfast as hf
 from holdfast import RunConfig
 from holdfast.testing.state import assert_state_equal, generators
 from holdfast.torch import TorchTrainer, get_device, prepare_model
-from holdfast.trainers.loop.options import choose_device
+from holdfast.trainers.loop.parallel import choose_device
 
 
 @on_device

@@ -119,7 +119,7 @@ def rich(folder: Any, *, crash_at: int | None = None, seen: list[Seen] | None = 
 
 def everything(trainer: hf.Trainer) -> dict[str, Any]:
     """All that is saved, clocks apart."""
-    from holdfast.trainers.loop.saving.files import expand
+    from holdfast.trainers.loop.saving.layout import expand
 
     state = expand(trainer.state.live())["state"]
     state["timestamp"] = {k: v for k, v in state["timestamp"]["Timestamp"].items() if not k.endswith("wct")}

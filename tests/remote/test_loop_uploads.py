@@ -21,9 +21,9 @@ from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import State
 from holdfast.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
 from holdfast.storage import LibcloudObjectStore, MemoryStorage
+from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.finder import Destinations, FolderEntry
 from holdfast.trainers.loop.saving.saves import PostCommit
-from holdfast.trainers.loop.training.ranks import Ranks
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])

@@ -10,9 +10,9 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.storage import LocalStorage, Storage
 from holdfast.testing import ArmedOps, FaultyStorage
+from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.files import FileImage, read_note
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder
-from holdfast.trainers.loop.training.ranks import Ranks
 
 SHAPE = "a*"
 

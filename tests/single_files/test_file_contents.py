@@ -13,9 +13,9 @@ import torch
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.save.torch_file import TorchFileWriter
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.files import FileImage, read_note
 from holdfast.trainers.loop.saving.folder import FileLeases
-from holdfast.trainers.loop.training.ranks import Ranks
 
 SUFFIXES = [".pt", ".safetensors"]
 

@@ -21,9 +21,9 @@ from process_kit import wait_gone
 from holdfast.errors import RunBusyError, StorageError
 from holdfast.storage import LocalStorage
 from holdfast.testing import CRASH_EXIT_CODE, FaultyStorage, ForkServer
+from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.files import read_note
 from holdfast.trainers.loop.saving.folder import FileLeases
-from holdfast.trainers.loop.training.ranks import Ranks
 
 FILE = Path(kit.__file__)
 SUFFIXES = [".pt", ".safetensors"]

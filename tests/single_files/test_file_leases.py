@@ -20,10 +20,10 @@ from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
 from holdfast.run.lease import is_claim, make_owner
 from holdfast.storage import LocalStorage
 from holdfast.storage.base import ReplacingWriter
+from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder, _of
-from holdfast.trainers.loop.training.ranks import Ranks
 from holdfast.writer.messages import SaveJob, SaveResult
 from holdfast.writer.save import Task
 from holdfast.writer.serial_executor import SerialExecutor

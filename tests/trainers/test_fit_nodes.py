@@ -18,7 +18,7 @@ from nodes_kit import FakeNodes
 import holdfast as hf
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
 
 LIMIT_S = 90.0
 Fit = Callable[..., TorchTrainer]

@@ -15,7 +15,7 @@ import holdfast as hf
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree.values import PerRank
 from holdfast.torch import PreparedLoader, prepare_data_loader
-from holdfast.trainers.loader import Transfer
+from holdfast.trainers.torch_helpers import Transfer
 
 
 class Noisy(Dataset):

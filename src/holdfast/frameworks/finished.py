@@ -17,8 +17,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.meeting import meet
 from holdfast.copying.local import clone_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError
-from holdfast.trainers.function.config import ValidationTaskConfig
-from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import current_session
 
 from .places import claim, last_change

@@ -16,7 +16,7 @@ from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
-from holdfast.trainers.loader import PreparedLoader
+from holdfast.trainers.torch_helpers import PreparedLoader, get_device
 
 from .grafted import Grafted
 
@@ -459,8 +459,6 @@ class _Strategy(Grafted):
     @property
     def root_device(self) -> Any:
         """The device of this worker."""
-        from holdfast.trainers.torch_helpers import get_device
-
         return get_device()
 
     @property

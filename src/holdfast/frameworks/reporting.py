@@ -18,8 +18,7 @@ from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.errors import ConfigError
-from holdfast.trainers.function.config import ValidationTaskConfig
-from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import Session, current_session
 
 from .places import claim, is_marker

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from holdfast.checkpointer.meeting import Meeting
 from holdfast.checkpointer.rendezvous import Rendezvous
 from holdfast.errors import ConfigError
-from holdfast.trainers.function.worker.handoff import HandoffArea
+from holdfast.trainers.function.handoff import HandoffArea
 
 from .directory_checkpoints import DirectoryCheckpoints, LostCheckpoint
 from .places import claim

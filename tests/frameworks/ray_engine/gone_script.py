@@ -12,7 +12,7 @@ from cluster_functions import steps
 from cluster_kit import trainer
 from ray.cluster_utils import Cluster
 
-from holdfast.trainers.function.engines.cluster import ray_nodes
+from holdfast.trainers.function.engines import ray_nodes
 
 
 def main(root: Path) -> None:

@@ -28,10 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import holdfast as hf
 from holdfast.storage.object.object_storage import ObjectStorage
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.engines.cluster.nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged, Refused
-from holdfast.trainers.function.engines.cluster.ray_api import connect
-from holdfast.trainers.function.engines.cluster.ray_nodes import RayNodes, Wanted
+from holdfast.trainers.function.engines.agent import AgentCall
+from holdfast.trainers.function.engines.agents import AgentFailed, NodeEvent, PlacesChanged, Refused
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
+from holdfast.trainers.function.engines.ray_api import connect
+from holdfast.trainers.function.engines.ray_nodes import RayNodes, Wanted
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 SCRIPT = Path(__file__).resolve().parents[2] / "trainers" / "fit_script.py"

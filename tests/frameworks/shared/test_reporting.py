@@ -17,7 +17,7 @@ from holdfast.frameworks.places import claim, mark
 from holdfast.run.process import machine
 from holdfast.storage import MemoryStorage
 from holdfast.torch import TorchTrainer
-from holdfast.trainers.function.worker.handoff import HandoffArea
+from holdfast.trainers.function.handoff import HandoffArea
 
 
 def report_both_ways(config):

@@ -16,20 +16,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.trainers.function.engines.cluster.nodes import (
-    AgentCall,
-    AgentFailed,
-    NodeEvent,
-    NodePlace,
-    PlacesChanged,
-    missing_module,
-)
+from holdfast.trainers.function.engines.agent import AgentCall
+from holdfast.trainers.function.engines.agents import AgentFailed, NodeEvent, NodePlace, PlacesChanged, missing_module
 
 _MARK = "HOLDFAST_FAKE_NODE"
 _AGENT = """
 import json, sys
-from holdfast.trainers.function.engines.cluster.agent import run_agent
-from holdfast.trainers.function.engines.cluster.nodes import AgentCall
+from holdfast.trainers.function.engines.agent import AgentCall, run_agent
 run_agent(AgentCall(**json.loads(sys.argv[1])))
 """
 
@@ -91,7 +84,7 @@ class Wire:
 
 
 class FakeNodes:
-    """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
+    """Implements `holdfast.trainers.function.engines.agents.Nodes`.
 
     Args:
         spares: nodes on which an agent may get ready.

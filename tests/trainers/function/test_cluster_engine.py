@@ -7,7 +7,7 @@ from engine_suite import EngineTests
 from nodes_kit import FakeNodes
 
 from holdfast.trainers.function.engine import Engine
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
 
 
 @pytest.mark.slow  # the same behaviours as on one machine, which the local engine shows in the ordinary suite

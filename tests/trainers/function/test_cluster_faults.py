@@ -19,12 +19,12 @@ from process_kit import wait_gone
 from holdfast.errors import ConfigError
 from holdfast.storage import LocalStorage
 from holdfast.trainers.function.engine import Capacity, Exited, Started, Unable
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.engines.cluster.nodes import PlacesChanged
+from holdfast.trainers.function.engines.agents import PlacesChanged
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
 
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
-import holdfast.trainers.function.engines.cluster.agent as agent
+import holdfast.trainers.function.engines.agent as agent
 from holdfast.storage import LocalStorage
 agent.from_description = lambda *_: LocalStorage({!r})
 """

@@ -23,9 +23,9 @@ from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.storage import Storage, resolve
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.types import CheckpointUploadMode
-from holdfast.trainers.function.unfinished import Unfinished
+from holdfast.trainers.function.config import CheckpointUploadMode
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
+from holdfast.trainers.function.handoff import Unfinished
 from holdfast.writer.ingest.incoming import put_incoming
 
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
@@ -454,7 +454,7 @@ def test_a_worker_is_killed_with_a_share_on_the_disk(
         request.getfixturevalue("nodes")
 
     def train() -> None:
-        from holdfast.trainers.function import unfinished
+        from holdfast.trainers.function import handoff
 
         context = hf.get_context()
         rank, first = context.get_world_rank(), int(context.get_trial_id().rsplit("-", 1)[1]) == 1
@@ -470,7 +470,7 @@ def test_a_worker_is_killed_with_a_share_on_the_disk(
         for step in range(start, 3):
             hf.get_all_reported_checkpoints("committed")  # all of the step before is brought
             if first and step == 1 and rank == 1:
-                unfinished.bring_share = hang
+                handoff.bring_share = hang
             hf.report({"step": step, "start": start}, state={"weights": [float(step)] * 100, "step": step})
             if first and step == 1:
                 time.sleep(600)

@@ -16,10 +16,10 @@ import holdfast as hf
 from holdfast.copying import local
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.trainers.function import handoff
 from holdfast.trainers.function.control import drive
 from holdfast.trainers.function.control.drive import bring_beside
-from holdfast.trainers.function.worker import handoff
-from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
+from holdfast.trainers.function.handoff import HandoffArea, name_in_run, take
 from holdfast.writer.ingest.incoming import put_incoming
 from holdfast.writer.ingest.sources import scan
 from holdfast.writer.messages import IngestSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_suite import EngineTests
 
 from holdfast.trainers.function.engine import Engine
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 
 
 class TestLocalEngine(EngineTests):

@@ -20,7 +20,7 @@ from process_kit import wait_gone
 
 import holdfast
 from holdfast.trainers.function.engine import Dying, Exited, Started, TaskEnded
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 
 HERE = Path(__file__).parent
 SRC = Path(holdfast.__file__).parents[1]
@@ -227,7 +227,7 @@ def test_zygote_killed_while_nothing_ran() -> None:
 
 def test_zygote_that_does_not_answer(driver: Driver, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stopped zygote a death is seen at once, and told after a bounded wait without its status."""
-    monkeypatch.setattr("holdfast.trainers.function.engines.local.supervisor._STATUS_S", 0.3)
+    monkeypatch.setattr("holdfast.trainers.function.engines.supervisor._STATUS_S", 0.3)
     pids = driver.start(1)
     os.kill(zygote_pid(engine), signal.SIGSTOP)
     try:
@@ -255,7 +255,7 @@ def run_script(tmp_path: Path, text: str, **options: Any) -> subprocess.Popen[st
 
 DRIVER_SCRIPT = """
 from engine_kit import *
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 
 def hold(channel, facts):  # neither the end of the stream nor SIGTERM ends this one
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -286,7 +286,7 @@ def test_nothing_survives_the_driver(tmp_path: Path) -> None:
 INTERRUPT_SCRIPT = """
 import os, signal, sys, time
 from engine_kit import *
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 
 engine = LocalEngine(entry="engine_peer:serve")
 driver = Driver(engine)

@@ -15,7 +15,7 @@ from engine_kit import Driver
 
 from holdfast.errors import TrainingError
 from holdfast.trainers.function.engine import TaskEnded
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from engine_kit import Driver
 from nodes_kit import FakeNodes
 
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.engines.local.logs import LineLimit, shown_and_kept
+from holdfast.trainers.function.engines.process_engine import ClusterEngine
+from holdfast.trainers.function.engines.supervisor import LineLimit, shown_and_kept
 
 
 def test_a_flood_is_cut_and_said() -> None:

@@ -11,7 +11,8 @@ from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, RunState, Say, StartGroup
 from holdfast.trainers.function.control.plan import FailurePolicy, ScalingPolicy, WaitLimits
 from holdfast.trainers.function.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
-from holdfast.trainers.function.engines.cluster.nodes import NodePlace, arrange, rank_environment
+from holdfast.trainers.function.engines.agents import NodePlace
+from holdfast.trainers.function.engines.process_engine import arrange, rank_environment
 
 ROOM = WaitLimits(place_s=60, settle_capacity_s=3)
 

@@ -11,9 +11,9 @@ from process_kit import wait_until
 
 from holdfast.run.remains import sweep_hidden
 from holdfast.storage import LocalStorage
-from holdfast.trainers.function.engines.cluster import agents
-from holdfast.trainers.function.engines.cluster.agent import look_at_storage
-from holdfast.trainers.function.engines.cluster.agents import StorageProbe
+from holdfast.trainers.function.engines import agents
+from holdfast.trainers.function.engines.agent import look_at_storage
+from holdfast.trainers.function.engines.agents import StorageProbe
 
 IDENT = "0123456789abcdef"
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.trainers.function.engines.cluster import ray_nodes
-from holdfast.trainers.function.engines.cluster.nodes import AgentCall, NodeEvent, PlacesChanged, Refused
-from holdfast.trainers.function.engines.cluster.ray_api import NodeFacts, RayApi
-from holdfast.trainers.function.engines.cluster.ray_nodes import RayNodes, Wanted
+from holdfast.trainers.function.engines import ray_nodes
+from holdfast.trainers.function.engines.agent import AgentCall
+from holdfast.trainers.function.engines.agents import NodeEvent, PlacesChanged, Refused
+from holdfast.trainers.function.engines.ray_api import NodeFacts, RayApi
+from holdfast.trainers.function.engines.ray_nodes import RayNodes, Wanted
 
 LIMIT_S = 30.0
 

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.trainers.function.engines.cluster.ray_nodes import (
-    Changes,
-    Reservation,
-    choose_spares,
-    matches,
-    plan_changes,
-)
+from holdfast.trainers.function.engines.ray_nodes import Changes, Reservation, choose_spares, matches, plan_changes
 
 
 def group(first: int, *nodes: str, size: int = 0) -> Reservation:

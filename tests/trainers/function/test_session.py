@@ -13,7 +13,7 @@ from session_kit import Pair, begin, begin_on, make, silent
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError, SessionError
-from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.config import CheckpointUploadMode
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 

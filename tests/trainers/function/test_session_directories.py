@@ -11,7 +11,7 @@ from session_kit import START_ID, Pair, agreeable, begin, make, silent, trouble_
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageFullError
-from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.config import CheckpointUploadMode
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -82,7 +82,7 @@ def test_async_inside_a_temporary_directory(root):
 
 def test_async_without_deletion_returns_when_the_files_are_safe(root, monkeypatch):
     """Where nothing can be cloned that is after the copy: until then the caller may not touch them."""
-    from holdfast.trainers.function.worker import handoff
+    from holdfast.trainers.function import handoff
 
     monkeypatch.setattr(handoff, "clone_tree", lambda *_: False)
     options = {"checkpoint_upload_mode": ASYNC, "delete_local_checkpoint_after_upload": False}

@@ -9,7 +9,7 @@ from session_kit import Pair, begin, make, silent
 
 import holdfast as hf
 from holdfast.errors import ConfigError
-from holdfast.trainers.function.types import CheckpointUploadMode, ReportedCheckpointStatus
+from holdfast.trainers.function.config import CheckpointUploadMode, ReportedCheckpointStatus
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 

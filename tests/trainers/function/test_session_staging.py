@@ -15,8 +15,8 @@ import holdfast as hf
 from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import LocalStorage
 from holdfast.torch import TorchTrainer
-from holdfast.trainers.function import unfinished
-from holdfast.trainers.function.unfinished import Staging
+from holdfast.trainers.function import handoff
+from holdfast.trainers.function.handoff import Staging
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def test_a_state_goes_over_the_disk(root: Path, tmp_path: Path) -> None:
 
 def test_a_slow_store_holds_the_third(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shares wait on the disk while the store stands still; the next one waits for room, and then goes on."""
-    open_, brought = threading.Event(), unfinished.send_entries
+    open_, brought = threading.Event(), handoff.send_entries
 
     def slow(*args: Any) -> Any:
         assert open_.wait(20)
         return brought(*args)
 
-    monkeypatch.setattr(unfinished, "send_entries", slow)
+    monkeypatch.setattr(handoff, "send_entries", slow)
     state = make_state(1)
     with Committer(root) as script, pair_of(root, script, local_dir=str(tmp_path / "disk")) as pair:
         for number in range(2):
@@ -78,7 +78,7 @@ def test_a_slow_store_holds_the_third(root: Path, tmp_path: Path, monkeypatch: p
 
 def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call says so, once; the saves after it are brought, and the disk is empty again."""
-    brought, calls = unfinished.send_entries, []
+    brought, calls = handoff.send_entries, []
 
     def fails_once(*args: Any) -> Any:
         calls.append(args)
@@ -86,7 +86,7 @@ def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypa
             raise StorageError("the store is on fire")
         return brought(*args)
 
-    monkeypatch.setattr(unfinished, "send_entries", fails_once)
+    monkeypatch.setattr(handoff, "send_entries", fails_once)
     state, disk = make_state(2), tmp_path / "disk"
     with Committer(root) as script, pair_of(root, script, local_dir=str(disk)) as pair:
         pair.session.report({"n": 0}, state=state)

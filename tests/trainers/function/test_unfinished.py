@@ -18,12 +18,11 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part
 from holdfast.storage import LocalStorage
-from holdfast.trainers.function import unfinished as unfinished_module
+from holdfast.trainers.function import handoff
 from holdfast.trainers.function.engine import Exited
-from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import ClusterEngine, LocalEngine
+from holdfast.trainers.function.handoff import Unfinished, left_directory
 from holdfast.trainers.function.transit import error_from_wire
-from holdfast.trainers.function.unfinished import Unfinished, left_directory
 from holdfast.writer.ingest.incoming import read_incoming
 
 HOME = ".incoming-abcd1234/1-0"
@@ -105,7 +104,7 @@ def test_it_cannot_be_finished(tmp_path: Path, directory: Path) -> None:
 
 def test_a_share_that_was_never_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer of a dead worker gets some time for it, and no more."""
-    monkeypatch.setattr("holdfast.trainers.function.unfinished._WRITER_S", 0.1)
+    monkeypatch.setattr("holdfast.trainers.function.handoff._WRITER_S", 0.1)
     node = Node(LocalStorage(tmp_path / "run"))
     left = left_share(tmp_path / "disk", "checkpoint_000001", "abcd1234-1")
     node.unfinished.note(3, {"on": "staged", "index": 1, "unfinished": left})
@@ -136,7 +135,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, *, after: bool) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self.calls = 0
-        bring = getattr(unfinished_module, name)
+        bring = getattr(handoff, name)
 
         def held(*args: Any, **more: Any) -> None:
             self.calls += 1
@@ -147,7 +146,7 @@ class Gate:
             if not after:
                 bring(*args, **more)
 
-        monkeypatch.setattr(unfinished_module, name, held)
+        monkeypatch.setattr(handoff, name, held)
 
 
 @pytest.mark.parametrize("after", [True, False])
@@ -197,7 +196,7 @@ def test_a_share_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     entry = FileEntry(path="tensors", size=0, digest=bytes_digest(b""), role="state")
     put_part(local, name, save_id, PartSummary(writer=0, files=(entry,)))
     monkeypatch.setattr(
-        unfinished_module,
+        handoff,
         "send_entries",
         lambda source, target, *_: target.put(f"{name}/tensors", source.read(f"{name}/tensors")),
     )

@@ -16,9 +16,9 @@ from worker_entry import tell
 
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 from holdfast.trainers.function.engine import Exited, Received
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 from holdfast.trainers.function.transit import error_from_wire, pack_call, takes_config
-from holdfast.trainers.function.worker.group import Group
+from holdfast.trainers.function.worker.main import Group
 
 HERE = Path(__file__).parent
 
@@ -176,7 +176,7 @@ import threading, torch
 from engine_kit import Driver
 from worker_entry import tell
 import beside_the_script
-from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engines.process_engine import LocalEngine
 from holdfast.trainers.function.engine import Exited, Received
 from holdfast.trainers.function.transit import pack_call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from holdfast.core import Event, Time, Timestamp
-from holdfast.trainers.loop.times.timestamp import Span, finished, parse_every
+from holdfast.trainers.loop.time import Span, finished, parse_every
 
 __all__ = ["run"]
 

@@ -17,8 +17,7 @@ from loop_kit import Crash, CrashAt, Seen, accuracy, loader, plain
 import holdfast as hf
 from holdfast.callbacks import Callback
 from holdfast.core import EMA
-from holdfast.trainers.loop.training.parallel import Parallel, check_optimizers, clip_gradients, move_plain
-from holdfast.trainers.loop.training.ranks import Ranks
+from holdfast.trainers.loop.parallel import Parallel, Ranks, check_optimizers, clip_gradients, move_plain
 
 RATE, BOUND = 0.5, 0.01
 

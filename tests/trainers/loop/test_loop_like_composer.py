@@ -14,7 +14,7 @@ from loop_kit import Crash, CrashAt, loader, plain
 import holdfast as hf
 from holdfast.callbacks import Callback, EarlyStopper
 from holdfast.core import DataSpec, Evaluator, Event, Time
-from holdfast.trainers.loop.training import save_policy
+from holdfast.trainers.loop import stop_policy
 
 
 class Events(Callback):
@@ -233,7 +233,7 @@ def test_the_clock_goes_on_over_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPa
             now += 3600.0
 
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-    monkeypatch.setattr(save_policy, "time", clock)
+    monkeypatch.setattr(stop_policy, "time", clock)
     trainer = plain(None, callbacks=[Takes(), CrashAt(20)], eval_dataloader=loader(6), max_duration="2h")
     trainer.fit()
     assert (int(trainer.state.timestamp.batch), trainer.state.timestamp.total_wct.total_seconds()) == (13, 7213.0)

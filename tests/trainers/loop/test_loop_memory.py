@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.state.load.restore import load_state
-from holdfast.trainers.loop.saving.load import lay
+from holdfast.trainers.loop.saving.files import lay
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_MIB = 64  # of 288, or 96

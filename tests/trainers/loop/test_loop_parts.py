@@ -20,8 +20,8 @@ from holdfast.core import EMA, Algorithm, Event, LabelSmoothing, Time
 from holdfast.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from holdfast.state.tree import rng
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop import algorithms
-from holdfast.trainers.loop.training.data import microbatches
+from holdfast.trainers.loop import callbacks
+from holdfast.trainers.loop.data import microbatches
 
 
 class Order(Callback):
@@ -214,7 +214,7 @@ def test_an_average_that_has_not_begun_begins_when_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a sharded model the average is laid out from the start: a resume does not take that for its begin."""
-    monkeypatch.setattr(algorithms, "is_sharded", lambda model: True)
+    monkeypatch.setattr(callbacks, "is_sharded", lambda model: True)
 
     def make(folder: str, crash_at: int | None = None) -> hf.Trainer:
         callbacks = [] if crash_at is None else [CrashAt(crash_at)]

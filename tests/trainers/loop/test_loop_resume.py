@@ -17,7 +17,7 @@ from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint, Thresh
 from holdfast.core import Event
 from holdfast.state.tree import rng
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop.saving.functions import load_checkpoint
+from holdfast.trainers.loop.saving.load import load_checkpoint
 
 
 def lives(folder: Path, crashes: list[int], **options: Any) -> tuple[hf.Trainer, list[Seen]]:

@@ -13,8 +13,7 @@ from schedule_kit import run
 import holdfast as hf
 from holdfast._ranks import RankInfo
 from holdfast.trainers.loop.saving.finder import NameTemplate, is_later, run_variables
-from holdfast.trainers.loop.times.time import Time, TimeUnit
-from holdfast.trainers.loop.times.timestamp import Timestamp, parse_every
+from holdfast.trainers.loop.time import Time, Timestamp, TimeUnit, parse_every
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader, Sampler
 
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.storage import LocalStorage
+from holdfast.trainers.loop import stop_policy
+from holdfast.trainers.loop.evaluator import EvaluationShare
+from holdfast.trainers.loop.parallel import TIMEOUT_S, Ranks
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.saving.load import LoadOptions, load_from
 from holdfast.trainers.loop.saving.saver_group import StartingPoint
-from holdfast.trainers.loop.training import save_policy as pace_module
-from holdfast.trainers.loop.training.ranks import TIMEOUT_S, Ranks
-from holdfast.trainers.loop.training.steps import EvaluationShare
 
 
 def test_the_clock_of_an_evaluation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds that are owed when ranks meet inside an evaluation are counted at the next batch, once."""
     kinds = iter(["settle", None, "settle", "settle"])
-    monkeypatch.setattr(pace_module, "agreed", lambda team, moment: next(kinds))
+    monkeypatch.setattr(stop_policy, "agreed", lambda team, moment: next(kinds))
     team: Any = SimpleNamespace(board=SimpleNamespace(calls=lambda moment: None), trouble=lambda: None)
     ranks: Any = SimpleNamespace(leads=False, agree=lambda topic, give: give())
-    pace = pace_module.DistributedStopPolicy(StopSignals(), ranks, team, intervals_s=[], settle=lambda: None)
+    pace = stop_policy.DistributedStopPolicy(StopSignals(), ranks, team, intervals_s=[], settle=lambda: None)
     pace._owed = 800.0
     for _ in range(3):
         pace.look()

@@ -2,9 +2,10 @@
 
 Start with `trainer` (what `TorchTrainer.fit` does) and `engine` (what a driver needs of an engine). Driver:
 `control/controller` is a state machine (with `actions`, `plan`, `reports`, `report_ledger`: pure), `drive` carries out
-what it decides. Engines: `engines/local` (zygote, supervisor, logs), `engines/cluster` (the same on each node of a Ray
-cluster), `local_mode` (calls in this process). Worker: `worker/main`, `session` (what the function calls), `delivery`
-(reports with data: `handoff`), `link`. All sides: `transit`, `types`; `control/result` reads a run.
+what it decides. Engines: `engines/process_engine`, on this machine over `supervisor` and `zygote`, on a cluster over
+`agents` and an `agent` on each node (`ray_nodes` finds them); `local_mode` calls in this process. Worker:
+`worker/main`, `session` (what the function calls), `delivery` (reports with data), `link`. All sides: `config`,
+`transit`, `handoff`; `control/result` reads a run.
 
 May import interop and all below it. The zygote imports what it forks with before any thread exists: keep this module
 free of imports.

@@ -1,8 +1,8 @@
 """What the controller needs of an engine, and the events that an engine delivers.
 
 An engine starts one group of workers at a time, carries messages, and reports exits. It decides nothing: what a death
-means is the controller's business. `holdfast.trainers.function.engines.local.engine` runs workers on this machine,
-`holdfast.trainers.function.engines.cluster.engine` on the nodes of a cluster.
+means is the controller's business. `engines.process_engine` runs workers on this machine or on the nodes of a cluster,
+`local_mode` in this process.
 """
 
 from __future__ import annotations
@@ -16,22 +16,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from holdfast.writer.frames import Message
 
 __all__ = [
-    "Capacity",
-    "Draining",
-    "Dying",
-    "Engine",
-    "Event",
-    "Exited",
-    "GroupSpec",
-    "Placed",
-    "Reason",
-    "Received",
-    "Started",
-    "TaskEnded",
-    "Unable",
-    "Woken",
-    "node_name",
-]
+    "Capacity", "Draining", "Dying", "Engine", "Event", "Exited", "GroupSpec", "Placed", "Reason", "Received",
+    "Started", "TaskEnded", "Unable", "Woken", "node_name",
+]  # fmt: skip
 
 Reason: TypeAlias = Literal["process", "garbled", "node", "drained", "unreachable", "unplaced"]
 """Why a worker has ended: its process ended; it was killed for what it sent; its node ended, or the

@@ -34,8 +34,7 @@ from .control.actions import End
 from .control.drive import Driver, say
 from .engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
 from .transit import error_from_wire, error_to_wire
-from .worker.group import leave_launched_group
-from .worker.main import run_here
+from .worker.main import leave_launched_group, run_here
 
 __all__ = ["InlineEngine", "Launched", "drive_here", "ranks_of_launcher", "work_here"]
 

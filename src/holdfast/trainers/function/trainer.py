@@ -23,20 +23,21 @@ from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
 from .config import (
+    TIMESTAMP,
     CheckpointConfig,
     CheckpointStrategy,
     FailureConfig,
     RunConfig,
+    RunContext,
     ScalingConfig,
     ValidationConfig,
 )
 from .control.drive import Driver, DriverOptions, Stops, say
 from .control.plan import FailurePolicy, RunSpec, WaitLimits
 from .control.result import Result
-from .engines.cluster import ray_api
-from .engines.cluster.engine import ClusterEngine
-from .engines.cluster.ray_nodes import RayNodes, Wanted
-from .engines.local.engine import LocalEngine
+from .engines import ray_api
+from .engines.process_engine import ClusterEngine, LocalEngine
+from .engines.ray_nodes import RayNodes, Wanted
 from .transit import (
     describe_location,
     pack_call,
@@ -48,7 +49,6 @@ from .transit import (
     unpack_checkpoint,
     unpack_result,
 )
-from .types import TIMESTAMP, RunContext
 
 __all__ = ["TorchTrainer"]
 
@@ -207,7 +207,7 @@ class TorchTrainer:
     def _fit_here(self, name: str) -> Result:
         """Train in this process; under torchrun together with the others that it has started."""
         from .local_mode import InlineEngine, Launched, drive_here, ranks_of_launcher, work_here  # load torch
-        from .worker.group import launched_group
+        from .worker.main import launched_group
         from .worker.session import in_session
 
         # A worker of ours has the variables of a launcher, too: what it starts is its own.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
+import time
+import uuid
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -16,22 +19,14 @@ from holdfast._optional import tracker
 from holdfast.errors import ConfigError
 
 __all__ = [
-    "OF_SAVER",
-    "OF_TRAINER",
-    "OF_UPLOADER",
-    "check_flags",
-    "check_function",
-    "check_loader",
-    "check_path",
-    "of_fit",
-    "several",
-]
+    "OF_SAVER", "OF_TRAINER", "OF_UPLOADER", "check_flags", "check_function", "check_loader", "check_path",
+    "choose_run_name", "of_fit", "several",
+]  # fmt: skip
 
 _SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
 _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
 _SCHEDULE = "give the schedulers their lengths yourself"
 _LIBRARY = "set it up in torch before the Trainer is made"
-
 # What to do instead, by the name of the argument: answered by `holdfast._not_here.removed`.
 OF_TRAINER = {
     "accumulate_train_batch_on_tokens": "parts of a batch weigh by their samples; weigh them by tokens in the loss",
@@ -201,3 +196,23 @@ def several(value: Any, what: str) -> list[Any]:
         if plain or not all(callable(getattr(given, name, None)) for name in methods):
             raise ConfigError(f"{what}[{number}] is a {type(given).__name__}: give {kind}")
     return found
+
+
+def choose_run_name(run_name: Any, *, needed: bool) -> str:
+    """Return the name of the run: the argument, COMPOSER_RUN_NAME, RUN_NAME, or a new one.
+
+    Raises:
+        ConfigError: it is no text (a number or a UUID will do), or has to be the same at every start and is not given.
+    """
+    if isinstance(run_name, (Integral, uuid.UUID)) and not isinstance(run_name, bool):
+        run_name = str(run_name)
+    given = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+    if given:
+        return check_path(given, "run_name")
+    if needed:
+        raise ConfigError(
+            "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or "
+            "leave {run_name} out of the names it saves and uploads to (save_folder, save_filename, "
+            "save_remote_file_name)"
+        )
+    return f"{int(time.time())}-{secrets.token_hex(3)}"

@@ -17,8 +17,7 @@ from holdfast._outgoing import strict
 
 from .callbacks import Logger, LoggerDestination
 from .state import State
-from .times.time import TimeUnit
-from .times.timestamp import parse_every
+from .time import TimeUnit, parse_every
 
 __all__ = ["ConsoleLogger", "JSONLLogger", "ProgressBar", "TensorBoardLogger"]
 

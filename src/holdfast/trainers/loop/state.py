@@ -14,11 +14,10 @@ from holdfast.errors import ConfigError
 from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank
 
-from .times.time import Time
-from .times.timestamp import Span, Timestamp, finished, parse_every
-from .training.data import DataPosition
-from .training.evaluator import DataSpec, Evaluator
-from .training.ranks import Ranks
+from .data import DataPosition, DataSpec
+from .evaluator import Evaluator
+from .parallel import Ranks
+from .time import Span, Time, Timestamp, finished, parse_every
 
 __all__ = ["ATTRIBUTES", "State", "Stateful"]
 

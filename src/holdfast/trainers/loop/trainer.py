@@ -22,36 +22,20 @@ from holdfast.run.life import REQUEUE_STATUS
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
-from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
+from .arguments import OF_TRAINER, check_flags, check_function, check_path, choose_run_name, of_fit, several
 from .callbacks import Callback, EventEngine, Logger, LoggerDestination
-from .events import Event
+from .evaluator import Evaluator, as_metrics, as_spec, check_subset, eval_metric_sets, evaluators_of, move_metrics
 from .loggers import ProgressBar
-from .options import (
-    check_clip,
-    choose_device,
-    choose_optimizers,
-    choose_run_name,
-    eval_metric_sets,
-    parse_duration,
-    place_model,
-    seed_ranks,
-)
-from .saving.functions import save_checkpoint
-from .saving.guard import TrainerGuard
+from .parallel import Parallel, Ranks, bare, check_clip, choose_device, choose_optimizers, place_model, seed_ranks
+from .saving.load import save_checkpoint
 from .saving.saver import CheckpointSaver, check_guard, default_saver, rescue_with
 from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
+from .schedulers import compiled, refresh
 from .state import State
-from .times.schedulers import compiled, refresh
-from .times.time import Time
-from .times.timestamp import Every, When, parse_when
-from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
-from .training.loop import TrainingLoop
-from .training.metrics import as_metrics, move_metrics
-from .training.parallel import Parallel, bare
-from .training.ranks import Ranks
-from .training.save_policy import StopPolicy, make_pace
-from .training.steps import Evaluation, TrainStep, check_precision, make_scaler
+from .stop_policy import StopPolicy, TrainerGuard, make_pace
+from .time import Event, Every, Time, When, parse_duration, parse_when
+from .training import Evaluation, TrainingLoop, TrainStep, check_precision, make_scaler
 
 __all__ = ["Trainer"]
 

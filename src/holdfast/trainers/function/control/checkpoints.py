@@ -24,22 +24,14 @@ from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage, check_path
 
-from ..types import VALIDATED, ReportedCheckpointStatus
+from ..config import VALIDATED, ReportedCheckpointStatus
 from .actions import Resumed
 from .plan import RunSpec
 
 __all__ = [
-    "WANTED",
-    "KnownCheckpoints",
-    "RunContents",
-    "Start",
-    "UnwrittenValues",
-    "Validations",
-    "choose_start",
-    "find_start",
-    "find_unvalidated",
-    "status_of",
-]
+    "WANTED", "KnownCheckpoints", "RunContents", "Start", "UnwrittenValues", "Validations", "choose_start",
+    "find_start", "find_unvalidated", "status_of",
+]  # fmt: skip
 
 _LOOKED_AT = 1000  # most checkpoints whose manifests are searched for validations that did not run
 WANTED = "wanted"

@@ -15,21 +15,9 @@ from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
 from holdfast.run.record import Record
 from holdfast.writer.messages import IngestSource, SaveResult
 
+from ..config import TIMESTAMP, without_marks
 from ..transit import error_from_wire
-from ..types import TIMESTAMP, without_marks
-from .actions import (
-    Action,
-    Answer,
-    Commit,
-    LateMetrics,
-    Note,
-    Protect,
-    Say,
-    Send,
-    StopValidation,
-    StoreRows,
-    Validate,
-)
+from .actions import Action, Answer, Commit, LateMetrics, Note, Protect, Say, Send, StopValidation, StoreRows, Validate
 from .checkpoints import WANTED, KnownCheckpoints, Start, UnwrittenValues, Validations, choose_start, status_of
 from .plan import RunSpec, is_worth_writing
 from .report_ledger import Ask, CallbackCalls, Entry, LedgerEntry, ReportLedger, Stage

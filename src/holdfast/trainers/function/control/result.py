@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._optional import require
 from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.config import Keep, stored_keep
-from holdfast.errors import (
-    ConfigError,
-    RunNotFoundError,
-    TrainingFailedError,
-    UnknownMetricError,
-)
+from holdfast.errors import ConfigError, RunNotFoundError, TrainingFailedError, UnknownMetricError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE
@@ -29,7 +24,7 @@ from holdfast.run.retention import is_number, rank
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
 
-from ..types import without_marks
+from ..config import without_marks
 
 if TYPE_CHECKING:
     import pandas as pd

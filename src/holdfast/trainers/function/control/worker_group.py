@@ -20,18 +20,9 @@ from .plan import Cause, WaitLimits, ended_by_preemption
 from .reports import Reports
 
 __all__ = [
-    "Clock",
-    "Ending",
-    "Handover",
-    "Teardown",
-    "WorkerGroup",
-    "describe_exit",
-    "find_trouble",
-    "first_line",
-    "gather_s",
-    "next_check",
-    "training_failed",
-]
+    "Clock", "Ending", "Handover", "Teardown", "WorkerGroup", "describe_exit", "find_trouble", "first_line",
+    "gather_s", "next_check", "training_failed",
+]  # fmt: skip
 
 _MAX_SHOWN = 300
 _HINTS = {

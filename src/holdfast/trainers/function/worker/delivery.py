@@ -25,25 +25,15 @@ from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
 from holdfast.writer.serial_executor import SerialExecutor
 
-from ..config import ValidationTaskConfig
+from ..config import TIMESTAMP, CheckpointUploadMode, ValidationTaskConfig
+from ..handoff import HandoffArea, Staging, Taken, check_source, left_directory, name_in_run, remove_local, take
 from ..transit import describe_location, open_root, pack_checkpoint
-from ..types import TIMESTAMP, CheckpointUploadMode
-from ..unfinished import Staging, left_directory
-from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
 
 __all__ = [
-    "REPORT_OPTIONS",
-    "Delivery",
-    "Finish",
-    "Request",
-    "Shares",
-    "UploadFn",
-    "check_request",
-    "check_score",
-    "plain_metrics",
-    "score_of",
-]
+    "REPORT_OPTIONS", "Delivery", "Finish", "Request", "Shares", "UploadFn", "check_request", "check_score",
+    "plain_metrics", "score_of",
+]  # fmt: skip
 
 _LOG = get_logger("trainers.function")
 UploadFn = Callable[[Checkpoint, str], Checkpoint]

@@ -19,31 +19,23 @@ from holdfast.model_files import Content, ModelFiles
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.frames import Channel
 
-from ..config import ValidationTaskConfig
+from ..config import (
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    ValidationTaskConfig,
+)
+from ..handoff import HandoffArea
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
-from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
 from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
-from .handoff import HandoffArea
 from .link import ControllerLink, end_process
 
 __all__ = [
-    "Context",
-    "Session",
-    "StorageContext",
-    "TrainContext",
-    "current_session",
-    "get_all_reported_checkpoints",
-    "get_checkpoint",
-    "get_context",
-    "in_session",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "should_save",
-    "world_rank",
-    "world_size",
-]
+    "Context", "Session", "StorageContext", "TrainContext", "current_session", "get_all_reported_checkpoints",
+    "get_checkpoint", "get_context", "in_session", "load_checkpoint", "local_rank", "report", "save_checkpoint",
+    "should_save", "world_rank", "world_size",
+]  # fmt: skip
 
 _current: Session | None = None
 

@@ -1,251 +1,65 @@
-"""A checkpoint as nested dictionaries, and as one file: ``.pt`` for ``torch.load``, ``.safetensors`` for weights.
+"""A checkpoint as one file: ``.pt`` for ``torch.load``, ``.safetensors`` for weights; written and read.
 
 A file is laid out in memory: rank 0 gathers what every rank has for itself, copies the tensors to their places and puts
 everything around them. The writer fills in digest and checksums and stores the file in one atomic step. What is known
-about it (step, attempt, digest) stands in the file.
+about it (step, attempt, digest) stands in the file. Read, its tensors stay mapped where they are (`lay`).
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import io
 import json
+import os
+import pickle
 import struct
+import tempfile
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
-from torch import nn
 
-from holdfast._log import get_logger
-from holdfast.errors import ConfigError, CorruptCheckpointError
+from holdfast.copying.transfer import copy_file
+from holdfast.errors import ConfigError, CorruptCheckpointError, StorageNotFoundError, UnsupportedStateError
+from holdfast.format.codec import dumps
 from holdfast.format.digest import chunk_digests, file_digest
-from holdfast.format.tensor_file import lay_out
-from holdfast.state.data.seeding import generators_kept
-from holdfast.state.load.rank_values import restore_derived
+from holdfast.format.index import Piece, TensorEntry
+from holdfast.format.manifest import Manifest
+from holdfast.format.tensor_file import DTYPES, lay_out, read_header
+from holdfast.interop.gathered import forget, mapped_ranges
+from holdfast.interop.unpickle import Opaque, read_plain, read_torch
 from holdfast.state.load.selection import covers
+from holdfast.state.load.stored import Stored, decode_tree
+from holdfast.state.save.plan import signature
 from holdfast.state.save.staging import stage
-from holdfast.state.save.torch_file import TorchFileWriter, from_plain, to_plain
-from holdfast.state.tree import arrays, objects, rng
-from holdfast.state.tree import optimizers as optim
-from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
-from holdfast.state.tree.values import PerRank
-from holdfast.storage.base import BLOCK, Storage
+from holdfast.state.save.torch_file import TorchFileWriter, from_plain
+from holdfast.state.tree import arrays
+from holdfast.state.tree.arrays import dtype_name, dtype_of, move
+from holdfast.state.tree.flatten import flatten
+from holdfast.storage.base import BLOCK, FileReader, FileWriter, ObjectInfo, Storage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.stream import InputStream
 from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
-from ..training.ranks import Ranks
+from .layout import as_torch_file, from_torch_file
 
-__all__ = [
-    "FileImage",
-    "IgnoreKeys",
-    "as_torch_file",
-    "check_ignore_keys",
-    "emptied",
-    "expand",
-    "gathered",
-    "ignored",
-    "left_out_of",
-    "of_rank",
-    "plain_leaf",
-    "read_note",
-]
-
-
-_LOG = get_logger("trainers.loop")
-_LEFT_OUT = "ignored_keys"
-IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
-
-
-def check_ignore_keys(given: Any, what: str) -> IgnoreKeys:
-    """Return globs as a list, or the function.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if given is None or callable(given):
-        return given  # type: ignore[no-any-return]
-    globs = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
-    if isinstance(given, Mapping) or not all(isinstance(glob, str) and glob for glob in globs):
-        raise ConfigError(f"{what}={given!r}: give globs such as 'state/optimizers/*', or a function")
-    return globs
-
-
-def expand(live: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace modules, optimizers and objects by their state, tensors live in it.
-
-    Parameters keep the names that a checkpoint directory has, those of optimizers too ("state/model/fc.weight").
-    Generators (`RNG`) and torchmetrics, which have no state of plain dictionaries, stay as they are.
-    """
-    names = parameter_names(live)
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, nn.Module) and not objects.is_metric(value):
-            module = unwrap(value)
-            raw = module.state_dict()
-            return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
-        if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
-            return optim.to_named(value, names)
-        if isinstance(value, PerRank):
-            return PerRank(walk(value.value))
-        if isinstance(value, Mapping):
-            return {key: walk(item) for key, item in value.items()}
-        if not objects.is_metric(value) and callable(getattr(value, "load_state_dict", None)):
-            return value.state_dict()
-        return value
-
-    return {key: walk(item) for key, item in live.items()}
-
-
-def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str, looked: set[str]) -> dict[str, Any]:
-    """Return ``live`` without what ``ignore`` names; its metadata say what that is, for whoever loads it.
-
-    Args:
-        live: a state in the anatomy of a checkpoint.
-        ignore: globs over "/"-joined paths, or a function that changes the dictionary it is given.
-        what: the argument it came from, for messages.
-        looked: globs that were used before; of those that match nothing each is said once.
-    """
-    if not ignore:
-        return dict(live)
-    found = expand(live)
-    if callable(ignore):
-        every = list(paths(found))
-        ignore(found)
-        found.setdefault("state", {})
-        kept, left_out = found, _roots(every, set(paths(found)))
-    else:
-        kept, left_out = _prune(found, ignore, what, looked), list(ignore)
-    metadata = kept["state"].get("metadata")
-    if isinstance(metadata, Mapping) and left_out:
-        kept["state"]["metadata"] = {**metadata, _LEFT_OUT: left_out}
-    return kept
-
-
-def left_out_of(saved: Mapping[str, Any]) -> list[str]:
-    """Return the globs of what a checkpoint was saved without.
-
-    Args:
-        saved: its "state".
-    """
-    metadata = saved.get("metadata")
-    found = metadata.get(_LEFT_OUT) if isinstance(metadata, Mapping) else None
-    return [glob for glob in found if isinstance(glob, str)] if isinstance(found, (list, tuple)) else []
-
-
-def _roots(every: Iterable[str], kept: set[str]) -> list[str]:
-    """Return the paths that are gone, each without what was below it."""
-    roots: list[str] = []
-    for path in every:  # what is in a container comes right after it
-        if path not in kept and not (roots and path.startswith(f"{roots[-1]}/")):
-            roots.append(path)
-    return roots
-
-
-def _prune(found: dict[str, Any], globs: Sequence[str], what: str, looked: set[str]) -> dict[str, Any]:
-    """Take out of nested dictionaries what globs name."""
-    new = [glob for glob in globs if glob not in looked]
-    looked.update(new)
-    every = list(paths(found)) if new else []
-    for glob in new:
-        if not any(covers((glob.rstrip("/"),), path) for path in every):
-            _LOG.warning("%s: %r matches nothing; there are %s ...", what, glob, ", ".join(every[:8]))
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, PerRank):
-            return PerRank(walk(value.value, path))
-        if not isinstance(value, dict):
-            return value
-        kept = ((key, item, f"{path}/{key}" if path else str(key)) for key, item in value.items())
-        return type(value)((key, walk(item, where)) for key, item, where in kept if not covers(globs, where))
-
-    pruned: dict[str, Any] = walk(found, "")
-    pruned.setdefault("state", {})
-    return pruned
-
-
-def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the "/"-joined path of everything in nested dictionaries."""
-    if path:
-        yield path
-    if isinstance(value, PerRank):
-        value = value.value
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from paths(item, f"{path}/{key}" if path else str(key))
-
-
-def emptied(every: Iterable[str], globs: Sequence[str], among: Iterable[str]) -> set[str]:
-    """Return those of ``among`` of which ``globs`` cover everything there is.
-
-    Args:
-        every: the "/"-joined path of everything in a checkpoint.
-        globs: what is left out of it.
-        among: some of those paths.
-    """
-    ordered = sorted({f"{path}/" for path in every})  # what is in a container comes right after it
-    ends = [path[:-1] for path, after in zip(ordered, [*ordered[1:], ""], strict=True) if not after.startswith(path)]
-    taken = [end for end in ends if not covers(globs, end)]
-    return {path for path in among if not any(prefix == path or prefix.startswith(f"{path}/") for prefix in taken)}
-
-
-_MODEL = "state/model/"
-
-
-def as_torch_file(expanded: Mapping[str, Any]) -> Any:
-    """Return what goes into a file for ``torch.load``: parameters of optimizers under the names the model has."""
-    found = dict(expanded)
-    state = dict(found["state"])
-    if isinstance(state.get("optimizers"), Mapping):
-        state["optimizers"] = renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
-    return to_plain({**found, "state": state}, plain_leaf)
-
-
-def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
-    """Undo `as_torch_file`, apart from the generators."""
-    state = found.get("state")
-    if isinstance(state, dict) and isinstance(state.get("optimizers"), dict):
-
-        def back(name: str) -> str:
-            return name if name.startswith("param.") or "/" in name else _MODEL + name
-
-        state["optimizers"] = renamed_optimizers(state["optimizers"], back)
-    return found
-
-
-def renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Rename the parameters in the states of optimizers, where they are kept by name."""
-    return {key: _renamed(state, rename) for key, state in optimizers.items()}
-
-
-def _renamed(optimizer: Any, rename: Callable[[str], str]) -> Any:
-    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("param_groups"), list):
-        return optimizer
-
-    def each(names: Iterable[Any]) -> list[Any]:
-        return [rename(name) if isinstance(name, str) else name for name in names]
-
-    state = optimizer.get("state", {})
-    groups = [{**group, "params": each(group.get("params", ()))} for group in optimizer["param_groups"]]
-    return {**optimizer, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
-
-
-def plain_leaf(value: Any, path: str) -> Any:
-    """Say how what `expand` leaves as it is goes into a file."""
-    if objects.is_metric(value):
-        return to_plain(objects.metric_state(value), plain_leaf, path=path)
-    return NotImplemented
-
+__all__ = ["FileImage", "lay", "opened", "read_note", "refuse_objects"]
 
 _NOTE = "holdfast.json"
 _FORMAT = "holdfast-file"
 _DIGEST = "xxh3:" + "0" * DIGEST_DIGITS  # until the writer knows it
 _ROW_BYTES = 24  # of the table of records
+_WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
+_INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
+_OF_SAFETENSORS = {code: name for name, (code, _) in DTYPES.items()}
+_STEP = 4 << 20  # mapped bytes that are copied before their pages are given back
+_AROUND = 2 << 20
 
 
 class FileImage:
@@ -431,90 +245,242 @@ def _compare(found: str, note: Mapping[str, Any], where: str) -> None:
         )
 
 
-_KEY = "of_ranks"  # {"of_ranks": [that of rank 0, ...]} stands for a value that each rank has for itself
+@contextlib.contextmanager
+def opened(storage: Storage, name: str, uri: str) -> Iterator[tuple[dict[str, Any], Sequence[tuple[int, int]]]]:
+    """Yield a file as nested dictionaries, of which tensors are read while the block lasts, and what `lay` has to know.
+
+    Raises:
+        ConfigError: there is no state of a trainer in it, or what loading would execute.
+        CorruptCheckpointError: it is damaged.
+    """
+    with _local_copy(storage, name) as path:
+        found = (_read_weights if name.endswith(".safetensors") else _read_torch)(path, uri)
+        yield found, mapped_ranges(path)
 
 
-def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
-    """Return a state in nested dictionaries with what all ranks have for themselves; None on other ranks than 0."""
-    own = {path: per_rank.value for path, per_rank in _per_rank(found)}
-    whole = found.get("rng") is rng.RNG
-    mine = [{"values": to_plain(own, plain_leaf), "rng": to_plain(rng.capture()) if whole else None}]
-    if ranks.world_size > 1 and (own or whole):
-        every: list[dict[str, Any]] = []
-        ranks.agree("file", lambda: _packed(mine[0]), lambda packed: every.extend(map(_unpacked, packed)))
-        mine = every
-    if not ranks.leads:
-        return None
-    single = ranks.world_size == 1
-
-    def joined(path: str, _: PerRank) -> Any:
-        return own[path] if single else {_KEY: [part["values"][path] for part in mine]}
-
-    filled: dict[str, Any] = _replaced(found, joined)
-    return {**filled, "rng": [part["rng"] for part in mine]} if whole else filled
+@contextlib.contextmanager
+def _local_copy(storage: Storage, name: str) -> Iterator[str]:
+    """Give a file a path of this machine; it is fetched if it lies elsewhere."""
+    if (root := storage.local_root) is not None:
+        yield str(root / name)
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as scratch:
+        own = f"checkpoint{PurePosixPath(name).suffix}"
+        copy_file(storage, name, LocalStorage(scratch), own)
+        yield f"{scratch}/{own}"
 
 
-def of_rank(found: dict[str, Any], rank: int, world_size: int, *, step: int | None) -> dict[str, Any]:
-    """Undo `gathered` for one rank of ``world_size``; "rng" is what it is to have, or is left out."""
-    generators = found.pop("rng", None)
-    state: dict[str, Any] = _resolved(found, rank)
-    metrics = state["state"].get("train_metrics")
-    if metrics:
-        # One process has gathered them for all; a rank that was not there has nothing.
-        state["state"]["train_metrics"] = PerRank(metrics)
-        saved_by = len(generators) if isinstance(generators, list) else 1
-        if rank >= saved_by:
-            del state["state"]["train_metrics"]
-    if isinstance(generators, list) and generators:
-        state["rng"] = (
-            generators[rank] if len(generators) == world_size else _derived(generators, rank, world_size, step)
+def _verify(path: str, uri: str) -> None:
+    try:
+        read_note(LocalStorage(os.path.dirname(path) or "."), os.path.basename(path), verify=True)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(str(error).replace(f"file://{path}", uri), file=uri) from None
+
+
+def _read_torch(path: str, uri: str) -> dict[str, Any]:
+    """Open a torch file; its tensors are mapped, so that nothing is read before it is wanted."""
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and path.endswith(".pt"):
+        raise CorruptCheckpointError(f"{uri} is no complete torch file", file=uri)
+    if is_zip:
+        _verify(path, uri)
+    try:
+        found = _without_objects(path, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        if not is_zip and not _is_pickle(path):
+            raise CorruptCheckpointError(
+                f"{uri} cannot be read as a file of torch.save: it is none", file=uri
+            ) from error
+        raise ConfigError(f"{uri} holds pickled objects, which loading would execute: {_INSTEAD}") from error
+    except UnsupportedStateError:  # a program
+        raise
+    except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        # Of what is no torch file at all its reader says all kinds of things.
+        raise CorruptCheckpointError(
+            f"{uri} cannot be read as a file of torch.save: {type(error).__name__}: {error}", file=uri
+        ) from error
+    found = from_plain(found)
+    if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
+        raise ConfigError(
+            f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it; save it as {_WEIGHTS}"
         )
-    elif isinstance(generators, Mapping):
-        state["rng"] = generators
-    return state
+    return from_torch_file(found)
 
 
-def _derived(generators: list[Any], rank: int, world_size: int, step: int | None) -> dict[str, Any]:
-    first, *others = generators
-    with generators_kept():
-        restore_derived(first, others, step=step, rank=rank, world_size=world_size)
-        derived: dict[str, Any] = rng.capture(devices=False)
-        return derived
+def _without_objects(path: str, *, mmap: bool) -> Any:
+    """Read a file of torch; objects of classes that are more than data are `Opaque`, see `refuse_objects`."""
+    try:
+        return read_plain(path, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        try:
+            return read_torch(path)
+        except UnsupportedStateError:
+            raise error from None
 
 
-def _per_rank(value: Any, path: str = "") -> Iterator[tuple[str, PerRank]]:
-    if isinstance(value, PerRank):
-        yield path, value
+def refuse_objects(found: dict[str, Any], uri: str, *, globs: Sequence[str], weights_only: bool) -> dict[str, Any]:
+    """Leave out objects of foreign classes where nobody wants them, and refuse them anywhere else.
+
+    Args:
+        found: of `opened`.
+        uri: what it is called in messages.
+        globs: what is not wanted.
+        weights_only: nothing but the weights is.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    objects = dict(_objects(found))
+    if not objects:
+        return found
+
+    def unwanted(path: str) -> bool:
+        return covers(globs, path) or (weights_only and not path.startswith("state/model"))
+
+    if wanted := [f"{path} ({name})" for path, name in objects.items() if not unwanted(path)]:
+        raise ConfigError(
+            f"{uri} holds pickled objects, which loading would execute: {', '.join(wanted[:8])}"
+            f"{' ...' if len(wanted) > 8 else ''}: load_ignore_keys leaves them out, load_weights_only=True all but "
+            f"the weights; or {_INSTEAD}"
+        )
+    kept: dict[str, Any] = _pruned(found)
+    return kept
+
+
+def _objects(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Opaque):
+        yield path, value.name
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _per_rank(item, f"{path}/{key}")
+            yield from _objects(item, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for number, item in enumerate(value):
+            yield from _objects(item, f"{path}/{number}")
 
 
-def _replaced(value: Any, by: Callable[[str, PerRank], Any], path: str = "") -> Any:
-    if isinstance(value, PerRank):
-        return by(path, value)
-    if type(value) is dict:
-        return {key: _replaced(item, by, f"{path}/{key}") for key, item in value.items()}
+def _pruned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _pruned(item) for key, item in value.items() if not isinstance(item, Opaque)}
+    if isinstance(value, (list, tuple)):
+        return [_pruned(item) for item in value if not isinstance(item, Opaque)]
     return value
 
 
-def _resolved(value: Any, rank: int) -> Any:
-    if type(value) is dict:
-        if value.keys() == {_KEY}:
-            every = value[_KEY]
-            return every[rank] if rank < len(every) else every[0]
-        return {key: _resolved(item, rank) for key, item in value.items()}
-    return value
+def _is_pickle(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
 
 
-def _packed(value: dict[str, Any]) -> str:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
+def _read_weights(path: str, uri: str) -> dict[str, Any]:
+    """Open a safetensors file; its tensors are mapped."""
+    _verify(path, uri)
+    with LocalStorage(os.path.dirname(path) or ".").open(os.path.basename(path)) as reader:
+        _, entries = read_header(reader, uri)
+    whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+    model = {}
+    for key, entry in entries.items():
+        known = _OF_SAFETENSORS.get(entry.dtype)
+        if known is None:
+            raise ConfigError(f"{uri}: tensor {key!r} has the type {entry.dtype}, which cannot be loaded here")
+        dtype = dtype_of(known)
+        data = whole[entry.offset : entry.offset + entry.nbytes]
+        # Somebody else's header may end anywhere: torch wants a tensor to begin at a multiple of its element size.
+        data = data if entry.offset % dtype.itemsize == 0 else data.clone()
+        model[key] = data.view(dtype).view(entry.shape)
+    return {"state": {"model": model}}
 
 
-def _unpacked(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = from_plain(
-        torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
-    )
-    return found
+def lay(state: Mapping[str, Any], uri: str, *, mapped: Sequence[tuple[int, int]] = ()) -> Stored:
+    """Return ``state`` as an opened checkpoint; its tensors stay where they are.
+
+    Args:
+        state: nested plain data and tensors.
+        uri: what it is called in messages.
+        mapped: memory that is mapped from a file and that nobody has written to: its pages are given back once read.
+    """
+    flat = flatten(state)
+    ties = signature(flat).aliases
+    memory = _Memory(uri, mapped)
+    stored = Stored(memory, Manifest(versions={}))
+    stored.tree = decode_tree(dumps(flat.tree), uri, stored.refs)
+    if flat.per_rank:
+        stored.per_rank = decode_tree(dumps(flat.per_rank), uri, stored.refs)
+    order = sorted(range(len(flat.tensors)), key=lambda number: flat.tensors[number].data_ptr())
+    for place, number in enumerate(order):
+        name, tensor = flat.names[number], flat.tensors[number]
+        if number in ties:
+            stored.aliases[name] = flat.names[ties[number]]
+            continue
+        file = f"{place:09d}"  # files are read in the order of their names: so a mapped one is from front to back
+        memory.tensors[file] = tensor
+        piece = Piece(file, 0, tensor.numel() * tensor.itemsize)
+        stored.entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), (piece,))
+    return stored
+
+
+class _Memory(Storage):
+    """Tensors as files, to be read only."""
+
+    def __init__(self, uri: str, mapped: Sequence[tuple[int, int]]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._uri, self._mapped = uri, mapped
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def open(self, path: str) -> FileReader:
+        if path not in self.tensors:
+            raise StorageNotFoundError(f"{self._uri} holds no tensor {path!r}")
+        return _TensorReader(self.tensors[path], self._mapped)
+
+    def stat(self, path: str) -> ObjectInfo:
+        with self.open(path) as reader:
+            return ObjectInfo(path=path, size=reader.size)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        yield from (self.stat(name) for name in self.tensors)
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        raise UnsupportedStateError(f"{self._uri} is only read")
+
+    def copy(self, source: str, target: str) -> None:
+        raise UnsupportedStateError(f"{self._uri} is only read")
+
+    def create(self, path: str, size: int) -> FileWriter:
+        raise UnsupportedStateError(f"{self._uri} is only read")
+
+    def delete(self, path: str) -> None:
+        raise UnsupportedStateError(f"{self._uri} is only read")
+
+
+class _TensorReader(FileReader):
+    def __init__(self, tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> None:
+        self.size = tensor.numel() * tensor.itemsize
+        # A tensor of other strides is brought into order first: a copy of this one, for as long as it is read.
+        self._tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        first, own = self._tensor.data_ptr(), self._tensor.data_ptr() == tensor.data_ptr()
+        begins = (low for low, high in mapped if own and low <= first and first + self.size <= high)
+        self._mapped_from: int | None = next(begins, None)  # where the file begins in memory
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        source, target = self._tensor.data_ptr() + offset, _address(view.cast("B"))
+        step = max(1, view.nbytes) if self._mapped_from is None else _STEP
+        for start in range(0, view.nbytes, step):
+            size = min(step, view.nbytes - start)
+            move(target + start, source + start, size)
+            if self._mapped_from is not None:
+                forget(source + start, size)
+
+    def close(self) -> None:
+        if self._mapped_from is not None:
+            # The kernel maps pages around each fault, among them some that were given back before.
+            first = self._tensor.data_ptr()
+            begin = max(self._mapped_from, first - _AROUND)
+            forget(begin, first + self.size - begin)
+
+
+def _address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr() if len(view) else 0

@@ -35,12 +35,11 @@ from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.messages import SaveJob, SaveResult
 
-from ..training.ranks import TIMEOUT_S, Ranks
+from ..parallel import TIMEOUT_S, Ranks
 from .files import FileImage
 from .finder import FolderEntry, look
 
 __all__ = ["LEASE_S", "FileLeases", "SaveFolder", "check_link", "link_latest", "linked_by"]
-
 
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0

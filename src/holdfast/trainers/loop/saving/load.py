@@ -1,66 +1,62 @@
-"""Load a checkpoint, whatever it is stored as, into a state."""
+"""Load a checkpoint, whatever it is stored as, into a state; `save_checkpoint` and `load_checkpoint` at any path."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import tempfile
-import zipfile
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import locate
 from holdfast.checkpointer.console import ResumeBlock, load_bar
-from holdfast.copying.transfer import copy_file
-from holdfast.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    StateMismatchError,
-    StorageNotFoundError,
-    UnsupportedStateError,
-)
-from holdfast.format.codec import dumps
-from holdfast.format.index import Piece, TensorEntry
-from holdfast.format.manifest import MANIFEST_NAME, Manifest
-from holdfast.format.tensor_file import DTYPES, read_header
-from holdfast.interop.gathered import forget, mapped_ranges
-from holdfast.interop.unpickle import Opaque, read_plain, read_torch
+from holdfast.checkpointer.functions import save
+from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.checkpointer.run_session import answer
+from holdfast.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
+from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
-from holdfast.state.load.stored import Stored, decode_tree, open_stored
-from holdfast.state.save.plan import signature
-from holdfast.state.save.torch_file import from_plain
+from holdfast.state.load.stored import Stored, open_stored
 from holdfast.state.tree import rng
-from holdfast.state.tree.arrays import dtype_name, dtype_of, move
-from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.objects import is_metric
 from holdfast.state.tree.values import ObjectNode, PerRank, PerRankNode
-from holdfast.storage.base import FileReader, FileWriter, ObjectInfo, Storage
-from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.resolve import split_uri
+from holdfast.storage.base import Storage
+from holdfast.storage.resolve import resolve, split_uri
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import SaveJob
 
+from ..arguments import check_flags, check_path
+from ..callbacks import Callback, Logger
+from ..evaluator import metrics_of
+from ..parallel import TIMEOUT_S, Ranks, is_sharded
 from ..state import State
-from ..training.ranks import Ranks
-from .files import IgnoreKeys, emptied, from_torch_file, left_out_of, of_rank, read_note
-from .finder import is_sharded_of_torch, look_at, names_in
+from ..time import Event
+from .files import FileImage, lay, opened, refuse_objects
+from .finder import NameTemplate, container_of, is_sharded_of_torch, look_at, names_in, run_variables
 from .folder import storage_prefix
-from .of_composer import as_ours, is_composers
+from .layout import (
+    IgnoreKeys,
+    as_ours,
+    check_ignore_keys,
+    emptied,
+    expand,
+    gathered,
+    ignored,
+    is_composers,
+    left_out_of,
+    of_rank,
+)
+from .uploads import Locator, as_object_store
 
-__all__ = ["LoadOptions", "LoadReport", "Locator", "lay", "load_from", "load_path", "place_of"]
-
+__all__ = [
+    "LoadCheckpoint", "LoadOptions", "LoadReport", "load_checkpoint", "load_from", "load_path", "place_of",
+    "save_checkpoint",
+]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 # What has to fit for training to go on; anything else that does not fit is said.
-_WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
-_INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
 _STRICT = frozenset({"state/model", "state/optimizers"})
 
 
@@ -120,14 +116,6 @@ class LoadReport:
             notes=self.notes, restored=self.restored, not_restored=self.not_restored,
         )  # fmt: skip
         block.show()
-
-
-@runtime_checkable
-class Locator(Protocol):
-    """Finds checkpoints by names of its own, such as those of artifacts."""
-
-    def locate(self, path: str) -> tuple[Storage, str]:
-        """Return the storage that holds what ``path`` names, and its name there."""
 
 
 def load_path(
@@ -231,9 +219,8 @@ def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions
         if callable(options.ignore_keys):
             return _load_plain(_fresh(stored, state.ranks, options), uri, state, options)
         return _load_stored(stored, uri, state, options)
-    with _local_copy(storage, name) as path:
-        found = (_read_weights if name.endswith(".safetensors") else _read_torch)(path, uri)
-        return _load_plain(found, uri, state, options, mapped_ranges(path))
+    with opened(storage, name, uri) as (found, mapped):
+        return _load_plain(found, uri, state, options, mapped)
 
 
 def _fresh(stored: Stored, ranks: Ranks, options: LoadOptions) -> dict[str, Any]:
@@ -260,7 +247,8 @@ def _load_plain(
         options.ignore_keys(found)
         found.setdefault("state", {})
         options = replace(options, ignore_keys=None)
-    found = _refuse_objects(found, uri, options)
+    globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
+    found = refuse_objects(found, uri, globs=globs, weights_only=options.weights_only)
     notes: list[str] = []
     if is_composers(found):
         found = as_ours(found, state, notes)
@@ -274,7 +262,6 @@ def _load_plain(
     stored = lay({"state": found["state"]}, uri, mapped=mapped)
     report = _load_stored(stored, uri, state, replace(options, progress_bar=False), ranks=Ranks(), verify=False)
     report.notes += notes if report.full else []
-    globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
     if report.full and isinstance(generators, Mapping) and not covers(globs, "rng"):
         report.generators = generators
         report.restored.append("rng")
@@ -387,234 +374,143 @@ def _ignored(stored: Stored, ignore: IgnoreKeys, report: LoadReport) -> list[str
     return globs
 
 
-# ---- single files
+_SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S
 
 
-@contextlib.contextmanager
-def _local_copy(storage: Storage, name: str) -> Iterator[str]:
-    """Give a file a path of this machine; it is fetched if it lies elsewhere."""
-    if (root := storage.local_root) is not None:
-        yield str(root / name)
-        return
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as scratch:
-        own = f"checkpoint{PurePosixPath(name).suffix}"
-        copy_file(storage, name, LocalStorage(scratch), own)
-        yield f"{scratch}/{own}"
-
-
-def _verify(path: str, uri: str) -> None:
-    try:
-        read_note(LocalStorage(os.path.dirname(path) or "."), os.path.basename(path), verify=True)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(str(error).replace(f"file://{path}", uri), file=uri) from None
-
-
-def _read_torch(path: str, uri: str) -> dict[str, Any]:
-    """Open a torch file; its tensors are mapped, so that nothing is read before it is wanted."""
-    is_zip = zipfile.is_zipfile(path)
-    if not is_zip and path.endswith(".pt"):
-        raise CorruptCheckpointError(f"{uri} is no complete torch file", file=uri)
-    if is_zip:
-        _verify(path, uri)
-    try:
-        found = _without_objects(path, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        if not is_zip and not _is_pickle(path):
-            raise CorruptCheckpointError(
-                f"{uri} cannot be read as a file of torch.save: it is none", file=uri
-            ) from error
-        raise ConfigError(f"{uri} holds pickled objects, which loading would execute: {_INSTEAD}") from error
-    except UnsupportedStateError:  # a program
-        raise
-    except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        # Of what is no torch file at all its reader says all kinds of things.
-        raise CorruptCheckpointError(
-            f"{uri} cannot be read as a file of torch.save: {type(error).__name__}: {error}", file=uri
-        ) from error
-    found = from_plain(found)
-    if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
-        raise ConfigError(
-            f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it; save it as {_WEIGHTS}"
-        )
-    return from_torch_file(found)
-
-
-def _without_objects(path: str, *, mmap: bool) -> Any:
-    """Read a file of torch; objects of classes that are more than data are `Opaque`, see `_refuse_objects`."""
-    try:
-        return read_plain(path, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        try:
-            return read_torch(path)
-        except UnsupportedStateError:
-            raise error from None
-
-
-def _refuse_objects(found: dict[str, Any], uri: str, options: LoadOptions) -> dict[str, Any]:
-    """Leave out objects of foreign classes where nobody wants them, and refuse them anywhere else.
-
-    Raises:
-        ConfigError: naming them.
-    """
-    objects = dict(_objects(found))
-    if not objects:
-        return found
-    globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
-
-    def unwanted(path: str) -> bool:
-        return covers(globs, path) or (options.weights_only and not path.startswith("state/model"))
-
-    if wanted := [f"{path} ({name})" for path, name in objects.items() if not unwanted(path)]:
-        raise ConfigError(
-            f"{uri} holds pickled objects, which loading would execute: {', '.join(wanted[:8])}"
-            f"{' ...' if len(wanted) > 8 else ''}: load_ignore_keys leaves them out, load_weights_only=True all but "
-            f"the weights; or {_INSTEAD}"
-        )
-    kept: dict[str, Any] = _pruned(found)
-    return kept
-
-
-def _objects(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Opaque):
-        yield path, value.name
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _objects(item, f"{path}/{key}" if path else str(key))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for number, item in enumerate(value):
-            yield from _objects(item, f"{path}/{number}")
-
-
-def _pruned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _pruned(item) for key, item in value.items() if not isinstance(item, Opaque)}
-    if isinstance(value, (list, tuple)):
-        return [_pruned(item) for item in value if not isinstance(item, Opaque)]
-    return value
-
-
-def _is_pickle(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(1) == pickle.PROTO
-
-
-def _read_weights(path: str, uri: str) -> dict[str, Any]:
-    """Open a safetensors file; its tensors are mapped."""
-    _verify(path, uri)
-    with LocalStorage(os.path.dirname(path) or ".").open(os.path.basename(path)) as reader:
-        _, entries = read_header(reader, uri)
-    whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
-    model = {}
-    for key, entry in entries.items():
-        known = _OF_SAFETENSORS.get(entry.dtype)
-        if known is None:
-            raise ConfigError(f"{uri}: tensor {key!r} has the type {entry.dtype}, which cannot be loaded here")
-        dtype = dtype_of(known)
-        data = whole[entry.offset : entry.offset + entry.nbytes]
-        # Somebody else's header may end anywhere: torch wants a tensor to begin at a multiple of its element size.
-        data = data if entry.offset % dtype.itemsize == 0 else data.clone()
-        model[key] = data.view(dtype).view(entry.shape)
-    return {"state": {"model": model}}
-
-
-_OF_SAFETENSORS = {code: name for name, (code, _) in DTYPES.items()}
-
-
-_STEP = 4 << 20  # mapped bytes that are copied before their pages are given back
-_AROUND = 2 << 20
-
-
-def lay(state: Mapping[str, Any], uri: str, *, mapped: Sequence[tuple[int, int]] = ()) -> Stored:
-    """Return ``state`` as an opened checkpoint; its tensors stay where they are.
+def save_checkpoint(
+    state: State,
+    filename: str | os.PathLike[str] = "ep{epoch}-ba{batch}-rank{rank}",
+    *,
+    weights_only: bool = False,
+    ignore_keys: IgnoreKeys = None,
+) -> str:
+    """Save a state once; durable on return. Every rank calls it.
 
     Args:
-        state: nested plain data and tensors.
-        uri: what it is called in messages.
-        mapped: memory that is mapped from a file and that nobody has written to: its pages are given back once read.
+        state: of a trainer.
+        filename: path or URI; variables are filled in, the suffix says how it is stored.
+        weights_only: nothing but the weights.
+        ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
+
+    Returns:
+        Where it is.
     """
-    flat = flatten(state)
-    ties = signature(flat).aliases
-    memory = _Memory(uri, mapped)
-    stored = Stored(memory, Manifest(versions={}))
-    stored.tree = decode_tree(dumps(flat.tree), uri, stored.refs)
-    if flat.per_rank:
-        stored.per_rank = decode_tree(dumps(flat.per_rank), uri, stored.refs)
-    order = sorted(range(len(flat.tensors)), key=lambda number: flat.tensors[number].data_ptr())
-    for place, number in enumerate(order):
-        name, tensor = flat.names[number], flat.tensors[number]
-        if number in ties:
-            stored.aliases[name] = flat.names[ties[number]]
-            continue
-        file = f"{place:09d}"  # files are read in the order of their names: so a mapped one is from front to back
-        memory.tensors[file] = tensor
-        piece = Piece(file, 0, tensor.numel() * tensor.itemsize)
-        stored.entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), (piece,))
-    return stored
+    variables = run_variables(state.run_name, state.ranks.info)
+    path = NameTemplate(check_path(filename, "name"), what="name").format(variables, state.timestamp)
+    ignore = check_ignore_keys(ignore_keys, "ignore_keys")
+    container = container_of(path, what="name")
+    if container != "directory" and is_sharded(state.model):
+        raise ConfigError(
+            f"save_checkpoint({os.fspath(filename)!r}): a sharded model is no single file: use a name without suffix"
+        )
+    step, bare = state.timestamp.count("batch"), weights_only or container == "safetensors"
+    # Within an evaluation the weights alone are saved as they are evaluated: training does not go on from them.
+    with contextlib.nullcontext() if bare else state.as_in_training():
+        live = ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
+        if container == "directory":
+            save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
+            return path
+        found = gathered(expand(live), state.ranks)
+        note = {"step": step, "weights_only": bare, "metrics": metrics_of(state)}
+        state.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
+    return path
 
 
-class _Memory(Storage):
-    """Tensors as files, to be read only."""
-
-    def __init__(self, uri: str, mapped: Sequence[tuple[int, int]]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._uri, self._mapped = uri, mapped
-
-    @property
-    def uri(self) -> str:
-        return self._uri
-
-    def open(self, path: str) -> FileReader:
-        if path not in self.tensors:
-            raise StorageNotFoundError(f"{self._uri} holds no tensor {path!r}")
-        return _TensorReader(self.tensors[path], self._mapped)
-
-    def stat(self, path: str) -> ObjectInfo:
-        with self.open(path) as reader:
-            return ObjectInfo(path=path, size=reader.size)
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        yield from (self.stat(name) for name in self.tensors)
-
-    def put(
-        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str | None:
-        raise UnsupportedStateError(f"{self._uri} is only read")
-
-    def copy(self, source: str, target: str) -> None:
-        raise UnsupportedStateError(f"{self._uri} is only read")
-
-    def create(self, path: str, size: int) -> FileWriter:
-        raise UnsupportedStateError(f"{self._uri} is only read")
-
-    def delete(self, path: str) -> None:
-        raise UnsupportedStateError(f"{self._uri} is only read")
+def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any]) -> None:
+    head, _, tail = path.rpartition("/")
+    image = FileImage()
+    try:
+        image.take(found, container, note)
+        storage = resolve(head or ("/" if path.startswith("/") else "."))
+        client = WriterClient.start(storage)
+        try:
+            job = SaveJob(directory=tail, save_id="", container=image.container(lease=None))
+            answer(client.submit(storage, job, arena=image.arena), storage, TIMEOUT_S, bound="")
+        finally:
+            client.close(TIMEOUT_S)
+    finally:
+        image.close()
 
 
-class _TensorReader(FileReader):
-    def __init__(self, tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> None:
-        self.size = tensor.numel() * tensor.itemsize
-        # A tensor of other strides is brought into order first: a copy of this one, for as long as it is read.
-        self._tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        first, own = self._tensor.data_ptr(), self._tensor.data_ptr() == tensor.data_ptr()
-        begins = (low for low, high in mapped if own and low <= first and first + self.size <= high)
-        self._mapped_from: int | None = next(begins, None)  # where the file begins in memory
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: State,
+    logger: Any = None,
+    object_store: Any = None,
+    load_weights_only: bool = False,
+    strict_model_weights: bool = True,
+    progress_bar: bool = True,
+    ignore_keys: IgnoreKeys = None,
+) -> Mapping[str, Any] | None:
+    """Load a checkpoint into a state, as ``load_path`` of a trainer does it. Every rank calls it.
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        source, target = self._tensor.data_ptr() + offset, _address(view.cast("B"))
-        step = max(1, view.nbytes) if self._mapped_from is None else _STEP
-        for start in range(0, view.nbytes, step):
-            size = min(step, view.nbytes - start)
-            move(target + start, source + start, size)
-            if self._mapped_from is not None:
-                forget(source + start, size)
+    Args:
+        path: path or URI, or a path inside ``object_store``.
+        state: of a trainer.
+        logger: not needed.
+        object_store: where ``path`` lies, if that is no path and no URI.
+        load_weights_only: take the weights alone.
+        strict_model_weights: refuse weights that are missing, left over or of another shape.
+        progress_bar: show how far it is, on a terminal.
+        ignore_keys: globs over "/"-joined paths, or a function that changes the loaded dictionary.
 
-    def close(self) -> None:
-        if self._mapped_from is not None:
-            # The kernel maps pages around each fault, among them some that were given back before.
-            first = self._tensor.data_ptr()
-            begin = max(self._mapped_from, first - _AROUND)
-            forget(begin, first + self.size - begin)
+    Returns:
+        States of random generators for `holdfast.state.tree.rng.restore`, None if it has none.
+
+    Raises:
+        CheckpointError: there is nothing, or it is damaged, or does not fit.
+    """
+    check_flags(
+        load_weights_only=load_weights_only, strict_model_weights=strict_model_weights, progress_bar=progress_bar
+    )
+    options = LoadOptions(
+        weights_only=load_weights_only, strict_model_weights=strict_model_weights, progress_bar=progress_bar,
+        ignore_keys=check_ignore_keys(ignore_keys, "ignore_keys"),
+    )  # fmt: skip
+    store = None if object_store is None else as_object_store(object_store)
+    report = load_path(check_path(path, "path"), state, options=options, object_store=store)
+    if state.ranks.leads:
+        report.show()
+    return report.generators
 
 
-def _address(view: memoryview) -> int:
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr() if len(view) else 0
+class LoadCheckpoint(Callback):
+    """Loads another checkpoint at an event: weights in layers, a base under an adapter.
+
+    Args:
+        load_path: path or URI.
+        load_weights_only: only the weights.
+        strict_model_weights: every weight has to be there and none may be left over.
+        ignore_keys: globs over "/"-joined paths, or a function that changes the loaded dictionary.
+        event: when; "BEFORE_LOAD" comes before ``load_path`` of the trainer.
+    """
+
+    def __init__(
+        self,
+        load_path: str | os.PathLike[str],
+        load_weights_only: bool = False,
+        strict_model_weights: bool = True,
+        ignore_keys: Sequence[str] | Any = None,
+        event: str | Event = Event.BEFORE_LOAD,
+    ) -> None:
+        self.load_path = check_path(load_path, "LoadCheckpoint(load_path)")
+        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
+        self.load_weights_only, self.strict_model_weights = load_weights_only, strict_model_weights
+        self.ignore_keys = check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
+        try:
+            self.event = Event.of(event)
+        except (AttributeError, ValueError):
+            names = ", ".join(known.name for known in Event)
+            raise ConfigError(f"LoadCheckpoint(event={event!r}): there is no such event; use one of {names}") from None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Load when the event has come."""
+        if event is not self.event:
+            return
+        options = LoadOptions(
+            weights_only=self.load_weights_only, strict_model_weights=self.strict_model_weights,
+            ignore_keys=self.ignore_keys,
+        )  # fmt: skip
+        report = load_path(self.load_path, state, options=options)
+        if state.ranks.leads:
+            report.show()

@@ -32,16 +32,14 @@ from holdfast.storage.resolve import split_uri
 
 from ..arguments import OF_SAVER, check_flags, check_function, check_path
 from ..callbacks import Callback, Logger
-from ..events import Event
+from ..evaluator import metrics_of
+from ..parallel import TIMEOUT_S, is_sharded
 from ..state import State
-from ..times.timestamp import Every, Timestamp, parse_every
-from ..training.metrics import metrics_of
-from ..training.parallel import is_sharded
-from ..training.ranks import TIMEOUT_S
-from .files import check_ignore_keys, ignored
+from ..stop_policy import TrainerGuard
+from ..time import Event, Every, Timestamp, parse_every
 from .finder import FolderEntry, NameTemplate, SaverNames, container_of, is_in_the_way, look_at, names_in, run_variables
 from .folder import SaveFolder, check_link
-from .guard import TrainerGuard
+from .layout import check_ignore_keys, ignored
 from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
 
@@ -455,7 +453,8 @@ class CheckpointSaver(Callback):
     def _maybe(self, state: State, event: Event) -> None:
         saves = self._saves
         assert saves is not None
-        saves.glance()
+        if saves.pending.ended.is_set():  # costs nothing while none has
+            saves.pending.glance()
         is_due = self.is_due(event) if isinstance(self.every, Every) else self.every(state, event)
         if is_due or self._is_incomplete or (self._is_source and self._is_before_a_bad_one(event)):
             self.save_now()
@@ -549,7 +548,7 @@ class CheckpointSaver(Callback):
             if last is not None:
                 self._saves.replace(last)
             self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
-        self._last = LastSave(saved, destinations, stage, self._saves.parent)
+        self._last = LastSave(saved, destinations, stage, self.pending.parent)
         if last is not None:
             self._last = self._last._replace(stage=self._stage, parent=last.parent)
 
@@ -592,12 +591,12 @@ class CheckpointSaver(Callback):
             return
 
         def is_lost() -> bool:
-            saves.settle()
-            return saves.lost.error is not None
+            saves.pending.settle()
+            return saves.pending.lost.error is not None
 
         # Of single files rank 0 alone knows; parts of a directory are lost together.
         if ranks.lead("lost", is_lost, work_s=TIMEOUT_S + ANSWER_MARGIN_S):
-            saves.settle()
+            saves.pending.settle()
             self._last = None
             self.save_now()
 
@@ -610,14 +609,14 @@ class CheckpointSaver(Callback):
         return kept
 
     def settle_ended(self) -> None:
-        """Take in a save that has ended; raises what failed."""
+        """Take in a save that has ended, well or not; all ranks call it at the same batch. Raises what failed."""
         if self._saves is not None:
-            self._saves.settle_ended()
+            self.pending.settle(leave=len(self.pending))
 
     def settle(self) -> None:
         """Wait until everything saved is durable; raises what failed."""
         if self._saves is not None:
-            self._saves.settle()
+            self.pending.settle()
 
     def check_lost(self) -> None:
         """Refuse to call a training saved whose last checkpoint found no space, or no answer.
@@ -626,7 +625,7 @@ class CheckpointSaver(Callback):
             StorageFullError: saying what is safe.
             StorageUnavailableError: the same.
         """
-        lost = None if self._saves is None else self._saves.lost.error
+        lost = None if self._saves is None else self.pending.lost.error
         if lost is not None:
             newest = self.saved_checkpoints[-1:] or ["none"]
             raise passing_error(
@@ -639,7 +638,7 @@ class CheckpointSaver(Callback):
         """Give thread and memory back; `open` makes it ready again."""
         saves, self._saves = self._saves, None
         if saves is not None:
-            self._parent = saves.parent  # a later training of this trainer goes on from there
+            self._parent = saves.pending.parent  # a later training of this trainer goes on from there
             saves.close()
 
 

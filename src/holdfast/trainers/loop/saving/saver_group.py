@@ -34,19 +34,18 @@ from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient
 
 from ..callbacks import Logger, LoggerDestination
-from ..events import Event
+from ..parallel import TIMEOUT_S
 from ..state import State
-from ..training.ranks import TIMEOUT_S
-from .files import IgnoreKeys, check_ignore_keys
+from ..stop_policy import TrainerGuard
+from ..time import Event
 from .finder import FolderEntry, NameTemplate, is_sharded_of_torch, look, look_at, names_in
 from .folder import SaveFolder, linked_by
-from .guard import TrainerGuard
+from .layout import IgnoreKeys, check_ignore_keys
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .saver import CheckpointSaver, SaverContext
 from .uploads import as_object_store
 
 __all__ = ["SaverGroup", "StartingPoint"]
-
 
 _LOG = get_logger("trainers.loop")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take

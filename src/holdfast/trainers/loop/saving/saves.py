@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint
-from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, PendingSaves, RunSave, failed, state_of
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, failed, state_of
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError, UnsupportedStateError
 from holdfast.format.commit import read_manifest
@@ -21,16 +21,16 @@ from holdfast.model_files import ModelFiles
 from holdfast.run.retention import decide, warn_unranked
 from holdfast.state.save.snapshot import Snapshotter
 
-from ..times.timestamp import Timestamp
-from ..training.ranks import TIMEOUT_S
-from .files import FileImage, as_torch_file, expand, gathered
+from ..parallel import TIMEOUT_S
+from ..stop_policy import TrainerGuard
+from ..time import Timestamp
+from .files import FileImage
 from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
 from .folder import SaveFolder, link_latest
-from .guard import TrainerGuard
+from .layout import as_torch_file, expand, gathered
 from .uploads import RemoteUploaderDownloader
 
 __all__ = ["AsyncSaver", "LastSave", "PostCommit"]
-
 
 _LOG = get_logger("trainers.loop")
 
@@ -63,6 +63,9 @@ class AsyncSaver:
         make_room: deletes what the rules of retention do not keep; tells whether anything has gone.
         model_files: committed beside the tensors of a directory.
         rescues: see `keep`.
+
+    Attributes:
+        pending: the saves on their way; a storage that is full or does not answer costs the save, and is said.
     """
 
     def __init__(
@@ -85,23 +88,8 @@ class AsyncSaver:
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
-        self._saves = folder.pending(claim)
-        self._saves.parent = parent
-
-    @property
-    def parent(self) -> str | None:
-        """Id of the checkpoint that the next save goes on from."""
-        return self._saves.parent
-
-    @property
-    def pending(self) -> PendingSaves:
-        """The saves on their way."""
-        return self._saves
-
-    @property
-    def lost(self) -> LostSaves:
-        """The saves that the storage did not take."""
-        return self._saves.lost
+        self.pending = folder.pending(claim)
+        self.pending.parent = parent
 
     def prepare(self, live: Mapping[str, Any]) -> None:
         """Get ready for a first save that is not due yet: memory for a directory is got meanwhile.
@@ -140,13 +128,13 @@ class AsyncSaver:
                 name=name, step=about["step"], overwrite=True, extra=extra, lost=_say_lost,
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
-            self._folder.session.save_state(lambda: live, self._snapshotter, **about, save=save, saves=self._saves)
+            self._folder.session.save_state(lambda: live, self._snapshotter, **about, save=save, saves=self.pending)
 
     def replace(self, last: LastSave) -> None:
         """Let the next save take the place of the last one, which is waited for, and have the parent of that."""
         with _in_our_words():
-            self._saves.settle()
-        self._saves.parent = last.parent
+            self.pending.settle()
+        self.pending.parent = last.parent
 
     def keep(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str]
@@ -154,7 +142,7 @@ class AsyncSaver:
         """Copy the state as `save` does, for the case that this process dies; False if memory is too short for it."""
         with _in_our_words():
             save, session = RunSave(name=name, step=about["step"], overwrite=True, extra=extra), self._folder.session
-            return session.keep_state(lambda: live, self._snapshotter, **about, save=save, saves=self._saves)
+            return session.keep_state(lambda: live, self._snapshotter, **about, save=save, saves=self.pending)
 
     def rescue(self, why: str) -> None:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
@@ -169,7 +157,7 @@ class AsyncSaver:
         after: Callable[[bytes], object],
     ) -> None:  # fmt: skip
         """Copy the state into a file in memory, and let the writer of rank 0 store it."""
-        self._saves.settle()
+        self.pending.settle()
         begun = time.perf_counter()
         note = {
             "attempt": self._folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
@@ -186,7 +174,7 @@ class AsyncSaver:
         except TRANSIENT_ERRORS as error:
             future = failed(error)
         future = self._thread.submit(self._finish, name, about["step"], after, future)
-        self._saves.add(RunSave(name=name, step=about["step"], future=future, begun=begun, lost=_say_lost))
+        self.pending.add(RunSave(name=name, step=about["step"], future=future, begun=begun, lost=_say_lost))
 
     def _submit(self, name: str) -> Future[Any]:
         assert self._claim is not None
@@ -218,30 +206,10 @@ class AsyncSaver:
             _LOG.warning("%s is full: old checkpoints were removed by the rules of retention", self._folder.spelling)
         return made
 
-    def glance(self) -> None:
-        """Take in a save that has ended; costs nothing while none has. See `PendingSaves.glance`."""
-        if self._saves.ended.is_set():
-            self._saves.glance()
-
-    def settle_ended(self) -> None:
-        """Take in a save that has ended, well or not; all ranks call it at the same batch. Raises like `settle`."""
-        self._saves.settle(leave=len(self._saves))
-
-    def settle(self) -> None:
-        """Wait for the save under way; raises what failed.
-
-        A storage that is full or does not answer costs that save only, and is said.
-
-        Raises:
-            HoldfastError: it failed, or takes for ever.
-            StorageError: it was the tenth in a row that the storage did not take.
-        """
-        self._saves.settle()
-
     def close(self) -> None:
         """Give memory and thread back; what is under way goes on."""
         self._thread.shutdown(wait=False)
-        if not self._saves.busy:
+        if not self.pending.busy:
             self._snapshotter.close()
             self._image.close()
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast._log import get_logger
 from holdfast._not_here import removed
@@ -32,9 +32,8 @@ from ..callbacks import Logger, LoggerDestination
 from ..state import State
 from .finder import FolderEntry
 from .folder import storage_prefix
-from .load import Locator
 
-__all__ = ["RemoteUploaderDownloader"]
+__all__ = ["Locator", "RemoteUploaderDownloader"]
 
 _LOG = get_logger("trainers.loop")
 
@@ -376,3 +375,11 @@ def as_object_store(given: Any) -> Storage | Locator:
         "RemoteUploaderDownloader, a holdfast.trackers.WandbArtifacts or what holdfast.storage.resolve('s3://bucket') "
         "returns; or none, and the whole URI as load_path"
     )
+
+
+@runtime_checkable
+class Locator(Protocol):
+    """Finds checkpoints by names of its own, such as those of artifacts."""
+
+    def locate(self, path: str) -> tuple[Storage, str]:
+        """Return the storage that holds what ``path`` names, and its name there."""

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.trainers.function.engine import node_name
 
-from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, PlacesChanged, Refused, missing_module
+from ..engine import node_name
+from .agent import AgentCall
+from .agents import AgentFailed, NodeEvent, NodePlace, PlacesChanged, Refused, missing_module
 from .ray_api import NodeFacts, RayApi
 
 __all__ = ["Changes", "RayNodes", "Reservation", "Wanted", "choose_spares", "matches", "plan_changes"]
@@ -212,7 +213,7 @@ class _Slot:
 
 
 class RayNodes:
-    """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
+    """Implements `holdfast.trainers.function.engines.agents.Nodes`.
 
     The fewest workers are one placement group: all of them or none. Each further worker is a group of its own, made by
     Ray when there is room. Ray replaces a place whose node dies once it has noticed the death, which takes some 15 s.

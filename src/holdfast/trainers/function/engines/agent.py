@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast._log import get_logger
@@ -26,14 +27,14 @@ from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
-from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 
-from ..local.supervisor import Child, Supervisor, threads_for
-from .nodes import AgentCall
+from ..handoff import Unfinished
+from .supervisor import Child, Supervisor, threads_for
 
-__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent"]
+__all__ = ["BEAT_S", "Agent", "AgentCall", "connect", "join_cluster", "look_at_storage", "run_agent"]
+
 
 _LOG = get_logger("trainers.function")
 BEAT_S = 2.0
@@ -43,6 +44,25 @@ _HOLD_S = 1.0
 _SEEN_S = 10.0  # for a file that the driver has just written, on a network file system
 # What Ray sets for its own worker is not meant for ours.
 _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """The arguments of an agent; `holdfast.trainers.function.engines.agent.run_agent` takes it.
+
+    Attributes:
+        host: where the driver listens.
+        port: of the driver.
+        token: proves that agent and driver belong together.
+        number: of this agent among all that were ever started.
+        silence_s: a driver that says nothing for so long is gone.
+    """
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+    number: int
+    silence_s: float = 120.0
 
 
 def run_agent(call: AgentCall) -> str:

@@ -1,11 +1,11 @@
-"""The data position of the trainer, and what is done to a batch on its way to the model."""
+"""The data of the trainer: how its batches are treated (`DataSpec`), the position in them, the way to the model."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,11 +18,11 @@ from holdfast.run.rollbacks import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 from holdfast.state.data.seeding import generators_kept, generators_within
 
-if TYPE_CHECKING:
-    from .evaluator import DataSpec
+from .arguments import check_function, check_loader
 
-__all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
-
+__all__ = [
+    "DataPosition", "DataSpec", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state",
+]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 _NAME = "train"  # of the loader, as `holdfast log` names its batches
@@ -30,6 +30,52 @@ _AHEAD = (
     "data: a batch of epoch {} is drawn and not trained, and the loader keeps its own position, which cannot go back: "
     "what goes on from here leaves it out. Save at BATCH_END or later"
 )
+
+
+class DataSpec:
+    """A loader, and functions of its batches.
+
+    Args:
+        dataloader: batches.
+        num_samples, num_tokens: of one epoch; taken so that scripts run, and not needed: what came is counted.
+        batch_transforms: changes each batch before it goes to the device.
+        microbatch_transforms: changes each part of a batch (see ``grad_accum``) on the device.
+        split_batch: splits a batch into parts of at most so many samples; tensors in it are split without it.
+        get_num_samples_in_batch: counts the samples of a batch, for `Timestamp`.
+        get_num_tokens_in_batch: counts its tokens; without, these are the entries of "input_ids".
+
+    Example:
+        >>> spec = DataSpec([torch.ones(4, 2)], batch_transforms=lambda batch: batch * 2)
+        >>> [spec.batch_transforms(batch).sum().item() for batch in spec.dataloader]
+        [16.0]
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        num_samples: int | None = None,
+        num_tokens: int | None = None,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        get_num_samples_in_batch: Callable[[Any], int] | None = None,
+        get_num_tokens_in_batch: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.dataloader = check_loader(dataloader, "DataSpec(dataloader)")
+        if dataloader is None or isinstance(dataloader, DataSpec):
+            raise ConfigError(
+                f"DataSpec(dataloader={dataloader!r}): give a DataLoader, or anything that yields batches"
+            )
+        self.num_samples, self.num_tokens = num_samples, num_tokens
+
+        def function(value: Any, name: str, *arguments: str) -> Any:
+            return check_function(value, f"DataSpec({name})", *arguments)
+
+        self.batch_transforms = function(batch_transforms, "batch_transforms", "batch")
+        self.microbatch_transforms = function(microbatch_transforms, "microbatch_transforms", "batch")
+        self.split_batch = function(split_batch, "split_batch", "batch", "size")
+        self.get_num_samples_in_batch = function(get_num_samples_in_batch, "get_num_samples_in_batch", "batch")
+        self.get_num_tokens_in_batch = function(get_num_tokens_in_batch, "get_num_tokens_in_batch", "batch")
 
 
 class DataPosition:

@@ -1,35 +1,215 @@
-"""A model on several ranks: gradients averaged by DDP, or a model that the user has sharded already.
+"""Where a model trains: the processes that train together (`Ranks`), the device of each, and the model on them.
 
-Steps that torch takes for tensors of a single kind only are taken here for models with sharded and plain parameters.
+Gradients are averaged by DDP, or the user has sharded the model already. Steps that torch takes for tensors of a single
+kind only are taken here for models with sharded and plain parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.errors import ConfigError
-from holdfast.state.accelerator import has_streams
+from holdfast._ranks import RankInfo, current_ranks
+from holdfast.checkpointer.meeting import Alone, Meeting, meet
+from holdfast.checkpointer.rendezvous import Rendezvous, store_of_this_life
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.state.accelerator import accelerator, default_device, group_backend, has_streams, make_current
+from holdfast.state.data.seeding import seed_all
 from holdfast.state.gradient_order import fix_or_warn
 from holdfast.state.tree.spread import is_spread, local_tensor
 
-from .ranks import Ranks
+from .arguments import several
 
-__all__ = ["Parallel", "bare", "check_optimizers", "clip_gradients", "default_optimizer", "is_sharded", "move_plain"]
+__all__ = [
+    "TIMEOUT_S", "Parallel", "Ranks", "bare", "check_clip", "check_optimizers", "choose_device", "choose_optimizers",
+    "clip_gradients", "is_sharded", "move_plain", "place_model", "seed_ranks",
+]  # fmt: skip
 
+TIMEOUT_S = 600.0
+_BUCKET = 250 << 20
 _INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
 _HOW = (
     "give each kind {what} of its own, of the parameters that are DTensors and of the others (isinstance(one, "
     "torch.distributed.tensor.DTensor) tells)"
 )
+
+
+class Ranks:
+    """One process alone, or one of several that make the same calls in the same order.
+
+    Args:
+        info: who we are.
+
+    Attributes:
+        rank, world_size: ours among all.
+        leads: we are rank 0, which alone writes what is not divided: files, links, logs.
+    """
+
+    def __init__(self, info: RankInfo | None = None) -> None:
+        self.info = info if info is not None else RankInfo()
+        self.rank, self.world_size = self.info.rank, self.info.world_size
+        self.leads = self.rank == 0
+        self._meeting: Meeting = Alone()
+        self._number = 0
+        self._topic: str | None = None
+        self._host_group: Any = None  # of gloo: what is read on the host must not wait for a device
+        if self.world_size > 1:
+            self._meeting = self.meeting("trainer")
+            if "gloo" not in str(dist.get_backend_config()):
+                self._host_group = dist.new_group(backend="gloo")
+
+    @classmethod
+    def join(cls, device: torch.device) -> Ranks:
+        """Find the other ranks, and make the process group if nobody did.
+
+        Raises:
+            ConfigError: there are other ranks, and nothing says where they meet.
+        """
+        info = current_ranks()
+        if info.world_size > 1:
+            make_current(device)
+            if not dist.is_initialized():
+                _make_group(info, device)
+        return cls(info)
+
+    def meeting(self, name: str) -> Meeting:
+        """Return somewhere else to meet."""
+        return meet(
+            self.info, name=f"loop-{name}", timeout_s=TIMEOUT_S, otherwise="start the trainer in one process alone"
+        )
+
+    def agree(
+        self,
+        topic: str,
+        give: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] = lambda values: values[0],
+        *,
+        work_s: float = 0.0,
+    ) -> Any:
+        """Let every rank give plain data and rank 0 decide; all return, or raise, the same. See `Rendezvous.agree`."""
+        before, self._number = self._topic, self._number + 1
+        self._topic = f"{self._number}/{topic}"
+        decision = self._meeting.agree(self._topic, give, decide, work_s=work_s)
+        if isinstance(self._meeting, Rendezvous) and before is not None:
+            self._meeting.forget(before)  # all have come here, so nobody reads it any more
+        return decision
+
+    def watch(self, watch: Callable[[], HoldfastError | None] | None) -> None:
+        """Give up what is being agreed on when ``watch`` returns an error: a rank is gone."""
+        if isinstance(self._meeting, Rendezvous):
+            self._meeting.watch = watch
+
+    def lead(self, topic: str, act: Callable[[], Any], *, work_s: float = 0.0) -> Any:
+        """Let rank 0 do something; all return what came of it, or raise what it raised. See `agree`."""
+        return self.agree(topic, act if self.leads else lambda: None, work_s=work_s)
+
+    # -- numbers, through the process group
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up numbers of the host over all ranks."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._host_group)
+        return tensor.tolist()
+
+    def mean(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to take the mean of a tensor over all ranks, on its device; what is returned ends it."""
+        if self.world_size == 1:
+            return lambda: value
+        mean = value.detach() / self.world_size
+        work = dist.all_reduce(mean, async_op=True)
+
+        def ended() -> torch.Tensor:
+            work.wait()
+            return mean
+
+        return ended
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by their means over all ranks."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for kind in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in kind]) / self.world_size
+            dist.all_reduce(flat)
+            for tensor, mean in zip(kind, torch.split(flat, [tensor.numel() for tensor in kind]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every rank the values that rank 0 has."""
+        if self.world_size > 1 and tensors:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, list(tensors), _BUCKET, 0)  # type: ignore[attr-defined]
+
+
+def _make_group(info: RankInfo, device: torch.device) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {info.rank} of {info.world_size}, and {' and '.join(missing)} do not say where the ranks "
+            "meet: start with torchrun, or call torch.distributed.init_process_group before the Trainer is made"
+        )
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{group_backend(device.type)}"
+    store, rank, world_size = next(dist.rendezvous("env://", info.rank, info.world_size))  # type: ignore[attr-defined]
+    # The store of torchrun may outlive a restart of the ranks: gloo must not find the addresses of an earlier life.
+    timeout_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    life = store_of_this_life(store, info, timeout_s=timeout_s)
+    dist.init_process_group(backend, store=life, rank=rank, world_size=world_size)
+
+
+def seed_ranks(seed: int | None, ranks: Ranks) -> int:
+    """Seed this process, each rank differently, and return the seed of rank 0; without a seed, torch's own decides.
+
+    Raises:
+        ConfigError: it is no seed.
+    """
+    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 1 << 62):
+        raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**62, or None")
+    common = int(ranks.agree("seed", lambda: torch.initial_seed() % (1 << 62) if seed is None else seed))
+    if seed is not None or ranks.rank > 0:
+        seed_all(common + ranks.rank)
+        torch.manual_seed(common + ranks.rank)
+    return common
+
+
+def choose_device(device: Any) -> torch.device:
+    """Return the device to train on: a GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device, or cannot use it.
+    """
+    if device is None:
+        return _own(default_device(0).type)
+    try:
+        chosen = (
+            device
+            if isinstance(device, torch.device)
+            else _own((accelerator() or "cuda") if device == "gpu" else device)
+        )
+        torch.empty(0, device=chosen)  # fails for a missing device, and for a kind that this torch was built without
+        return chosen
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _own(device: Any) -> torch.device:
+    """Return the GPU of this process where several on this machine have one each."""
+    found, ranks = torch.device(device), current_ranks()
+    if found.type == default_device(0).type != "cpu" and found.index is None and ranks.world_size > 1:
+        return default_device(ranks.local_rank)
+    return found
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -191,12 +371,29 @@ def move_plain(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a trainer that was given none."""
-    parameters = list(model.parameters())
-    # One group whatever is sharded, so that a checkpoint fits a model that is sharded in another way.
-    options: dict[str, Any] = {"foreach": False} if _is_mixed(parameters) else {}
-    return torch.optim.AdamW(parameters, lr=1e-3, **options)
+def place_model(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring a model to its device; of a sharded model only the parameters and buffers that are not sharded."""
+    if is_sharded(model):
+        move_plain(model, device)
+    else:
+        model.to(device)
+
+
+def choose_optimizers(
+    given: Any, model: torch.nn.Module, device: torch.device, *, trains: bool, scaled: bool
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers given, else an AdamW if there is something to train.
+
+    Raises:
+        ConfigError: an entry is no optimizer, or cannot be used on the device or with scaled gradients.
+    """
+    found, parameters = several(given, "optimizers"), list(model.parameters())
+    if not found and trains and parameters:
+        # One group whatever is sharded, so that a checkpoint fits a model that is sharded in another way.
+        options: dict[str, Any] = {"foreach": False} if _is_mixed(parameters) else {}
+        found = [torch.optim.AdamW(parameters, lr=1e-3, **options)]
+    check_optimizers(found, device, scaled=scaled)
+    return found
 
 
 def check_optimizers(optimizers: Iterable[Any], device: torch.device, *, scaled: bool) -> None:
@@ -239,6 +436,23 @@ def _way(group: dict[str, Any], device: torch.device) -> str | None:
 def _is_mixed(parameters: Iterable[torch.Tensor]) -> bool:
     """Tell whether parameters of both kinds are trained; frozen ones have no gradient to step with."""
     return len({is_spread(parameter) for parameter in parameters if parameter.requires_grad}) == 2
+
+
+def check_clip(norm: Any) -> float | None:
+    """Return the bound of gradients as a number, be it one of NumPy or torch.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if norm is None:
+        return None
+    try:
+        bound = 0.0 if isinstance(norm, (bool, str, bytes)) else float(norm)
+    except (TypeError, ValueError, RuntimeError):
+        bound = 0.0
+    if not bound > 0:
+        raise ConfigError(f"grad_clip_norm={norm!r}: give a positive number, or None")
+    return bound
 
 
 def clip_gradients(model: nn.Module, bound: float) -> None:

@@ -1,12 +1,14 @@
 """An agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers.
 
-The connections to them are here too: accepting them, messages, and when an agent counts as gone.
+The connections to them are here too: accepting them, messages, and when an agent counts as gone. `Nodes` is what that
+needs of a cluster: it finds places for workers, and starts agents.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import secrets
 import selectors
 import socket
@@ -14,7 +16,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import xxhash
 
@@ -23,19 +26,17 @@ from holdfast._version import __version__
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.run.names import PROBE
 from holdfast.storage.base import Storage
-from holdfast.trainers.function.engine import Capacity, Reason, node_name
 from holdfast.writer.frames import Channel, Message
 from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof, read_answer
 
-from .agent import BEAT_S, connect
-from .nodes import AgentCall, AgentFailed, NodeEvent, NodePlace, Nodes, PlacesChanged, Refused
+from ..engine import Capacity, Reason, node_name
+from .agent import BEAT_S, AgentCall, connect
 
 __all__ = [
-    "AgentLink",
-    "AgentListener",
-    "Agents",
-    "StorageProbe",
-]
+    "AgentFailed", "AgentLink", "AgentListener", "Agents", "NodeEvent", "NodePlace", "Nodes", "PlacesChanged",
+    "Refused", "StorageProbe", "missing_module",
+]  # fmt: skip
+
 
 _LOG = get_logger("trainers.function")
 _HELLO_S = 10.0
@@ -50,6 +51,97 @@ _TRIALS = 4  # an agent looks for 10 s
 _AGENT_S = 120.0  # to start an agent
 _AGAIN_S = 5.0
 _AGENT_SILENCE_S = 120.0
+_MISSING = re.compile(r"No module named '([^']+)'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Room for one worker.
+
+    Attributes:
+        node: id of the node.
+        address: of the node, for people.
+        number: of the place among all; two places never share a number.
+        gpus: ids of its accelerators on that node.
+        extra: given back when no group uses it, for there are enough others.
+    """
+
+    node: str
+    address: str = ""
+    number: int = 0
+    gpus: tuple[str, ...] = ()
+    extra: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesChanged:
+    """The places for workers now.
+
+    Attributes:
+        places: all of them.
+        missing: why there are not more, for people.
+        draining: nodes that are about to go: seconds until then, when that was seen. Nothing is started there any more.
+        spares: nodes without a place, on which an agent may get ready for a place that comes later.
+    """
+
+    places: Sequence[NodePlace]
+    missing: str = ""
+    draining: Mapping[str, float] = field(default_factory=dict)
+    spares: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFailed:
+    """An agent could not be started, or has ended; if it was connected, the connection ends too.
+
+    Attributes:
+        number: of the agent.
+        why: for people.
+        module: name of a module that cannot be imported on its node; "" where that is not the cause.
+    """
+
+    number: int
+    why: str
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """No worker can run on this cluster at all."""
+
+    error: BaseException
+
+
+NodeEvent: TypeAlias = PlacesChanged | AgentFailed | Refused
+
+
+class Nodes(Protocol):
+    """Finds places and starts agents. `post` is called from any thread; no method waits for long."""
+
+    @property
+    def host(self) -> str:
+        """Address of this machine that nodes can connect to."""
+
+    def open(self, post: Callable[[NodeEvent], Any]) -> None:
+        """Begin to look for places; PlacesChanged comes first of all, and whenever they change."""
+
+    def launch(self, node: str, call: AgentCall) -> None:
+        """Start an agent on a node. It connects by itself, or AgentFailed comes."""
+
+    def doubt(self, node: str) -> None:
+        """Check whether a node still answers: the connection to its agent has ended."""
+
+    def refuse(self, node: str) -> None:
+        """Replace the places on this node by others: no worker can run there."""
+
+    def use(self, numbers: frozenset[int]) -> None:
+        """Note the places of the running group; others may be given back if they are too many."""
+
+    def end(self, number: int) -> None:
+        """End an agent, whatever it does. Idempotent."""
+
+    def close(self) -> None:
+        """End all agents and give all places back. Idempotent, bounded."""
 
 
 class AgentLink:
@@ -592,3 +684,9 @@ class StorageProbe:
 
     def _marker(self, link: AgentLink) -> str:
         return f"{PROBE}{self._ident}/{link.number}"
+
+
+def missing_module(words: str) -> str:
+    """Return the module that could not be imported, from an error's text; "" if it has another cause."""
+    found = _MISSING.findall(words)
+    return found[-1] if found else ""

@@ -17,7 +17,7 @@ from holdfast._log import get_logger
 from holdfast._optional import install_command
 from holdfast.errors import ConfigError
 
-from .nodes import AgentCall
+from .agent import AgentCall
 
 __all__ = ["NodeFacts", "RayApi", "connect", "is_missed", "is_wanted"]
 
@@ -325,7 +325,7 @@ class _AgentActor:
     """An agent in a worker process of Ray."""
 
     def serve(self, call: dict[str, Any]) -> str:
-        from holdfast.trainers.function.engines.cluster.agent import run_agent
+        from .agent import run_agent
 
         return run_agent(AgentCall(**call))
 

@@ -19,27 +19,15 @@ from holdfast.errors import ConfigError
 from .time import Time, TimeLike, TimeUnit
 
 if TYPE_CHECKING:
-    from ..state import State
+    from .state import State
 
 __all__ = [
-    "ComposerScheduler",
-    "ConstantScheduler",
-    "ConstantWithWarmupScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "ExponentialScheduler",
-    "LinearScheduler",
-    "LinearWithWarmupScheduler",
-    "MultiStepScheduler",
-    "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler",
-    "PolynomialWithWarmupScheduler",
-    "StepScheduler",
-    "compile_composer_scheduler",
-    "compiled",
+    "ComposerScheduler", "ConstantScheduler", "ConstantWithWarmupScheduler", "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler", "CosineAnnealingWithWarmupScheduler", "ExponentialScheduler",
+    "LinearScheduler", "LinearWithWarmupScheduler", "MultiStepScheduler", "MultiStepWithWarmupScheduler",
+    "PolynomialScheduler", "PolynomialWithWarmupScheduler", "StepScheduler", "compile_composer_scheduler", "compiled",
     "refresh",
-]
+]  # fmt: skip
 
 
 class ComposerScheduler(ABC):
@@ -126,18 +114,28 @@ class ConstantScheduler(ComposerScheduler):
         return self.alpha if state.timestamp < _in_steps(self.t_max, state, ssr) else 1.0
 
 
-class LinearScheduler(ComposerScheduler):
-    """From ``alpha_i`` to ``alpha_f`` in a straight line over ``t_max``."""
+class _OverTime(ComposerScheduler):
+    """A schedule that ends at ``t_max``."""
 
-    def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur") -> None:
-        self.alpha_i, self.alpha_f, self.t_max = alpha_i, alpha_f, t_max
+    t_max: TimeLike
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
         """See `ComposerScheduler`."""
         return self.at(_passed(state, _in_steps(self.t_max, state, ssr)))
 
+    @abstractmethod
     def at(self, share: float) -> float:
         """Return the factor when this share of the schedule is over."""
+
+
+class LinearScheduler(_OverTime):
+    """From ``alpha_i`` to ``alpha_f`` in a straight line over ``t_max``."""
+
+    def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur") -> None:
+        self.alpha_i, self.alpha_f, self.t_max = alpha_i, alpha_f, t_max
+
+    def at(self, share: float) -> float:
+        """See `_OverTime`."""
         return self.alpha_i + min(1.0, share) * (self.alpha_f - self.alpha_i)
 
 
@@ -152,18 +150,14 @@ class ExponentialScheduler(ComposerScheduler):
         return float(self.gamma ** _passed(state, _in_steps(self.decay_period, state, ssr)))
 
 
-class CosineAnnealingScheduler(ComposerScheduler):
+class CosineAnnealingScheduler(_OverTime):
     """From 1 to ``alpha_f`` along half a wave of a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983)."""
 
     def __init__(self, t_max: TimeLike = "1dur", alpha_f: float = 0.0) -> None:
         self.t_max, self.alpha_f = t_max, alpha_f
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        """See `ComposerScheduler`."""
-        return self.at(_passed(state, _in_steps(self.t_max, state, ssr)))
-
     def at(self, share: float) -> float:
-        """Return the factor when this share of the schedule is over."""
+        """See `_OverTime`."""
         wave = (1 + math.cos(math.pi * min(max(share, 0.0), 1.0))) / 2
         return self.alpha_f + (1 - self.alpha_f) * wave
 
@@ -187,36 +181,31 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
         return CosineAnnealingScheduler(alpha_f=self.alpha_f).at((now - begin) / size if size else 1.0)
 
 
-class PolynomialScheduler(ComposerScheduler):
+class PolynomialScheduler(_OverTime):
     """From 1 to ``alpha_f``, with the share of time that is left to the power of ``power``."""
 
     def __init__(self, power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0) -> None:
         self.power, self.t_max, self.alpha_f = power, t_max, alpha_f
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        """See `ComposerScheduler`."""
-        return self.at(_passed(state, _in_steps(self.t_max, state, ssr)))
-
     def at(self, share: float) -> float:
-        """Return the factor when this share of the schedule is over."""
+        """See `_OverTime`."""
         return float(self.alpha_f + (1 - min(1.0, share)) ** self.power * (1 - self.alpha_f))
 
 
 class _WithWarmup(ComposerScheduler):
-    """A straight line from 0 over ``t_warmup``, then another schedule."""
+    """A straight line from 0 to ``peak`` over ``t_warmup``, then another schedule, in the time that is left of it."""
 
-    def __init__(self, t_warmup: TimeLike, *, peak: float, scale_warmup: bool) -> None:
-        self.t_warmup, self.scale_warmup, self._peak = t_warmup, scale_warmup, peak
+    def __init__(self, then: ComposerScheduler, t_warmup: TimeLike, *, peak: float = 1.0, scale_warmup: bool) -> None:
+        self.t_warmup, self.scale_warmup, self._peak, self._then = t_warmup, scale_warmup, peak, then
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
         """See `ComposerScheduler`."""
         warmup = _in_steps(self.t_warmup, state, ssr if self.scale_warmup else 1.0)
         if state.timestamp < warmup:
             return self._peak * _passed(state, warmup)
-        return self._after(state, ssr, warmup)
-
-    @abstractmethod
-    def _after(self, state: State, ssr: float, warmup: Time) -> float: ...
+        if isinstance(self._then, _OverTime):
+            return self._then.at(self._left(self._then.t_max, state, ssr, warmup))
+        return self._then(state, ssr)
 
     def _left(self, t_max: TimeLike, state: State, ssr: float, warmup: Time) -> float:
         """Return which share of the time after the warm-up is over."""
@@ -236,11 +225,7 @@ class ConstantWithWarmupScheduler(_WithWarmup):
     def __init__(
         self, t_warmup: TimeLike, alpha: float = 1.0, t_max: TimeLike = "1dur", scale_warmup: bool = False
     ) -> None:
-        super().__init__(t_warmup, peak=alpha, scale_warmup=scale_warmup)
-        self._then = ConstantScheduler(alpha, t_max)
-
-    def _after(self, state: State, ssr: float, warmup: Time) -> float:
-        return self._then(state, ssr)
+        super().__init__(ConstantScheduler(alpha, t_max), t_warmup, peak=alpha, scale_warmup=scale_warmup)
 
 
 class MultiStepWithWarmupScheduler(_WithWarmup):
@@ -249,11 +234,7 @@ class MultiStepWithWarmupScheduler(_WithWarmup):
     def __init__(
         self, t_warmup: TimeLike, milestones: Sequence[TimeLike], gamma: float = 0.1, scale_warmup: bool = False
     ) -> None:
-        super().__init__(t_warmup, peak=1.0, scale_warmup=scale_warmup)
-        self._then = MultiStepScheduler(milestones, gamma)
-
-    def _after(self, state: State, ssr: float, warmup: Time) -> float:
-        return self._then(state, ssr)
+        super().__init__(MultiStepScheduler(milestones, gamma), t_warmup, scale_warmup=scale_warmup)
 
 
 class LinearWithWarmupScheduler(_WithWarmup):
@@ -263,11 +244,7 @@ class LinearWithWarmupScheduler(_WithWarmup):
         self, t_warmup: TimeLike, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur",
         scale_warmup: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(t_warmup, peak=alpha_i, scale_warmup=scale_warmup)
-        self._then = LinearScheduler(alpha_i, alpha_f, t_max)
-
-    def _after(self, state: State, ssr: float, warmup: Time) -> float:
-        return self._then.at(self._left(self._then.t_max, state, ssr, warmup))
+        super().__init__(LinearScheduler(alpha_i, alpha_f, t_max), t_warmup, peak=alpha_i, scale_warmup=scale_warmup)
 
 
 class CosineAnnealingWithWarmupScheduler(_WithWarmup):
@@ -276,11 +253,7 @@ class CosineAnnealingWithWarmupScheduler(_WithWarmup):
     def __init__(
         self, t_warmup: TimeLike, t_max: TimeLike = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False
     ) -> None:
-        super().__init__(t_warmup, peak=1.0, scale_warmup=scale_warmup)
-        self._then = CosineAnnealingScheduler(t_max, alpha_f)
-
-    def _after(self, state: State, ssr: float, warmup: Time) -> float:
-        return self._then.at(self._left(self._then.t_max, state, ssr, warmup))
+        super().__init__(CosineAnnealingScheduler(t_max, alpha_f), t_warmup, scale_warmup=scale_warmup)
 
 
 class PolynomialWithWarmupScheduler(_WithWarmup):
@@ -290,11 +263,7 @@ class PolynomialWithWarmupScheduler(_WithWarmup):
         self, t_warmup: TimeLike, power: float = 2.0, t_max: TimeLike = "1dur", alpha_f: float = 0.0,
         scale_warmup: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(t_warmup, peak=1.0, scale_warmup=scale_warmup)
-        self._then = PolynomialScheduler(power, t_max, alpha_f)
-
-    def _after(self, state: State, ssr: float, warmup: Time) -> float:
-        return self._then.at(self._left(self._then.t_max, state, ssr, warmup))
+        super().__init__(PolynomialScheduler(power, t_max, alpha_f), t_warmup, scale_warmup=scale_warmup)
 
 
 def _factor(schedule: Callable[..., float], state: State, ssr: float = 1.0) -> Callable[[int], float]:

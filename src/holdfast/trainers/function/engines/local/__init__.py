@@ -1,1 +1,0 @@
-"""The engine that runs workers as processes of this machine."""
