@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from page_kit import HOSTILE, killed, log_rows, train
 
 import holdfast as hf
-from holdfast.page import render
-from holdfast.page.facts import clock, collect, grouped, run_facts, thin
+from holdfast.page import clock, collect, grouped, render, run_facts, thin
 from holdfast.storage import resolve
 
 KEEP = hf.Keep(last=2, best=1, metric="val", mode="min")

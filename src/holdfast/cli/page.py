@@ -10,8 +10,7 @@ import click
 
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
-from holdfast.page import render
-from holdfast.page.facts import collect_all
+from holdfast.page import collect_all, render
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, poll_option
