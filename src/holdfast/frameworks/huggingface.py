@@ -1,44 +1,55 @@
-"""Directories that a framework has written already, at a place of its own, and what its log says about them."""
+"""Hugging Face: what `transformers.Trainer` has written and logged, a checkpoint as its model, `Accelerator.prepare`.
+
+`report_finished` reports a directory of the trainer, `say_misaligned` and its like name settings that do not fit.
+`model_files` makes the directory of a checkpoint a model: its small files, and the names of its tensors. `objects_of`
+and `own_loader` find the live objects in what Accelerate has prepared, and the data in our own order.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import glob
 import itertools
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
 from holdfast._log import get_logger
+from holdfast._optional import require
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.meeting import meet
 from holdfast.copying.local import clone_tree
-from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.errors import CheckpointNotFoundError, ConfigError, UnsupportedStateError
+from holdfast.model_files import ModelFiles
+from holdfast.state.tree.flatten import flatten
+from holdfast.state.tree.names import unwrap
 from holdfast.trainers.function.config import ValidationTaskConfig
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import current_session
 
-from .places import claim, last_change
-from .reporting import scalars
+from .reporting import claim, last_change, scalars
 
 __all__ = [
-    "all_written",
-    "check_shared",
-    "misaligned",
-    "missing_metric",
-    "report_finished",
-    "saved_metrics",
-    "say_misaligned",
-    "say_missing",
-    "say_start",
-    "trial_of",
-    "written",
-]
+    "OneByOne", "all_written", "check_shared", "misaligned", "missing_metric", "model_files", "objects_of",
+    "own_loader", "report_finished", "saved_metrics", "say_late", "say_misaligned", "say_missing", "say_start",
+    "told_when_last", "trial_of", "written",
+]  # fmt: skip
 
 _LOG = get_logger("transformers")
+_ACCELERATE_LOG = get_logger("accelerate")
+_LOADER = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+           "prefetch_factor", "persistent_workers")  # fmt: skip
+_INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
 _NOT_METRICS = ("total_flos",)
 
 _TIMEOUT_S = 600.0
@@ -281,3 +292,222 @@ def trial_of(args: Any, state: Any, directory: str) -> dict[str, Any]:
 
 def _strategy(value: Any) -> str:
     return str(getattr(value, "value", value))
+
+
+# ---- a checkpoint as a model
+
+
+def model_files(model: Any, tokenizer: Any = None, *, item: str = "model", folder: str = "") -> ModelFiles:
+    """Make the small files with which the directory of a checkpoint is a model: give them to ``model_files=``.
+
+    ``AutoModel.from_pretrained(checkpoint.path)`` then loads it as it lies there: ``model.safetensors.index.json``
+    names the files of the checkpoint, and no tensor is written twice. Of a PEFT model the adapter is written to
+    ``adapter_model.safetensors``, for ``PeftModel.from_pretrained(base, checkpoint.path)``. Weights have the type that
+    they are trained in, which ``config.json`` says (``dtype``).
+
+    Args:
+        model: what is saved in the state under ``item``, wrapped (DDP, ``torch.compile``) or not.
+        tokenizer: a tokenizer, processor or whatever has ``save_pretrained`` and belongs to the model.
+        item: key of the model in the state.
+        folder: where in the checkpoint these files lie, for several models in one: "encoder".
+
+    Returns:
+        The files, as they are now: make them anew if the configuration changes.
+
+    Raises:
+        ConfigError: it is no model of transformers or PEFT.
+
+    Example:
+        >>> files = model_files(model, tokenizer)                                           # doctest: +SKIP
+        >>> with holdfast.Checkpointer("runs/a", {"model": model}, model_files=files) as ck:  # doctest: +SKIP
+        ...     ...
+    """
+    module = unwrap(model)
+    prefix = f"{folder}/" if folder else ""
+    with tempfile.TemporaryDirectory(prefix="holdfast-model-") as made:
+        if hasattr(module, "peft_config"):
+            named = {f"{prefix}{_ADAPTER}": _adapter(module, item, made)}
+            indexes = {}
+        elif hasattr(module, "config") and hasattr(module.config, "save_pretrained"):
+            named, indexes = {}, {f"{prefix}{_INDEX}": item}
+            _write_config(module, made)
+        else:
+            raise ConfigError(
+                f"model_files: {type(module).__name__} is no model of transformers or PEFT (it has no config that "
+                "can be saved): for another library give model_files={name: bytes} yourself"
+            )
+        if tokenizer is not None:
+            tokenizer.save_pretrained(made)
+        files = {
+            prefix + path.relative_to(made).as_posix(): path.read_bytes()
+            for path in sorted(Path(made).rglob("*"))
+            if path.is_file()
+        }
+    return ModelFiles(files=files, indexes=indexes, named=named)
+
+
+def _write_config(model: Any, folder: str) -> None:
+    """Write the configurations as the model's own ``save_pretrained`` does, which would write the weights as well."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(_dtype_of(model)).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():
+        generation.save_pretrained(folder)
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    """Return the type that the stored weights have, which a reader gets by default."""
+    floating = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return floating[0] if floating else torch.get_default_dtype()
+
+
+def _adapter(model: Any, item: str, folder: str) -> Mapping[str, str]:
+    """Write the configuration of the active adapter; returns the tensors of its file: path in the state -> name."""
+    peft = require("peft", extra="transformers", purpose="model_files of a PEFT model")
+    active = model.active_adapter
+    if not isinstance(active, str):
+        raise ConfigError(f"model_files: {active!r} are active, and one directory holds one adapter: use set_adapter")
+    config = copy.deepcopy(model.peft_config[active])
+    config.inference_mode = True
+    base = model.get_base_model()
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
+    config.save_pretrained(folder)
+    flat = flatten({item: model})
+    paths: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in zip(flat.names, flat.tensors, strict=True):
+        paths.setdefault((tensor.data_ptr(), tensor.shape), name)  # a tied tensor is stored under its first name
+    stored = peft.get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+    tensors: dict[str, str] = {}
+    for name, tensor in stored.items():
+        path = paths.get((tensor.data_ptr(), tensor.shape))
+        if path is None:
+            raise ConfigError(
+                f"model_files: {type(config).__name__} stores {name!r}, which is computed and no parameter of the "
+                "model: save such an adapter with its own save_pretrained"
+            )
+        if path in tensors:
+            raise ConfigError(
+                f"model_files: {type(config).__name__} stores {tensors[path]!r} and {name!r}, one tensor, and "
+                "it is written once: save such an adapter with its own save_pretrained"
+            )
+        tensors[path] = name
+    return tensors
+
+
+# ---- what Accelerate has prepared
+
+
+def objects_of(accelerator: Any) -> dict[str, Any]:
+    """Return all that an `Accelerator` has prepared and registered, unwrapped, under the names of its own files.
+
+    Models, optimizers, schedulers, the gradient scaler, and the objects of ``register_for_checkpointing``.
+
+    Raises:
+        ConfigError: it is no Accelerator, or nothing is prepared yet.
+        UnsupportedStateError: an engine keeps the state to itself.
+    """
+    if not hasattr(accelerator, "distributed_type"):
+        raise ConfigError(f"accelerator={accelerator!r}: give the Accelerator that has prepared the training")
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UnsupportedStateError(
+            f"the state of an Accelerator with {kind} is kept by that engine: report the directories of its own "
+            "checkpoints (holdfast.deepspeed, holdfast.megatron)"
+        )
+    if not accelerator._models:
+        raise ConfigError(
+            "this Accelerator has prepared no model: make the Checkpointer after accelerator.prepare(...)"
+        )
+    groups = {
+        "model": accelerator._models,
+        "optimizer": [wrapper.optimizer for wrapper in accelerator._optimizers],
+        "scheduler": [wrapper.scheduler for wrapper in accelerator._schedulers],
+        "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
+    }
+    found = {
+        name if number == 0 else f"{name}_{number}": item
+        for name, group in groups.items()
+        for number, item in enumerate(group)
+    }
+    custom = {
+        f"custom_checkpoint_{number}": registered for number, registered in enumerate(accelerator._custom_objects)
+    }
+    return {**found, **custom}
+
+
+def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
+    """Return the names of `objects_of` now, and say which came after ``found``, too late to be saved."""
+    now = frozenset(objects_of(accelerator))
+    if late := sorted(now - found):
+        _ACCELERATE_LOG.warning(
+            "%s NOT saved: prepared or registered after the Checkpointer was made; make it after accelerator.prepare "
+            "and register_for_checkpointing", ", ".join(late),
+        )  # fmt: skip
+    return now
+
+
+def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] | None:
+    """Return the loader that ``prepared`` was made of, and its part (rank, num_ranks); None where it is not known.
+
+    The batches of that loader are those of one rank. Its position can be kept exactly and for any number of ranks: the
+    order is known, not only how far it has been gone.
+    """
+    inner = getattr(prepared, "base_dataloader", None)
+    if type(prepared).__name__ != "DataLoaderShard" or type(inner) is not DataLoader:
+        return None
+    batches: Any = inner.batch_sampler
+    size: int | None = getattr(batches, "batch_size", None)
+    part: tuple[int, int] | bool = False
+    if type(batches).__name__ == "BatchSamplerShard":
+        part = batches.process_index, batches.num_processes
+        size = batches.batch_size // batches.num_processes if batches.split_batches else batches.batch_size
+        batches = batches.batch_sampler
+    if isinstance(inner.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    # Accelerate's own seedable sampler is a RandomSampler that follows the epoch: so do we.
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
+    loader: DataLoader[Any] = DataLoader(
+        inner.dataset,
+        batch_size=size,
+        sampler=None if shuffles else sampler,
+        shuffle=shuffles or None,
+        drop_last=batches.drop_last,
+        **{name: getattr(inner, name) for name in _LOADER},
+    )
+    return loader, part
+
+
+def told_when_last(
+    batches: Iterator[Any], prepared: Any, *, left: Callable[[], int | None], to_device: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """Yield batches on their device; Accelerate, which steps the optimizer at the last batch, hears of it first.
+
+    Args:
+        batches: of the loader that ``prepared`` was made of.
+        prepared: the loader that Accelerate knows.
+        left: number of batches that follow the newest.
+        to_device: brings a batch to its device.
+    """
+    prepared.begin()
+    try:
+        for batch in batches:
+            prepared.end_of_dataloader = left() == 0
+            yield to_device(batch)
+    finally:
+        prepared.end()
+
+
+class OneByOne:
+    """A prepared loader of which only the number of batches drawn is known."""
+
+    def __init__(self, prepared: Any) -> None:
+        self._prepared = prepared
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._prepared)
+
+    def __len__(self) -> int:
+        return len(self._prepared)
