@@ -18,7 +18,7 @@ from .targets import PATH, Choice, choose, find, pick_options, run_at
 from .terminal import console, number, print_json, printable, say
 
 if TYPE_CHECKING:
-    from holdfast.interop.average import AverageResult
+    from holdfast.interop.arithmetic import AverageResult
 
 __all__ = ["average", "export", "import_"]
 
@@ -174,7 +174,7 @@ def average(
         raise ConfigError("--weights and --ema both say how much each counts: give one of them")
     sources = _sources(paths, last, ema, pick)
     shares = None if weights is None else _numbers(weights)
-    from holdfast.interop import average as interop
+    from holdfast.interop import arithmetic as interop
 
     if ema is not None:
         shares = interop.ema_weights(ema, len(sources))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.interop.from_torch import named
+from holdfast.interop.from_files import named
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree.rng import REFUSALS, plain, python_entry
 
