@@ -242,7 +242,7 @@ def test_what_cannot_be_written(run, tmp_path):
 
 def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     """--watch writes the page again when something has happened, and ends when the run has."""
-    from holdfast.cli import page as command
+    from holdfast.cli import stats as command
 
     root, target = tmp_path / "run", tmp_path / "run.html"
     state = {"w": torch.zeros(2)}

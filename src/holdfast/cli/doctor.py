@@ -22,7 +22,7 @@ from holdfast._units import format_bytes, format_duration, parse_bytes
 from holdfast.errors import ConfigError, HoldfastError
 
 from .targets import PATH, reach
-from .terminal import console, print_json, printable
+from .terminal import console, json_option, print_json, printable
 
 __all__ = ["Finding", "ProbeDeadline", "bad", "doctor", "good", "probe_machine", "warn"]
 
@@ -237,7 +237,7 @@ _LEVELS = {"ok": "green", "warn": "yellow", "bad": "red"}
 @click.argument("path", type=PATH)
 @click.option("--bytes", "max_bytes", default="128MiB", show_default=True, help="To write and read for speed; 0: none.")
 @click.option("--seconds", default=20.0, show_default=True, help="No transfer for speed begins after so long.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     """Probe the storage at PATH and this machine, and say what was found, what it means and what to do.
 

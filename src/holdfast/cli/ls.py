@@ -21,12 +21,35 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number
-from holdfast.run.status import run_state, runs_below
+from holdfast.run.status import run_state
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
-from .terminal import PlainTable, Row, age, console, counted, number, print_columns, print_json, printable, table
+from .targets import (
+    PATH,
+    Choice,
+    bad_step_in,
+    choose,
+    complete_metric,
+    find,
+    heed_checks,
+    pick_options,
+    ranking,
+    runs_of_folder,
+)
+from .terminal import (
+    PlainTable,
+    Row,
+    age,
+    console,
+    counted,
+    json_option,
+    number,
+    print_columns,
+    print_json,
+    printable,
+    table,
+)
 
 __all__ = ["ls", "show"]
 
@@ -46,7 +69,7 @@ _COLOURS = {"ok": "green", "incomplete": "yellow"} | dict.fromkeys(
     "--metric", shell_complete=complete_metric, help="Metric that marks the best; default: that of the run's Keep."
 )
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """List the checkpoints of the run at PATH, newest first; of a folder of runs, one line for each run.
 
@@ -60,7 +83,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
         _show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
     catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
+    runs = runs_of_folder(catalog)
     if runs:
         _show_runs(storage, runs, metric, mode, as_json=as_json)
         return
@@ -320,7 +343,7 @@ _DATA_SHOWN = 24
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor with shape and dtype.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=False)
 def show(path: str, tensors: bool, as_json: bool, pick: Choice) -> None:
     """Show what a checkpoint is and holds, from its small files alone.

@@ -12,16 +12,13 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
-from .convert import average, export, import_
-from .diff import diff
+from .convert import average, diff, export, import_
 from .doctor import doctor
 from .edit import pin, prune, rm, unpin
-from .follow import best, latest, watch
-from .log import log
+from .follow import best, latest, log, watch
 from .ls import ls, show
-from .page import page
 from .scripts import attack, run, verify_resume
-from .stats import stats
+from .stats import page, stats
 from .terminal import message, print_json
 from .transfer import cp, pull, push, sweep
 from .verify import verify

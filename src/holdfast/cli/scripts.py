@@ -17,7 +17,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import check_output, message, print_json, replace_file
+from .terminal import check_output, json_option, message, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -69,7 +69,7 @@ def run(command: tuple[str, ...], hang: str | None, nproc: int | None, no_warm: 
 
 def _outputs(command: _Command) -> _Command:
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        json_option,
         click.option("--html", type=click.Path(dir_okay=False), help="Write the report as one HTML page."),
         click.option(
             "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."

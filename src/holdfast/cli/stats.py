@@ -1,29 +1,32 @@
-"""``holdfast stats``: what saving has cost a run, and what its failures have."""
+"""``holdfast stats`` and ``page``: what saving and failures have cost a run, in figures; and a run as an HTML file."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import click
 
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.status import run_state, runs_below
+from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, poll_option, run_at
+from .targets import PATH, poll_option, run_at, runs_of_folder
 from .terminal import (
     Row,
     check_output,
     console,
     counted,
+    json_option,
     message,
     print_columns,
     print_json,
@@ -31,7 +34,7 @@ from .terminal import (
     replace_file,
 )
 
-__all__ = ["openmetrics", "stats"]
+__all__ = ["openmetrics", "page", "stats"]
 
 # Name (its end is the unit), kind, help text.
 _FAMILIES = (
@@ -84,7 +87,7 @@ _WORST = 5
 )
 @click.option("--watch", is_flag=True, help="With --openmetrics: write it again and again until no run is trained.")
 @click.option("--poll", default="15s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -> None:
     """Say what checkpointing has cost RUN, or each run of a folder: time, bytes, deletions, failures.
 
@@ -113,7 +116,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Describe the run at a path, or the runs in a folder; those have names."""
     catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
+    runs = runs_of_folder(catalog)
     if not runs:
         return [_describe(run_at(storage, path), None)]
     summaries = []
@@ -338,3 +341,49 @@ def _number(value: float) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return repr(value)
+
+
+@click.command()
+@click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
+@click.option(
+    "-o", "--output", default="run.html", show_default=True, help="The file to write; an earlier page is replaced."
+)
+@click.option("--watch", is_flag=True, help="Write it again as things happen, until the run has ended.")
+@click.option("--poll", default="5s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON document and write no file.")
+def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bool) -> None:
+    """Draw a run, or several, as a single HTML file that needs no server and no network.
+
+    Of one run: metric curves with the checkpoints on them, the attempts and what they cost, a table of checkpoints with
+    why each is kept. Of several, or of a folder of runs: a table of the runs, and their curves over each other.
+    Default: the current folder.
+    """
+    storages = [resolve(run) for run in runs or (".",)]
+    collect = partial(collect_all, storages)
+    if as_json:
+        if watch:
+            raise ConfigError("--json prints once: leave --watch out")
+        print_json(collect())
+        return
+    every = poll_option(poll)
+    check_output(output)
+    facts = collect()
+    data = render(facts, reload_s=every if watch else None).encode()
+    replace_file(output, data)
+    click.echo(f"{printable(output)}: {format_bytes(len(data))}")
+    while watch and facts["live"]:
+        time.sleep(every)
+        try:
+            fresh = collect()
+        except StorageError as error:  # the next look may succeed
+            click.echo(message(f"holdfast: {error}"), err=True)
+            continue
+        if _essence(fresh) != _essence(facts):
+            replace_file(output, render(fresh, reload_s=every).encode())
+        facts = fresh
+
+
+def _essence(facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in facts.items() if name not in ("written", "goodput")
+    }  # they move by themselves

@@ -21,7 +21,7 @@ from holdfast.run.metrics import flat_metrics
 from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
-from holdfast.run.status import refuse_checkpoint
+from holdfast.run.status import refuse_checkpoint, runs_below
 from holdfast.run.verified import known_damaged
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
@@ -30,7 +30,7 @@ from .terminal import printable
 
 __all__ = [
     "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
-    "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
+    "ranking", "reach", "run_at", "runs_of_folder", "span_option", "warn_of_quarantine",
 ]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
@@ -222,6 +222,12 @@ def run_at(storage: Storage, path: str) -> Catalog:
         hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog
+
+
+def runs_of_folder(catalog: Catalog) -> list[tuple[str, Storage]]:
+    """Return the runs, with their names, in a folder that is no run itself; empty if it is one."""
+    has_run = catalog.index.damage != "missing" or catalog.records()
+    return [] if has_run else list(runs_below(catalog.storage, catalog.foreign))
 
 
 def heed_checks(catalog: Catalog) -> dict[str, str]:

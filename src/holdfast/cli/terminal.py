@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable", "age", "check_output", "console", "counted", "fits", "message", "number", "painted", "print_columns",
-    "print_json", "print_line", "printable", "replace_file", "say", "table",
+    "PlainTable", "age", "check_output", "console", "counted", "fits", "json_option", "message", "number", "painted",
+    "print_columns", "print_json", "print_line", "printable", "replace_file", "say", "table",
 ]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
@@ -37,6 +37,9 @@ _HEAD = 1 << 12
 _GENERATOR = b'<meta name="generator" content="holdfast">'
 _FIGURES = (b"# TYPE holdfast_", b"# EOF")
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def console() -> Console:

@@ -26,7 +26,7 @@ from holdfast.run.verified import Verified, fingerprint, note_verified, read_ver
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options
-from .terminal import console, print_json, printable
+from .terminal import console, json_option, print_json, printable
 
 __all__ = ["verify"]
 
@@ -43,7 +43,7 @@ _LEVELS = 3  # of folders within folders: save_folder of many runs, with file na
 @click.option(
     "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=True)
 def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     """Check one checkpoint, or all checkpoints of a run (or of several runs in a folder), at PATH.
