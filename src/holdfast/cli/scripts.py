@@ -159,9 +159,8 @@ def attack(
     It runs in copies of the working directory. Exit status: 0 no kill lost or tore anything, 1 one did or the script
     failed, 2 usage.
     """
-    from holdfast.verify.attack import attack_script
+    from holdfast.verify.attack import attack_script, survival_page
     from holdfast.verify.lives import split_command
-    from holdfast.verify.report import survival_page
 
     _examine(
         lambda say: attack_script(
