@@ -34,7 +34,7 @@ from holdfast.run.status import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
-from .terminal import console, fits, json_option, number, print_json, print_line, printable, table
+from .terminal import console, fits, json_option, note, number, print_json, print_line, printable, table
 
 __all__ = ["best", "latest", "log", "watch"]
 
@@ -452,7 +452,7 @@ def watch(
             elif command is None:
                 click.echo(printable(checkpoint.uri))
             elif row["problem"] is not None:
-                click.echo(f"holdfast: {printable(checkpoint.uri)}: {printable(row['problem'])}", err=True)
+                note(f"{checkpoint.uri}: {row['problem']}")
             sys.stdout.flush()
     if has_failed:
         raise click.exceptions.Exit(1)
@@ -467,7 +467,7 @@ def _say_waiting(run: str) -> None:
     storage = reach(run)
     if not storage.exists(RUN_FILE):
         refuse_checkpoint(storage, ConfigError)
-        click.echo(printable(f"holdfast: there is no run at {storage.uri} yet: waiting for it"), err=True)
+        note(f"there is no run at {storage.uri} yet: waiting for it")
 
 
 def _run_command(command: str, checkpoint: Checkpoint, *, report: bool, aside: bool) -> dict[str, Any]:

@@ -21,29 +21,18 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number
-from holdfast.run.status import run_state
+from holdfast.run.status import run_state, runs_below
 from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
-from .targets import (
-    PATH,
-    Choice,
-    bad_step_in,
-    choose,
-    complete_metric,
-    find,
-    heed_checks,
-    pick_options,
-    ranking,
-    runs_of_folder,
-)
+from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
 from .terminal import (
     PlainTable,
-    Row,
     age,
     console,
     counted,
     json_option,
+    note,
     number,
     print_columns,
     print_json,
@@ -83,7 +72,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
         _show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
     catalog = Catalog(storage)
-    runs = runs_of_folder(catalog)
+    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
     if runs:
         _show_runs(storage, runs, metric, mode, as_json=as_json)
         return
@@ -268,7 +257,7 @@ def _show_runs(
     out.print()
     sides = dict.fromkeys(("attempt", "checkpoints", "step", "age", "size"), "right")
     columns = {"run": "left", **sides, "best": "left", "where": "left", "state": "left"}
-    lines: list[Row] = []
+    lines = []
     for row in printable(rows):
         cells = dict.fromkeys(columns, "") | {"run": row["name"], "state": row["state"]}
         if row["state"] != "unreadable":
@@ -332,8 +321,7 @@ def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> 
     """Say so on stderr if none of the metrics in ``have`` is a number called ``metric``."""
     if not any(is_number(metrics.get(metric)) for metrics in have):
         known = sorted({name for metrics in have for name in metrics if not name.startswith("_")})
-        text = f"holdfast: nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}"
-        click.echo(printable(text), err=True)
+        note(f"nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}")
 
 
 _FILES_SHOWN = 12

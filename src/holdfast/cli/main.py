@@ -19,7 +19,7 @@ from .follow import best, latest, log, watch
 from .ls import ls, show
 from .scripts import attack, run, verify_resume
 from .stats import page, stats
-from .terminal import message, print_json
+from .terminal import print_error, print_json
 from .transfer import cp, pull, push, sweep
 from .verify import verify
 
@@ -57,7 +57,7 @@ class _HoldfastGroup(click.Group):
             code = 2 if isinstance(error, (ConfigError, CheckpointNotFoundError)) else 1
             if "--json" in sys.argv:
                 print_json({"error": type(error).__name__, "message": str(error)})
-            click.echo(f"holdfast: {message(str(error))}", err=True)
+            print_error(error)
             raise click.exceptions.Exit(code) from error
 
 

@@ -17,7 +17,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import check_output, json_option, message, print_json, replace_file
+from .terminal import check_output, json_option, message, print_error, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -223,7 +223,7 @@ def _examine(
     except LifeFailedError as error:
         if as_json:
             print_json({**failed, "message": str(error), "command": list(command)})
-        click.echo(f"holdfast: {message(str(error))}", err=True)
+        print_error(error)
         raise click.exceptions.Exit(1) from error
     seconds = round(time.monotonic() - began, 1)
     if as_json:

@@ -16,19 +16,18 @@ from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.status import run_state
+from holdfast.run.status import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, poll_option, run_at, runs_of_folder
+from .targets import PATH, poll_option, run_at
 from .terminal import (
-    Row,
     check_output,
     console,
     counted,
     json_option,
-    message,
     print_columns,
+    print_error,
     print_json,
     printable,
     replace_file,
@@ -116,7 +115,7 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Describe the run at a path, or the runs in a folder; those have names."""
     catalog = Catalog(storage)
-    runs = runs_of_folder(catalog)
+    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
     if not runs:
         return [_describe(run_at(storage, path), None)]
     summaries = []
@@ -124,7 +123,7 @@ def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
         try:
             summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
-            click.echo(message(f"holdfast: {name} cannot be read: {error}"), err=True)
+            print_error(f"{name} cannot be read: {error}")
     return summaries
 
 
@@ -167,7 +166,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
     columns = {"seconds": "left", **dict.fromkeys(("saves", "in all", "mean", "p50", "p95", "max"), "right")}
-    lines: list[Row] = []
+    lines = []
     for name, title in _TIMES:
         spread = summary[name]
         if spread["count"]:
@@ -217,7 +216,7 @@ def _show_folder(uri: str, summaries: list[dict[str, Any]]) -> None:
     out.print()
     titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
     columns = {"run": "left", **dict.fromkeys(titles, "right"), "state": "left"}
-    lines: list[Row] = []
+    lines = []
     for summary in summaries:
         p50 = summary["durable_s"]["p50"]
         figures = [f"{summary[name]['sum']:.3g}" if summary[name]["count"] else "-" for name in ("held_s", "lost_s")]
@@ -247,7 +246,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
         except StorageError as error:
             if every is None:
                 raise
-            click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
+            print_error(error)  # the next look may succeed
         else:
             figures = [_figures(summary) for summary in summaries]
             replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
@@ -376,7 +375,7 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
         try:
             fresh = collect()
         except StorageError as error:  # the next look may succeed
-            click.echo(message(f"holdfast: {error}"), err=True)
+            print_error(error)
             continue
         if _essence(fresh) != _essence(facts):
             replace_file(output, render(fresh, reload_s=every).encode())

@@ -21,16 +21,16 @@ from holdfast.run.metrics import flat_metrics
 from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
-from holdfast.run.status import refuse_checkpoint, runs_below
+from holdfast.run.status import refuse_checkpoint
 from holdfast.run.verified import known_damaged
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .terminal import printable
+from .terminal import note
 
 __all__ = [
     "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
-    "ranking", "reach", "run_at", "runs_of_folder", "span_option", "warn_of_quarantine",
+    "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
 ]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
@@ -106,8 +106,8 @@ def reach(path: str) -> Storage:
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
-        text = f"holdfast: no credentials for {storage.uri} in {', '.join(places)}"
-        click.echo(printable(f"{text}; going on with the role of this machine, if it has one"), err=True)
+        where = f"{storage.uri} in {', '.join(places)}"
+        note(f"no credentials for {where}; going on with the role of this machine, if it has one")
     return storage
 
 
@@ -168,17 +168,14 @@ def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -
     damaged = heed_checks(catalog) if heeds and pick.step is None else {}
     record = _pick(catalog, pick)
     if not pick.is_given:
-        text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
-        click.echo(printable(text), err=True)
+        note(f"{storage.uri} is a run: its newest checkpoint, {record.name}, is taken")
     if (not pick.is_given or pick.newest) and (newer := catalog.passed_over(record.name)):
-        click.echo(printable(f"holdfast: newer, but no start takes them, for its guard: {newer}"), err=True)
+        note(f"newer, but no start takes them, for its guard: {newer}")
     elif (why := catalog.bad_steps().get(record.name)) is not None and warns:
-        click.echo(printable(f"holdfast: {record.name}: no start takes it: {why}"), err=True)
+        note(f"{record.name}: no start takes it: {why}")
     for name, why in damaged.items():
         if pick.best is not None or catalog.record(name).order > record.order:
-            click.echo(
-                printable(f"holdfast: {name} is passed over: `holdfast verify` found it damaged: {why}"), err=True
-            )
+            note(f"{name} is passed over: `holdfast verify` found it damaged: {why}")
     return Checkpoint.at(storage, record.name)
 
 
@@ -187,10 +184,9 @@ def warn_of_quarantine(checkpoint: Checkpoint) -> None:
     index = RunIndex.load(checkpoint.storage, head_only=True)
     why = index.quarantined.get(checkpoint.directory)
     if why is not None:
-        text = f"holdfast: {checkpoint.uri} is quarantined, no resume takes it: {why}"
-        click.echo(printable(text), err=True)
+        note(f"{checkpoint.uri} is quarantined, no resume takes it: {why}")
     elif (why := bad_step_in(checkpoint, index)) is not None:
-        click.echo(printable(f"holdfast: {checkpoint.uri}: no start takes it: {why}"), err=True)
+        note(f"{checkpoint.uri}: no start takes it: {why}")
 
 
 def bad_step_in(checkpoint: Checkpoint, index: RunIndex) -> str | None:
@@ -222,12 +218,6 @@ def run_at(storage: Storage, path: str) -> Catalog:
         hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog
-
-
-def runs_of_folder(catalog: Catalog) -> list[tuple[str, Storage]]:
-    """Return the runs, with their names, in a folder that is no run itself; empty if it is one."""
-    has_run = catalog.index.damage != "missing" or catalog.records()
-    return [] if has_run else list(runs_below(catalog.storage, catalog.foreign))
 
 
 def heed_checks(catalog: Catalog) -> dict[str, str]:

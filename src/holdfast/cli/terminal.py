@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable", "age", "check_output", "console", "counted", "fits", "json_option", "message", "number", "painted",
-    "print_columns", "print_json", "print_line", "printable", "replace_file", "say", "table",
+    "PlainTable", "age", "check_output", "console", "counted", "fits", "json_option", "message", "note", "number",
+    "painted", "print_columns", "print_error", "print_json", "print_line", "printable", "replace_file", "say", "table",
 ]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
@@ -177,6 +177,16 @@ def message(text: str) -> str:
     """Return a text of several lines for a terminal: the later ones are indented, so that none passes for ours."""
     first, *more = masked(text).split("\n")
     return "\n".join([on_one_line(first), *(on_one_line(line if line[:2] == "  " else f"  {line}") for line in more)])
+
+
+def note(text: str) -> None:
+    """Print a line of ours on stderr; what strangers have put into it stays within the line."""
+    click.echo(printable(f"holdfast: {text}"), err=True)
+
+
+def print_error(error: object) -> None:
+    """Print an error on stderr, of one line or of several."""
+    click.echo(f"holdfast: {message(str(error))}", err=True)
 
 
 def age(created: float, now: float | None = None) -> str:
