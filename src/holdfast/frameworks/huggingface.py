@@ -36,7 +36,7 @@ from holdfast.trainers.function.config import ValidationTaskConfig
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.worker.session import current_session
 
-from .reporting import claim, last_change, scalars
+from .reporting import last_change, new_place, scalars
 
 __all__ = [
     "OneByOne", "all_written", "check_shared", "misaligned", "missing_metric", "model_files", "objects_of",
@@ -142,10 +142,7 @@ def report_finished(
             )
         session.report(metrics, validation=validation)
         return
-    place = session.new_place(f"finished-{next(_numbers)}-{session.rank}")
-    root = session.context.get_storage().storage
-    if root is None or root.local_root is None:
-        claim(os.path.dirname(place))
+    place = new_place(session, f"finished-{next(_numbers)}-{session.rank}")
     os.makedirs(place)
     target = os.path.join(place, inside)
     safe = _moved(directory, target) if delete else clone_tree(directory, target)

@@ -33,7 +33,8 @@ from holdfast.trainers.function.worker.session import Session, current_session
 
 __all__ = [
     "STAGED", "TOPICS", "claim", "drop_link", "epochs_between", "followed", "is_marker", "last_change", "mark",
-    "move_aside", "reporting", "same_as_parent", "scalars", "sweep_staged", "unmark", "unused", "written_together",
+    "move_aside", "new_place", "reporting", "same_as_parent", "scalars", "sweep_staged", "unmark",
+    "unused", "written_together",
 ]  # fmt: skip
 
 _LOG = get_logger("frameworks")
@@ -85,9 +86,7 @@ def reporting(
         HoldfastError: (``sharded``) a rank failed or did not come; all ranks hear of it.
     """
     session = current_session("report")
-    directory = session.new_place(f"new-{next(_numbers)}")
-    if session.rank == 0 and _is_remote(session):
-        claim(os.path.dirname(directory))
+    directory = new_place(session, f"new-{next(_numbers)}", claims=session.rank == 0)
     if sharded or session.rank == 0:
         os.makedirs(directory, exist_ok=True)
     meeting: Meeting = Alone()
@@ -96,7 +95,9 @@ def reporting(
     with written_together(meeting, directory):
         yield directory
         _check_here(directory)
-    checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
+    # One rank of each machine hands over what all of its ranks have written.
+    hands_over = session.rank == 0 or (sharded and current_ranks().local_rank == 0)
+    checkpoint = Checkpoint.from_directory(directory) if hands_over else None
     session.report(
         metrics,
         checkpoint,
@@ -131,14 +132,13 @@ def _check_here(directory: str) -> None:
                 )
 
 
-def _is_remote(session: Session) -> bool:
+def new_place(session: Session, name: str, *, claims: bool = True) -> str:
+    """Return where a directory of this name is handed over from; outside of the run, ``claims`` makes it ours."""
+    place = session.new_place(name)
     root = session.context.get_storage().storage
-    return root is None or root.local_root is None
-
-
-def _hands_over(rank: int, *, sharded: bool) -> bool:
-    """One rank of each machine hands over what all of its ranks have written."""
-    return rank == 0 or (sharded and current_ranks().local_rank == 0)
+    if claims and (root is None or root.local_root is None):
+        claim(os.path.dirname(place))
+    return place
 
 
 @contextlib.contextmanager

@@ -421,16 +421,10 @@ def _closest(row: Row, candidates: Sequence[Row], ignore: Unsteady) -> list[Item
 
 
 def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[Item]:
-    return list(_pairs(left, right))
-
-
-def _pairs(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Item]:
-    for path in [*left, *(path for path in right if path not in left)]:
-        if path.startswith(BESIDE) and not (path in left and path in right):
-            continue  # looked for from time to time, and made when the script likes
-        a, b = left.get(path, "nothing"), right.get(path, "nothing")
-        if a != b:
-            yield path, a, b
+    # Modules beside the state are looked for from time to time, and made when the script likes.
+    paths = [path for path in {**left, **right} if not path.startswith(BESIDE) or (path in left and path in right)]
+    pairs = [(path, left.get(path, "nothing"), right.get(path, "nothing")) for path in paths]
+    return [(path, a, b) for path, a, b in pairs if a != b]
 
 
 def _length(reference: Sequence[Row], rows: Sequence[Row], every: int) -> Difference | None:
