@@ -13,7 +13,6 @@ import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
 from .convert import average, diff, export, import_
-from .doctor import doctor
 from .edit import pin, prune, rm, unpin
 from .follow import best, latest, log, watch
 from .ls import ls, show
@@ -21,7 +20,7 @@ from .scripts import attack, run, verify_resume
 from .stats import page, stats
 from .terminal import print_error, print_json
 from .transfer import cp, pull, push, sweep
-from .verify import verify
+from .verify import doctor, verify
 
 __all__ = ["cli", "main"]
 
