@@ -16,7 +16,6 @@ import shutil
 import signal
 import statistics
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -43,13 +42,15 @@ from holdfast.writer.arena import can_share_memory
 from holdfast.writer.client import WriterClient
 from holdfast.writer.free_memory import free_memory
 
+from .terminal import handling
+
 try:
     import resource
 except ImportError:  # pragma: no cover - Windows
     resource = None  # type: ignore[assignment]
 
 __all__ = [
-    "LEFT", "Finding", "ProbeDeadline", "bad", "ended_by_sigterm", "good", "probe_disk", "probe_machine",
+    "LEFT", "Finding", "ProbeDeadline", "bad", "good", "probe_disk", "probe_machine",
     "probe_store", "skew_of", "warn",
 ]  # fmt: skip
 
@@ -260,7 +261,7 @@ def _gpus() -> Generator[Finding]:
 
 @contextlib.contextmanager
 def _folder_in(place: Path) -> Iterator[Path]:
-    """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ended_by_sigterm`.
+    """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ends_in_order`.
 
     Raises:
         OSError: the folder cannot be made.
@@ -278,34 +279,9 @@ def _folder_in(place: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the body as an exception does, so that what it has made is removed."""
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    with _handling(signal.SIGTERM, stop):
-        yield
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> contextlib.AbstractContextManager[None]:
     """Let no second Ctrl-C or SIGTERM end the body half-way."""
-    with _handling(signal.SIGINT, signal.SIG_IGN), _handling(signal.SIGTERM, signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+    return handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:

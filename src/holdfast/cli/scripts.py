@@ -5,8 +5,6 @@ Until it is done; to find out whether its resume is exact; and whether its savin
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -17,7 +15,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import check_output, json_option, message, print_error, print_json, replace_file
+from .terminal import check_output, ends_in_order, json_option, message, print_error, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -173,24 +171,6 @@ def attack(
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _leaves_in_order() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the body as Ctrl-C does: its processes are ended, and its copies removed."""
-
-    def leave(number: int, _: object) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    default = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL)
-    before = {number: signal.signal(number, leave) for number in default}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _examine(
     examine: Callable[[Callable[[str], None]], _FoundT],
     command: Sequence[str],
@@ -218,7 +198,7 @@ def _examine(
         check_output(html)
     began = time.monotonic()
     try:
-        with _leaves_in_order():
+        with ends_in_order():
             found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
     except LifeFailedError as error:
         if as_json:

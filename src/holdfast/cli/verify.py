@@ -28,7 +28,7 @@ from holdfast.run.verified import Verified, fingerprint, note_verified, read_ver
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options, reach
-from .terminal import console, json_option, print_json, printable
+from .terminal import console, ends_in_order, json_option, print_json, printable
 
 if TYPE_CHECKING:
     from .probes import Finding
@@ -272,7 +272,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     Writes to a folder of its own and removes it again; no existing file is touched. Status 1 if something has to be
     mended before training; warnings do not count.
     """
-    from .probes import ProbeDeadline, ended_by_sigterm, probe_disk, probe_machine, probe_store
+    from .probes import ProbeDeadline, probe_disk, probe_machine, probe_store
 
     size = parse_bytes(max_bytes)
     if size is None:
@@ -293,7 +293,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
             "machine": probe_machine(),
         }
         for part, findings in probes.items():
-            with contextlib.closing(findings), ended_by_sigterm():
+            with contextlib.closing(findings), ends_in_order():
                 rows += [(part, finding) for finding in findings]
     counts = {level: sum(finding.level == level for _, finding in rows) for level in _COLOURS}
     if out is None:
