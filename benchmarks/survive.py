@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.verify.attack import attack_script
+from holdfast.verify.attack import OUTCOMES, attack_script
 from holdfast.verify.lives import LifeFailedError
-from holdfast.verify.survival import OUTCOMES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "2026-11-28-survival.json"

@@ -12,9 +12,9 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer as _Checkpointer
 from .errors import ConfigError
-from .frameworks import reporting
-from .frameworks.directory_checkpoints import verified_directory
-from .frameworks.prepared import OneByOne, objects_of, own_loader, say_late, told_when_last
+from .frameworks.huggingface import OneByOne, objects_of, own_loader, say_late, told_when_last
+from .frameworks.keepers import verified_directory
+from .frameworks.reporting import reporting
 from .trainers.function.worker.session import get_checkpoint
 
 __all__ = ["Checkpointer", "load_state", "report_model", "report_state"]

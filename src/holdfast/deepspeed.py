@@ -14,9 +14,8 @@ from typing import Any
 
 from .checkpoint.handle import Checkpoint
 from .errors import CheckpointError, ConfigError
-from .frameworks import reporting
-from .frameworks.directory_checkpoints import verified_directory
-from .frameworks.shard_checkpoints import ShardCheckpoints
+from .frameworks.keepers import ShardCheckpoints, verified_directory
+from .frameworks.reporting import reporting
 from .trainers.function.config import CheckpointUploadMode
 
 __all__ = ["TAG", "Keeper", "load", "report"]

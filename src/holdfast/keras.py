@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast.frameworks.keras_state import FitRun
-
 from ._not_here import missing
 from ._optional import require
 from ._units import Interval, IntervalLike, parse_interval
@@ -20,10 +18,9 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
 from .errors import ConfigError
-from .frameworks import reporting, scalars
-from .frameworks.directory_checkpoints import verified_directory
-from .frameworks.keras_state import Counters, Variables, other_optimizers
-from .frameworks.reporting import epochs_between
+from .frameworks.keepers import verified_directory
+from .frameworks.keras_state import Counters, FitRun, Variables, other_optimizers
+from .frameworks.reporting import epochs_between, reporting, scalars
 from .trainers.function.worker.session import get_context, report
 
 __all__ = ["HoldfastCallback", "ReportCallback", "ReportCheckpointCallback", "load_model", "state"]

@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
-from holdfast._log import get_logger
-from holdfast.frameworks.lightning_callback import (
+from ._log import get_logger
+from ._optional import Grafted
+from .frameworks.lightning_callback import (
+    HoldfastCallback,
     RayDDPStrategy,
     RayDeepSpeedStrategy,
     RayFSDPStrategy,
     RayLightningEnvironment,
     prepare_trainer,
 )
-
-from .frameworks import Grafted, reporting, scalars
-from .frameworks.lightning_callback import HoldfastCallback
 from .frameworks.lightning_io import HoldfastCheckpointIO
-from .frameworks.reporting import epochs_between
+from .frameworks.reporting import epochs_between, reporting, scalars
 from .state.gradient_order import fix_or_warn, parallel_modules
 from .trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from .trainers.function.worker.session import report

@@ -16,8 +16,7 @@ from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
-from .frameworks.reporting import finite, numbers
-from .frameworks.tracking import Tracker, WandbArtifacts
+from .frameworks.tracking import Tracker, WandbArtifacts, finite, numbers
 from .storage.base import Storage
 
 __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbArtifacts", "WandbTracker"]

@@ -9,14 +9,21 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.frameworks.finished import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
-
 from ._optional import require
 from .config import Keep
 from .errors import ConfigError
-from .frameworks import DirectoryCheckpoints
-from .frameworks.finished import all_written, report_finished
-from .frameworks.model_directory import model_files
+from .frameworks.huggingface import (
+    all_written,
+    model_files,
+    report_finished,
+    saved_metrics,
+    say_misaligned,
+    say_missing,
+    say_start,
+    trial_of,
+    written,
+)  # fmt: skip
+from .frameworks.keepers import DirectoryCheckpoints
 from .trainers.function.config import ValidationTaskConfig
 from .trainers.function.worker.session import current_session
 

@@ -25,7 +25,7 @@ import holdfast as hf
 from holdfast.checkpointer.guard import GuardWatch, Judge
 from holdfast.cli.main import cli
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, TrainingError
-from holdfast.page.facts import collect
+from holdfast.page import collect
 from holdfast.run.catalog import Catalog
 from holdfast.run.rollbacks import BatchSpan, Rollback, choose, read_rollbacks
 from holdfast.storage.resolve import resolve

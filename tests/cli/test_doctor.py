@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from test_cli import as_json, invoke
 
-from holdfast.cli.doctor import ProbeDeadline
-from holdfast.cli.probe_storage import LEFT, probe_disk, probe_store, skew_of
+from holdfast.cli.probes import LEFT, ProbeDeadline, probe_disk, probe_store, skew_of
 from holdfast.errors import StorageError, StoragePermissionError
 from holdfast.storage import MemoryStorage, StorageTraits
 

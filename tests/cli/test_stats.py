@@ -12,7 +12,7 @@ from command_kit import invoke
 
 import holdfast as hf
 from holdfast.cli.stats import openmetrics
-from holdfast.page.facts import collect
+from holdfast.page import collect
 from holdfast.run.heartbeat import upkeep
 from holdfast.storage import LocalStorage
 

@@ -12,9 +12,9 @@ from on_device import on_device
 
 import holdfast as hf
 from holdfast import RunConfig
-from holdfast.testing.state import assert_state_equal, generators
 from holdfast.torch import TorchTrainer, get_device, prepare_model
 from holdfast.trainers.loop.parallel import choose_device
+from holdfast.verify.state import assert_state_equal, generators
 
 
 @on_device

@@ -17,7 +17,7 @@ from mesh_kit import Layout, save_ranks
 import holdfast as hf
 from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, StateMismatchError
-from holdfast.interop.average import average, ema_weights
+from holdfast.interop.arithmetic import average, ema_weights
 from holdfast.interop.diff import compare
 from holdfast.storage import LocalStorage
 
@@ -229,7 +229,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 from memory_kit import peak_bytes
-from holdfast.interop.average import average
+from holdfast.interop.arithmetic import average
 one = [hf.Checkpoint("s0"), hf.Checkpoint("s1")]
 average(one, hf.Checkpoint("warm"), only=["model/3"])
 before = peak_bytes()

@@ -16,8 +16,7 @@ from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit
 from holdfast.interop import blobs
-from holdfast.interop.blobs import Blob, BoxReader, assemble
-from holdfast.interop.part import DirectPartWriter, Row
+from holdfast.interop.blobs import Blob, BoxReader, DirectPartWriter, Row, assemble
 from holdfast.interop.source import OpenedCheckpoint
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 

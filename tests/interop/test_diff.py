@@ -233,7 +233,7 @@ if os.fork() == 0:
 os.wait()
 from holdfast.interop.diff import compare
 from memory_kit import peak_bytes
-import holdfast.interop.diff_values
+import holdfast.interop.arithmetic
 hf.load("a", only="3")
 before = peak_bytes()
 found = compare(hf.Checkpoint("a"), hf.Checkpoint("b"))

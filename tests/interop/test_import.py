@@ -25,7 +25,7 @@ import holdfast as hf
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
-from holdfast.interop.part import DirectPartWriter
+from holdfast.interop.blobs import DirectPartWriter
 from holdfast.interop.unpickle import read_metadata
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from page_kit import HOSTILE, killed, log_rows, train
 
 import holdfast as hf
-from holdfast.page import render
-from holdfast.page.facts import clock, collect, grouped, run_facts, thin
+from holdfast.page import clock, collect, grouped, render, run_facts, thin
 from holdfast.storage import resolve
 
 KEEP = hf.Keep(last=2, best=1, metric="val", mode="min")
@@ -243,7 +242,7 @@ def test_what_cannot_be_written(run, tmp_path):
 
 def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     """--watch writes the page again when something has happened, and ends when the run has."""
-    from holdfast.cli import page as command
+    from holdfast.cli import stats as command
 
     root, target = tmp_path / "run", tmp_path / "run.html"
     state = {"w": torch.zeros(2)}

@@ -6,8 +6,7 @@ import pytest
 from page_kit import HOSTILE, browse, browser_is_here, log_rows, train
 
 import holdfast as hf
-from holdfast.page import render
-from holdfast.page.facts import collect
+from holdfast.page import collect, render
 from holdfast.storage import resolve
 
 pytestmark = [pytest.mark.frameworks, browser_is_here]

@@ -10,8 +10,7 @@ from process_kit import wait_until
 
 import holdfast as hf
 from holdfast._units import format_bytes
-from holdfast.page import render
-from holdfast.page.facts import collect
+from holdfast.page import collect, render
 from holdfast.storage import resolve
 
 pytestmark = [pytest.mark.frameworks, browser_is_here]

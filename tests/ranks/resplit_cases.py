@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast as hf
-from holdfast.testing.state import digests
+from holdfast.verify.state import digests
 
 SAMPLES, BATCH, EPOCHS = 48, 2, 2
 

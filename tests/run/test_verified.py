@@ -10,7 +10,7 @@ import torch
 from command_kit import invoke
 
 import holdfast as hf
-from holdfast.page.facts import collect
+from holdfast.page import collect
 from holdfast.run.names import VERIFIED_FILE
 from holdfast.run.verified import read_verified
 from holdfast.storage import LocalStorage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.testing import assert_state_equal
-from holdfast.testing.state import differences, digests
+from holdfast.verify.state import differences, digests
 
 
 def state(**new: int) -> dict:

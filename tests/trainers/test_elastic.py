@@ -22,8 +22,8 @@ def learn(config: dict[str, Any]) -> None:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from holdfast.testing.state import digests
     from holdfast.torch import prepare_data_loader, prepare_model
+    from holdfast.verify.state import digests
 
     context = hf.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()

@@ -17,10 +17,9 @@ from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
 from holdfast.verify.lives import LifeFailedError
 from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
-from holdfast.verify.report import Report
+from holdfast.verify.report import Report, advice
 from holdfast.verify.scripts import verify_script
 from holdfast.verify.trace import Record, saves_after
-from holdfast.verify.words import advice
 
 
 def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:

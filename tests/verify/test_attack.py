@@ -16,9 +16,8 @@ from unittest import mock
 
 import pytest
 
+from holdfast.verify.attack import Kill, Trial, ends_of_saves, judge, save_changes, survival_page
 from holdfast.verify.lives import Command, run_life
-from holdfast.verify.report import survival_page
-from holdfast.verify.survival import Kill, Trial, ends_of_saves, judge, save_changes
 from holdfast.verify.trace import LifePlan, Record
 from holdfast.verify.workplace import Aim, Change, ChangeWatch, cut_power, make_durable, sees_power_cuts, unwritten
 

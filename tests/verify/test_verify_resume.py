@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, verify_resume_script
-from holdfast.verify.comparison import first_difference, likely_causes, unsteady
 from holdfast.verify.resume import Kill, choose, examine
-from holdfast.verify.trace import Moment
+from holdfast.verify.trace import Moment, first_difference, likely_causes, unsteady
 
 
 class Sgd:

@@ -23,14 +23,14 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, Choice, choose, find, heed_checks, pick_options, reach, run_at
-from .terminal import console, counted, painted, print_json, printable
+from .terminal import console, counted, json_option, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=False)
 def pin(path: str, as_json: bool, pick: Choice) -> None:
     """Keep a checkpoint whatever the retention of its run says, also while the run trains."""
@@ -39,7 +39,7 @@ def pin(path: str, as_json: bool, pick: Choice) -> None:
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=False)
 def unpin(path: str, as_json: bool, pick: Choice) -> None:
     """Leave a checkpoint to the retention of its run again."""
@@ -61,7 +61,7 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 @click.option("--force", is_flag=True, help="Also a checkpoint that is pinned, held, or the newest of its run.")
 @click.option("--now", is_flag=True, help="Delete for good, without a stay in the trash.")
 @click.option("--undo", is_flag=True, help="Bring PATHS back from the trash of their run.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def rm(paths: tuple[str, ...], yes: bool, force: bool, now: bool, undo: bool, as_json: bool) -> None:
     """Delete checkpoints. Whole runs are not deleted.
 
@@ -189,7 +189,7 @@ def _remove(checkpoint: Checkpoint, *, force: bool, to_trash: bool) -> None:
 )
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
 @click.option("--now", is_flag=True, help="Delete for good, without a stay in the trash.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def prune(run: str, rules: str | None, yes: bool, now: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 

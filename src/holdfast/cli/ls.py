@@ -26,7 +26,19 @@ from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
-from .terminal import PlainTable, Row, age, console, counted, number, print_columns, print_json, printable, table
+from .terminal import (
+    PlainTable,
+    age,
+    console,
+    counted,
+    json_option,
+    note,
+    number,
+    print_columns,
+    print_json,
+    printable,
+    table,
+)
 
 __all__ = ["ls", "show"]
 
@@ -46,7 +58,7 @@ _COLOURS = {"ok": "green", "incomplete": "yellow"} | dict.fromkeys(
     "--metric", shell_complete=complete_metric, help="Metric that marks the best; default: that of the run's Keep."
 )
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """List the checkpoints of the run at PATH, newest first; of a folder of runs, one line for each run.
 
@@ -245,7 +257,7 @@ def _show_runs(
     out.print()
     sides = dict.fromkeys(("attempt", "checkpoints", "step", "age", "size"), "right")
     columns = {"run": "left", **sides, "best": "left", "where": "left", "state": "left"}
-    lines: list[Row] = []
+    lines = []
     for row in printable(rows):
         cells = dict.fromkeys(columns, "") | {"run": row["name"], "state": row["state"]}
         if row["state"] != "unreadable":
@@ -309,8 +321,7 @@ def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> 
     """Say so on stderr if none of the metrics in ``have`` is a number called ``metric``."""
     if not any(is_number(metrics.get(metric)) for metrics in have):
         known = sorted({name for metrics in have for name in metrics if not name.startswith("_")})
-        text = f"holdfast: nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}"
-        click.echo(printable(text), err=True)
+        note(f"nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}")
 
 
 _FILES_SHOWN = 12
@@ -320,7 +331,7 @@ _DATA_SHOWN = 24
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor with shape and dtype.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=False)
 def show(path: str, tensors: bool, as_json: bool, pick: Choice) -> None:
     """Show what a checkpoint is and holds, from its small files alone.

@@ -12,19 +12,15 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
-from .convert import average, export, import_
-from .diff import diff
-from .doctor import doctor
+from .convert import average, diff, export, import_
 from .edit import pin, prune, rm, unpin
-from .follow import best, latest, watch
-from .log import log
+from .follow import best, latest, log, watch
 from .ls import ls, show
-from .page import page
 from .scripts import attack, run, verify_resume
-from .stats import stats
-from .terminal import message, print_json
+from .stats import page, stats
+from .terminal import print_error, print_json
 from .transfer import cp, pull, push, sweep
-from .verify import verify
+from .verify import doctor, verify
 
 __all__ = ["cli", "main"]
 
@@ -60,7 +56,7 @@ class _HoldfastGroup(click.Group):
             code = 2 if isinstance(error, (ConfigError, CheckpointNotFoundError)) else 1
             if "--json" in sys.argv:
                 print_json({"error": type(error).__name__, "message": str(error)})
-            click.echo(f"holdfast: {message(str(error))}", err=True)
+            print_error(error)
             raise click.exceptions.Exit(code) from error
 
 

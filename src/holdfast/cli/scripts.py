@@ -5,8 +5,6 @@ Until it is done; to find out whether its resume is exact; and whether its savin
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -17,7 +15,7 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 
 from .targets import span_option
-from .terminal import check_output, message, print_json, replace_file
+from .terminal import check_output, ends_in_order, json_option, message, print_error, print_json, replace_file
 
 __all__ = ["attack", "run", "verify_resume"]
 
@@ -69,7 +67,7 @@ def run(command: tuple[str, ...], hang: str | None, nproc: int | None, no_warm: 
 
 def _outputs(command: _Command) -> _Command:
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        json_option,
         click.option("--html", type=click.Path(dir_okay=False), help="Write the report as one HTML page."),
         click.option(
             "-o", "--output", "keep_in", type=click.Path(file_okay=False), help="Keep copies, records and output here."
@@ -159,9 +157,8 @@ def attack(
     It runs in copies of the working directory. Exit status: 0 no kill lost or tore anything, 1 one did or the script
     failed, 2 usage.
     """
-    from holdfast.verify.attack import attack_script
+    from holdfast.verify.attack import attack_script, survival_page
     from holdfast.verify.lives import split_command
-    from holdfast.verify.report import survival_page
 
     _examine(
         lambda say: attack_script(
@@ -172,24 +169,6 @@ def attack(
         command, failed={"survives": False}, is_good=lambda found: found.survives, page=survival_page,
         html=html, as_json=as_json,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _leaves_in_order() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the body as Ctrl-C does: its processes are ended, and its copies removed."""
-
-    def leave(number: int, _: object) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    default = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL)
-    before = {number: signal.signal(number, leave) for number in default}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _examine(
@@ -219,12 +198,12 @@ def _examine(
         check_output(html)
     began = time.monotonic()
     try:
-        with _leaves_in_order():
+        with ends_in_order():
             found = examine(lambda line: click.echo(f"holdfast: {message(line)}", err=as_json))
     except LifeFailedError as error:
         if as_json:
             print_json({**failed, "message": str(error), "command": list(command)})
-        click.echo(f"holdfast: {message(str(error))}", err=True)
+        print_error(error)
         raise click.exceptions.Exit(1) from error
     seconds = round(time.monotonic() - began, 1)
     if as_json:

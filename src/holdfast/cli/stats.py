@@ -1,16 +1,18 @@
-"""``holdfast stats``: what saving has cost a run, and what its failures have."""
+"""``holdfast stats`` and ``page``: what saving and failures have cost a run, in figures; and a run as an HTML file."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import click
 
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
@@ -20,18 +22,18 @@ from holdfast.storage.resolve import resolve
 
 from .targets import PATH, poll_option, run_at
 from .terminal import (
-    Row,
     check_output,
     console,
     counted,
-    message,
+    json_option,
     print_columns,
+    print_error,
     print_json,
     printable,
     replace_file,
 )
 
-__all__ = ["openmetrics", "stats"]
+__all__ = ["openmetrics", "page", "stats"]
 
 # Name (its end is the unit), kind, help text.
 _FAMILIES = (
@@ -84,7 +86,7 @@ _WORST = 5
 )
 @click.option("--watch", is_flag=True, help="With --openmetrics: write it again and again until no run is trained.")
 @click.option("--poll", default="15s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -> None:
     """Say what checkpointing has cost RUN, or each run of a folder: time, bytes, deletions, failures.
 
@@ -121,7 +123,7 @@ def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
         try:
             summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
-            click.echo(message(f"holdfast: {name} cannot be read: {error}"), err=True)
+            print_error(f"{name} cannot be read: {error}")
     return summaries
 
 
@@ -164,7 +166,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
     columns = {"seconds": "left", **dict.fromkeys(("saves", "in all", "mean", "p50", "p95", "max"), "right")}
-    lines: list[Row] = []
+    lines = []
     for name, title in _TIMES:
         spread = summary[name]
         if spread["count"]:
@@ -214,7 +216,7 @@ def _show_folder(uri: str, summaries: list[dict[str, Any]]) -> None:
     out.print()
     titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
     columns = {"run": "left", **dict.fromkeys(titles, "right"), "state": "left"}
-    lines: list[Row] = []
+    lines = []
     for summary in summaries:
         p50 = summary["durable_s"]["p50"]
         figures = [f"{summary[name]['sum']:.3g}" if summary[name]["count"] else "-" for name in ("held_s", "lost_s")]
@@ -244,7 +246,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
         except StorageError as error:
             if every is None:
                 raise
-            click.echo(message(f"holdfast: {error}"), err=True)  # the next look may succeed
+            print_error(error)  # the next look may succeed
         else:
             figures = [_figures(summary) for summary in summaries]
             replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
@@ -338,3 +340,49 @@ def _number(value: float) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return repr(value)
+
+
+@click.command()
+@click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
+@click.option(
+    "-o", "--output", default="run.html", show_default=True, help="The file to write; an earlier page is replaced."
+)
+@click.option("--watch", is_flag=True, help="Write it again as things happen, until the run has ended.")
+@click.option("--poll", default="5s", show_default=True, metavar="SPAN", help="With --watch: time between looks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON document and write no file.")
+def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bool) -> None:
+    """Draw a run, or several, as a single HTML file that needs no server and no network.
+
+    Of one run: metric curves with the checkpoints on them, the attempts and what they cost, a table of checkpoints with
+    why each is kept. Of several, or of a folder of runs: a table of the runs, and their curves over each other.
+    Default: the current folder.
+    """
+    storages = [resolve(run) for run in runs or (".",)]
+    collect = partial(collect_all, storages)
+    if as_json:
+        if watch:
+            raise ConfigError("--json prints once: leave --watch out")
+        print_json(collect())
+        return
+    every = poll_option(poll)
+    check_output(output)
+    facts = collect()
+    data = render(facts, reload_s=every if watch else None).encode()
+    replace_file(output, data)
+    click.echo(f"{printable(output)}: {format_bytes(len(data))}")
+    while watch and facts["live"]:
+        time.sleep(every)
+        try:
+            fresh = collect()
+        except StorageError as error:  # the next look may succeed
+            print_error(error)
+            continue
+        if _essence(fresh) != _essence(facts):
+            replace_file(output, render(fresh, reload_s=every).encode())
+        facts = fresh
+
+
+def _essence(facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in facts.items() if name not in ("written", "goodput")
+    }  # they move by themselves

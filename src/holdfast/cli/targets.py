@@ -26,7 +26,7 @@ from holdfast.run.verified import known_damaged
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .terminal import printable
+from .terminal import note
 
 __all__ = [
     "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
@@ -106,8 +106,8 @@ def reach(path: str) -> Storage:
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
-        text = f"holdfast: no credentials for {storage.uri} in {', '.join(places)}"
-        click.echo(printable(f"{text}; going on with the role of this machine, if it has one"), err=True)
+        where = f"{storage.uri} in {', '.join(places)}"
+        note(f"no credentials for {where}; going on with the role of this machine, if it has one")
     return storage
 
 
@@ -168,17 +168,14 @@ def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -
     damaged = heed_checks(catalog) if heeds and pick.step is None else {}
     record = _pick(catalog, pick)
     if not pick.is_given:
-        text = f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken"
-        click.echo(printable(text), err=True)
+        note(f"{storage.uri} is a run: its newest checkpoint, {record.name}, is taken")
     if (not pick.is_given or pick.newest) and (newer := catalog.passed_over(record.name)):
-        click.echo(printable(f"holdfast: newer, but no start takes them, for its guard: {newer}"), err=True)
+        note(f"newer, but no start takes them, for its guard: {newer}")
     elif (why := catalog.bad_steps().get(record.name)) is not None and warns:
-        click.echo(printable(f"holdfast: {record.name}: no start takes it: {why}"), err=True)
+        note(f"{record.name}: no start takes it: {why}")
     for name, why in damaged.items():
         if pick.best is not None or catalog.record(name).order > record.order:
-            click.echo(
-                printable(f"holdfast: {name} is passed over: `holdfast verify` found it damaged: {why}"), err=True
-            )
+            note(f"{name} is passed over: `holdfast verify` found it damaged: {why}")
     return Checkpoint.at(storage, record.name)
 
 
@@ -187,10 +184,9 @@ def warn_of_quarantine(checkpoint: Checkpoint) -> None:
     index = RunIndex.load(checkpoint.storage, head_only=True)
     why = index.quarantined.get(checkpoint.directory)
     if why is not None:
-        text = f"holdfast: {checkpoint.uri} is quarantined, no resume takes it: {why}"
-        click.echo(printable(text), err=True)
+        note(f"{checkpoint.uri} is quarantined, no resume takes it: {why}")
     elif (why := bad_step_in(checkpoint, index)) is not None:
-        click.echo(printable(f"holdfast: {checkpoint.uri}: no start takes it: {why}"), err=True)
+        note(f"{checkpoint.uri}: no start takes it: {why}")
 
 
 def bad_step_in(checkpoint: Checkpoint, index: RunIndex) -> str | None:

@@ -1,4 +1,4 @@
-"""Printing: tables, ages, JSON. rich is imported on use, for --json does without it."""
+"""Printing: tables, ages, JSON, files; and an end in order. rich is imported on use, for --json does without it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import stat
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PlainTable", "age", "check_output", "console", "counted", "fits", "message", "number", "painted", "print_columns",
-    "print_json", "print_line", "printable", "replace_file", "say", "table",
+    "PlainTable", "age", "check_output", "console", "counted", "ends_in_order", "fits", "handling", "json_option",
+    "message", "note", "number", "painted", "print_columns", "print_error", "print_json", "print_line", "printable",
+    "replace_file", "say", "table",
 ]  # fmt: skip
 
 Row = tuple[Mapping[str, str], str, str]
@@ -37,6 +40,9 @@ _HEAD = 1 << 12
 _GENERATOR = b'<meta name="generator" content="holdfast">'
 _FIGURES = (b"# TYPE holdfast_", b"# EOF")
 _CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def console() -> Console:
@@ -176,6 +182,16 @@ def message(text: str) -> str:
     return "\n".join([on_one_line(first), *(on_one_line(line if line[:2] == "  " else f"  {line}") for line in more)])
 
 
+def note(text: str) -> None:
+    """Print a line of ours on stderr; what strangers have put into it stays within the line."""
+    click.echo(printable(f"holdfast: {text}"), err=True)
+
+
+def print_error(error: object) -> None:
+    """Print an error on stderr, of one line or of several."""
+    click.echo(f"holdfast: {message(str(error))}", err=True)
+
+
 def age(created: float, now: float | None = None) -> str:
     """Say how long ago a time was, in its largest unit."""
     if not created:
@@ -194,6 +210,33 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     return "-" if value is None else brief(value, _LONG)
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals while the body runs; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
+
+
+@contextlib.contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body as Ctrl-C does: what it has made or started is removed and ended."""
+
+    def leave(number: int, _: object) -> None:
+        for other in default:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    default = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    with handling(leave, *default):
+        yield
 
 
 def check_output(target: str) -> None:

@@ -22,7 +22,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .targets import PATH, Choice, choose, find, pick_options, reach, span_option, warn_of_quarantine
-from .terminal import age, console, counted, print_json, printable
+from .terminal import age, console, counted, json_option, print_json, printable
 
 __all__ = ["cp", "pull", "push", "sweep"]
 
@@ -33,7 +33,7 @@ _WORDS = {"ok": "green", "foreign": "yellow", "gone": "yellow", "failed": "red"}
 
 def _options(command: _Command) -> _Command:
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        json_option,
         click.option("--verify", is_flag=True, help="Read every byte at the destination again and compare digests."),
         click.option("--overwrite", is_flag=True, help="Replace another checkpoint, or files, that are in the way."),
     ):
@@ -266,7 +266,7 @@ def _bytes(row: dict[str, Any]) -> str:
 @click.argument("uri", type=PATH)
 @click.option("--older", default="1d", show_default=True, help="Only those begun longer ago than this: 12h, 30min.")
 @click.option("--yes", is_flag=True, help="Remove. Without it, only what would go is said.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def sweep(uri: str, older: str, yes: bool, as_json: bool) -> None:
     """Remove unfinished multipart uploads below URI (s3://, oci://, gs:// with HMAC keys).
 

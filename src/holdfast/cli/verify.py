@@ -1,20 +1,22 @@
-"""``holdfast verify``: is what is on storage what was written?"""
+"""``holdfast verify`` and ``doctor``: is what is on storage what was written, and what do storage and machine keep?"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from holdfast._progress import progress_bar
-from holdfast._units import format_bytes
+from holdfast._units import format_bytes, parse_bytes
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
-from holdfast.errors import StoragePermissionError
+from holdfast.errors import ConfigError, StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.fence import damaged_fences
@@ -25,10 +27,13 @@ from holdfast.run.reports import LOGS, REPORTS, read_history
 from holdfast.run.verified import Verified, fingerprint, note_verified, read_verified
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, choose, find, pick_options
-from .terminal import console, print_json, printable
+from .targets import PATH, Choice, choose, find, pick_options, reach
+from .terminal import console, ends_in_order, json_option, print_json, printable
 
-__all__ = ["verify"]
+if TYPE_CHECKING:
+    from .probes import Finding
+
+__all__ = ["doctor", "verify"]
 
 _QUIET_S = 0.5
 _LOST = (
@@ -43,7 +48,7 @@ _LEVELS = 3  # of folders within folders: save_folder of many runs, with file na
 @click.option(
     "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @pick_options(whole=True)
 def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     """Check one checkpoint, or all checkpoints of a run (or of several runs in a folder), at PATH.
@@ -251,3 +256,71 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
     if len(rows) > 1:
         how = "every byte" if deep else "manifests and sizes; --deep reads every byte"
         out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))
+
+
+_COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option("--bytes", "max_bytes", default="128MiB", show_default=True, help="To write and read for speed; 0: none.")
+@click.option("--seconds", default=20.0, show_default=True, help="No transfer for speed begins after so long.")
+@json_option
+def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
+    """Probe the storage at PATH and this machine, and say what was found, what it means and what to do.
+
+    Writes to a folder of its own and removes it again; no existing file is touched. Status 1 if something has to be
+    mended before training; warnings do not count.
+    """
+    from .probes import ProbeDeadline, probe_disk, probe_machine, probe_store
+
+    size = parse_bytes(max_bytes)
+    if size is None:
+        raise ConfigError(f"--bytes {max_bytes}: give a size such as 128MiB or 1GB, or 0")
+    storage = reach(path)
+    deadline = ProbeDeadline(seconds)
+    rows: list[tuple[str, Finding]] = []
+    out = None if as_json else console()
+    root = storage.local_root
+    uri = storage.uri
+    with progress_bar("speed", 4 * size if root is not None else None, after_s=1.0) as progress:
+        probes: dict[str, Generator[Finding]] = {
+            "storage": (
+                probe_store(storage, size, deadline, progress)
+                if root is None
+                else probe_disk(Path(root), size, deadline, progress)
+            ),
+            "machine": probe_machine(),
+        }
+        for part, findings in probes.items():
+            with contextlib.closing(findings), ends_in_order():
+                rows += [(part, finding) for finding in findings]
+    counts = {level: sum(finding.level == level for _, finding in rows) for level in _COLOURS}
+    if out is None:
+        listed = [{"part": part, **finding.to_json()} for part, finding in rows]
+        print_json({"path": uri, "ok": not counts["bad"], "findings": listed})
+    else:
+        _print_findings(uri, rows)
+        summary = f"{counts['ok']} fine, {counts['warn']} to know, {counts['bad']} to mend"
+        out.print(summary, style="bold")
+    if counts["bad"]:
+        raise click.exceptions.Exit(1)
+
+
+def _print_findings(uri: str, rows: list[tuple[str, Finding]]) -> None:
+    from rich.text import Text
+
+    out = console()
+    width = max(len(finding.name) for _, finding in rows)
+    shown = ""
+    for part, finding in rows:
+        if part != shown:
+            shown = part
+            title = printable(uri) if part == "storage" else "this machine"
+            out.print(Text(f"{title}", style="bold"), soft_wrap=True)
+        line = Text(f"  {finding.level:<5}", style=_COLOURS[finding.level]) + Text(f"{finding.name:<{width}}  ")
+        line += Text(printable(finding.found))
+        line += Text(printable(f"; {finding.means}") if finding.means else "", style="dim")
+        out.print(line, soft_wrap=True)
+        if finding.todo:
+            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(finding.todo)}", style="yellow"), soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast._optional import Grafted
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
@@ -17,8 +18,6 @@ from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_
 from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
-
-from .grafted import Grafted
 
 __all__ = [
     "HoldfastCallback",

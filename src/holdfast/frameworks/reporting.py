@@ -1,36 +1,60 @@
-"""Report what a framework writes, from inside the function trainer: how, after how many epochs, with which metrics.
+"""What a framework writes: the places of it, and its report from inside the function trainer.
 
-Metrics are those in what a framework logs (`scalars`), and those of a checkpoint as experiment trackers take them.
+`reporting` gives a directory and reports it; metrics are those in what a framework logs (`scalars`). Directories are
+claimed, staged and moved aside. A marker is a small file at a path that the framework gives, for a checkpoint that lies
+elsewhere: a framework that asks the file system whether a name is free, as Lightning's ``ModelCheckpoint`` does before
+it appends ``-v1``, has to find something there; else two checkpoints get one name, and the second replaces the first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
-from holdfast.errors import ConfigError
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, state_of
+from holdfast.errors import ConfigError, StorageError
+from holdfast.run.process import is_dead, this_process
 from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import Session, current_session
 
-from .places import claim, is_marker
+__all__ = [
+    "STAGED", "TOPICS", "claim", "drop_link", "epochs_between", "followed", "is_marker", "last_change", "mark",
+    "move_aside", "new_place", "reporting", "same_as_parent", "scalars", "sweep_staged", "unmark",
+    "unused", "written_together",
+]  # fmt: skip
 
-__all__ = ["TOPICS", "epochs_between", "finite", "numbers", "reporting", "scalars", "written_together"]
-
+_LOG = get_logger("frameworks")
 TOPICS = ("written", "taken")
 """What is agreed on in the meeting."""
 
 _TIMEOUT_S = 600.0
 _numbers = itertools.count()
 _PLAIN = (bool, int, float, str)
+
+STAGED = "_holdfast-staged-"
+"""First characters of the name of a directory that keeps files until they are stored.
+
+Transformers does not upload what begins with "_".
+"""
+_ASIDE = ".before-holdfast"
+_OWNER = "owner.json"
+_FRESH_S = 24 * 3600.0
+_TOLD = "HOLDFAST_TOLD_CHILDREN"
+_FIRST = b"Holdfast marker: "
+_REMOTE_NAME = "_holdfast-marker"
 
 
 @contextlib.contextmanager
@@ -61,9 +85,7 @@ def reporting(
         HoldfastError: (``sharded``) a rank failed or did not come; all ranks hear of it.
     """
     session = current_session("report")
-    directory = session.new_place(f"new-{next(_numbers)}")
-    if session.rank == 0 and _is_remote(session):
-        claim(os.path.dirname(directory))
+    directory = new_place(session, f"new-{next(_numbers)}", claims=session.rank == 0)
     if sharded or session.rank == 0:
         os.makedirs(directory, exist_ok=True)
     meeting: Meeting = Alone()
@@ -72,7 +94,9 @@ def reporting(
     with written_together(meeting, directory):
         yield directory
         _check_here(directory)
-    checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
+    # One rank of each machine hands over what all of its ranks have written.
+    hands_over = session.rank == 0 or (sharded and current_ranks().local_rank == 0)
+    checkpoint = Checkpoint.from_directory(directory) if hands_over else None
     session.report(
         metrics,
         checkpoint,
@@ -107,14 +131,13 @@ def _check_here(directory: str) -> None:
                 )
 
 
-def _is_remote(session: Session) -> bool:
+def new_place(session: Session, name: str, *, claims: bool = True) -> str:
+    """Return where a directory of this name is handed over from; outside of the run, ``claims`` makes it ours."""
+    place = session.new_place(name)
     root = session.context.get_storage().storage
-    return root is None or root.local_root is None
-
-
-def _hands_over(rank: int, *, sharded: bool) -> bool:
-    """One rank of each machine hands over what all of its ranks have written."""
-    return rank == 0 or (sharded and current_ranks().local_rank == 0)
+    if claims and (root is None or root.local_root is None):
+        claim(os.path.dirname(place))
+    return place
 
 
 @contextlib.contextmanager
@@ -177,23 +200,159 @@ def _plain(value: Any) -> bool | int | float | str | None:
     return None
 
 
-def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in (nested) metrics, by names joined with "/"."""
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            found |= numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)):
-            found[f"{prefix}{name}"] = float(value)
-    return found
+# ---- places
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return (nested) metrics for JSON, which knows neither NaN nor infinity: these become text."""
-    found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            found[name] = finite(value)
-        else:
-            found[name] = repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-    return found
+def claim(directory: str) -> None:
+    """Make a temporary directory that belongs to this process, and remove old ones beside it whose process has died.
+
+    The writer may still read what a process that died has left there; after a day it does not.
+    """
+    base = os.path.dirname(directory)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    owner_file = os.path.join(directory, _OWNER)
+    if os.path.exists(owner_file):
+        return
+    for name in os.listdir(base):
+        with contextlib.suppress(OSError, ValueError):
+            with open(os.path.join(base, name, _OWNER), encoding="utf-8") as file:
+                owner = json.load(file)
+            if is_dead(owner) and time.time() - last_change(os.path.join(base, name)) > _FRESH_S:
+                shutil.rmtree(os.path.join(base, name))
+    with open(owner_file, "w", encoding="utf-8") as file:
+        json.dump(this_process(), file)
+
+
+def last_change(directory: str) -> float:
+    """Return when something was last put into a directory, or into a directory right inside it."""
+    with os.scandir(directory) as entries:
+        return max([os.stat(directory).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
+
+
+def same_as_parent(what: str, decide: Callable[[], Any]) -> Any:
+    """Decide something that ranks started by this process decide alike: Lightning starts the script again for each.
+
+    Such a rank has LOCAL_RANK from its parent; any other child process decides for itself, and so does a rank that
+    asks a second time.
+    """
+    noted = json.loads(os.environ.get(_TOLD, "{}"))
+    if noted.get("pid") == os.getppid() and os.environ.get("LOCAL_RANK", "0") != "0" and what in noted["said"]:
+        decision = noted["said"].pop(what)
+        os.environ[_TOLD] = json.dumps(noted)
+        return decision
+    decision = decide()
+    said = noted["said"] if noted.get("pid") == os.getpid() else {}
+    os.environ[_TOLD] = json.dumps({"pid": os.getpid(), "said": {**said, what: decision}})
+    return decision
+
+
+def sweep_staged(parent: str, run_id: str, start_id: str) -> None:
+    """Remove what earlier lives of a run have staged in ``parent``. The caller holds the run, so nobody uses it."""
+    mine = f"{STAGED}{run_id[:8]}-"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if name.startswith(mine) and not name.startswith(f"{mine}{start_id}"):
+                shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+
+
+def move_aside(path: Path) -> None:
+    """Rename what another writer left under a wanted name, which is never deleted; nothing if there is none."""
+    if not os.path.lexists(path):
+        return
+    aside = unused(f"{path}{_ASIDE}")
+    os.replace(path, aside)
+    _LOG.warning("%s was of another writer: it is %s now", path, aside)
+
+
+def unused(path: str) -> str:
+    """Return a path, with a number behind it if there is something already."""
+    paths = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in paths if not os.path.lexists(candidate))
+
+
+def mark(path: str | os.PathLike[str], target: Checkpoint) -> Callable[[], None]:
+    """Make a path exist, at once, for a checkpoint that is being saved; where a storage does not take it, say so.
+
+    Returns:
+        What takes away what was made here, if the save fails.
+    """
+    text = os.fspath(path)
+    root = target.storage.local_root
+    if root is not None and os.path.realpath(root / target.directory) == os.path.realpath(text):
+        existed = os.path.isdir(text)
+        os.makedirs(text, exist_ok=True)
+        return _nothing if existed else partial(_remove_empty, text)
+    if "://" in text:
+        return _mark_remote(text, target)
+    if not os.path.dirname(text):
+        return _nothing  # a bare name lies in the root, and no file system is asked for it
+    was_marked = is_marker(text)
+    if not was_marked:
+        move_aside(Path(text))
+        os.makedirs(os.path.dirname(text), exist_ok=True)
+    with open(text, "wb") as file:
+        file.write(_FIRST + f"the checkpoint is {target.uri}\n".encode())
+    return _nothing if was_marked else partial(unmark, text)
+
+
+def unmark(path: str | os.PathLike[str]) -> None:
+    """Remove the marker at a path, and nothing else."""
+    if is_marker(path):
+        os.unlink(path)
+
+
+def is_marker(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is nothing but a marker at a path."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(_FIRST)) == _FIRST
+    return False
+
+
+def drop_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a link at a path, such as ``save_last="link"`` makes; what it points to is another's checkpoint.
+
+    Returns:
+        Whether there was a link.
+    """
+    if "://" in os.fspath(path) or not os.path.islink(path):
+        return False
+    with contextlib.suppress(FileNotFoundError):  # of another rank that did the same
+        os.unlink(path)
+    return True
+
+
+def followed(path: str | os.PathLike[str]) -> str:
+    """Return what a link points to, or the path if it is none."""
+    text = os.fspath(path)
+    if "://" in text or not os.path.islink(text):
+        return text
+    return os.path.normpath(os.path.join(os.path.dirname(text), os.readlink(text)))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _remove_empty(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _mark_remote(uri: str, target: Checkpoint) -> Callable[[], None]:
+    """Make a prefix exist by an object in it, which goes with the checkpoint."""
+    storage, name = target.storage, f"{target.directory}/{_REMOTE_NAME}"
+    try:
+        storage.put(name, _FIRST + b"a checkpoint is or was being saved here\n")
+    except TRANSIENT_ERRORS as error:
+        _LOG.warning("%s looks free until its checkpoint is durable, %s: %s", uri, state_of(error), error)
+        return _nothing
+    fsspec = sys.modules.get("fsspec.core")  # else nobody here can ask a remote
+    with contextlib.suppress(ImportError, ValueError):  # what only Holdfast can reach is not asked for either
+        if fsspec is not None:
+            fsspec.url_to_fs(uri)[0].invalidate_cache()  # it may remember what it has listed
+
+    def remove() -> None:
+        with contextlib.suppress(StorageError):
+            storage.delete(name)
+
+    return remove

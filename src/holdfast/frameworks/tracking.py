@@ -1,11 +1,13 @@
-"""Experiment trackers: how they hear of committed checkpoints, and artifacts of W&B as a place to load from."""
+"""Experiment trackers: how they hear of committed checkpoints, metrics as they take them, artifacts of W&B to load."""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.loop.callbacks import Callback
 
-__all__ = ["Tracker", "WandbArtifacts"]
+__all__ = ["Tracker", "WandbArtifacts", "finite", "numbers"]
 
 _LOG = get_logger("trackers")
 
@@ -164,3 +166,25 @@ def _check(checkpoint: Checkpoint, facts: dict[str, Any], name: str) -> None:
             f"the artifact {name} of W&B refers to {checkpoint.uri}, where another checkpoint lies by now (digest "
             f"{now}, logged was {digest}): give its path itself if that is the one you want"
         )
+
+
+def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in (nested) metrics, by names joined with "/"."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            found[f"{prefix}{name}"] = float(value)
+    return found
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return (nested) metrics for JSON, which knows neither NaN nor infinity: these become text."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found[name] = finite(value)
+        else:
+            found[name] = repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return found

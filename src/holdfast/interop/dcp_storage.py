@@ -54,10 +54,9 @@ from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
 from holdfast.state.tree.spread import is_spread, local_tensor
 
-from .blobs import Blob
+from .blobs import Blob, DirectPartWriter, Row
 from .export import flatten_for_dcp
 from .gathered import nested, node_of, tensor_name, tensor_names
-from .part import DirectPartWriter, Row
 from .source import OpenedCheckpoint, paths_of_one_name
 
 __all__ = ["HoldfastReader", "HoldfastWriter"]

@@ -257,7 +257,7 @@ def compare(
             if _tensor(difference, path, left, right, contents_a, contents_b):
                 unsettled[key] = (path, left, right)
     if unsettled:
-        from .diff_values import compare_values
+        from .arithmetic import compare_values
 
         progress(sum(contents_a.nbytes(left.value) for _, left, _ in unsettled.values()), 0)
         compare_values(

@@ -25,12 +25,10 @@ from holdfast.format.tensor_file import DTYPES, lay_out, split_by_size
 from holdfast.state.save.torch_file import MARK, TorchFileWriter
 from holdfast.state.tree.values import ObjectNode, TensorRef
 
-from .blobs import Blob, ExportFolder, rows_of
+from .blobs import METADATA_NAME, WEIGHTS_NAME, Blob, ExportFolder, rows_of
 from .source import OpenedCheckpoint, paths_of_one_name
 
-__all__ = [
-    "FORMATS", "INDEX_NAME", "METADATA_NAME", "WEIGHTS_NAME", "Exported", "export", "flatten_for_dcp", "watched_export",
-]  # fmt: skip
+__all__ = ["FORMATS", "Exported", "export", "flatten_for_dcp", "watched_export"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 _HF_SHARD = 5_000_000_000  # bytes; the default of transformers
@@ -203,7 +201,6 @@ def _bytes(size: int | str) -> int:
 # ---- torch.distributed.checkpoint
 
 
-METADATA_NAME = ".metadata"
 _DATA_NAME = "__0_0.distcp"
 
 Path = tuple[str | int, ...]
@@ -296,10 +293,6 @@ def _opens(value: list[Any]) -> bool:
 
 
 # ---- safetensors
-
-
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def _weights(

@@ -29,8 +29,7 @@ from holdfast.state.tree.flatten import Flat, flatten
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .blobs import WINDOW, Blob
-from .part import Row
+from .blobs import WINDOW, Blob, Row
 
 __all__ = [
     "Gathered", "forget", "mapped_ranges", "nested", "node_of", "own_file", "ranges", "streamed", "tensor_name",

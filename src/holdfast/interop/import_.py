@@ -12,13 +12,10 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import MANIFEST_NAME
 
-from .export import METADATA_NAME
-from .from_dcp import from_dcp
-from .from_deepspeed import from_deepspeed, is_deepspeed
-from .from_folder import from_hf, from_safetensors, is_hf, shard_of
-from .from_torch import from_lightning, from_torch
+from .blobs import METADATA_NAME, check_free, write_alone
+from .from_files import from_hf, from_lightning, from_safetensors, from_torch, is_hf, shard_of
+from .from_shards import from_dcp, from_deepspeed, is_deepspeed
 from .gathered import Gathered
-from .part import check_free, write_alone
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
 

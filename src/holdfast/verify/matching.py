@@ -28,7 +28,7 @@ class Finding:
     """A difference of a resumed life from the uninterrupted one.
 
     Attributes:
-        kind: what differs; a key of `words`.
+        kind: what differs; a key of `report._TEXTS`.
         step: the step that differs, as the uninterrupted life counts.
         at_resume: it is there before the first step of the life.
         items: what differs, with its value in the uninterrupted life and in this one.

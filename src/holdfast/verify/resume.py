@@ -26,9 +26,8 @@ from holdfast.errors import ConfigError
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .comparison import Difference, Unsteady, first_difference, likely_causes, unsteady
 from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
-from .trace import LifePlan, Moment, Row
+from .trace import Difference, LifePlan, Moment, Row, Unsteady, first_difference, likely_causes, unsteady
 
 __all__ = [
     "Examined", "Home", "Kill", "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "Twins",

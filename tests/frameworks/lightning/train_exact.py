@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.lightning import HoldfastCallback, HoldfastCheckpointIO
-from holdfast.testing.state import digests
+from holdfast.verify.state import digests
 
 tree, folder, told = sys.argv[1:]
 options = json.loads(told)

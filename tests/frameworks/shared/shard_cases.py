@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast._ranks import current_ranks
-from holdfast.frameworks.shard_checkpoints import ShardCheckpoints
+from holdfast.frameworks.keepers import ShardCheckpoints
 
 
 def keep(run: str, steps: int, *, fails: bool = False, kill: int | None = None, **options: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from holdfast.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from holdfast.frameworks import DirectoryCheckpoints
-from holdfast.frameworks.places import STAGED
+from holdfast.frameworks.keepers import DirectoryCheckpoints
+from holdfast.frameworks.reporting import STAGED
 from holdfast.run.names import INCOMING
 from holdfast.testing import FaultyStorage
 
@@ -264,7 +264,7 @@ def test_killed_trainer(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import os, pathlib, signal
-            from holdfast.frameworks import DirectoryCheckpoints
+            from holdfast.frameworks.keepers import DirectoryCheckpoints
 
             keeper = DirectoryCheckpoints("run")
             print(keeper.latest())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.frameworks import finished
+from holdfast.frameworks import huggingface
 from holdfast.torch import TorchTrainer
 
 KINDS = ("read", "moved", "cloned", "own", "elsewhere")
@@ -31,15 +31,15 @@ def report_in_every_way(config: dict[str, Any]) -> None:
     rank, folder = hf.get_context().get_world_rank(), Path(config["folder"])
     for kind in KINDS:
         if kind == "cloned":  # as on a file system that shares blocks
-            finished.clone_tree = cloned
+            huggingface.clone_tree = cloned
         if kind == "elsewhere":  # as on another file system than the run's
-            finished._moved = lambda source, target: False
+            huggingface._moved = lambda source, target: False
         directory = write(folder / (f"{kind}-{rank}" if kind == "own" else kind), rank)
-        finished.report_finished(
+        huggingface.report_finished(
             directory, {"kind": kind}, inside="inner", delete=kind in ("moved", "own", "elsewhere"), timeout_s=60
         )
     try:
-        finished.report_finished(str(folder / "nothing"), {}, inside="inner", timeout_s=60)
+        huggingface.report_finished(str(folder / "nothing"), {}, inside="inner", timeout_s=60)
     except hf.CheckpointNotFoundError:
         assert rank == 0
         hf.report({})
@@ -71,15 +71,15 @@ def test_every_way(tmp_path: Path) -> None:
 def test_an_output_that_is_not_shared() -> None:
     """Refused only if rank 0 misses files: a mount may have other numbers elsewhere, and a listing may come late."""
     one, other = ["out", 1, 5, ["model", "rng_0"]], ["out", 1, 6, ["rng_1"]]
-    finished.check_shared("out", [one, None, one, ["out", 7, 5, ["model", "rng_9"]], ["out", 1, 9, ["rng_0"]]])
+    huggingface.check_shared("out", [one, None, one, ["out", 7, 5, ["model", "rng_9"]], ["out", 1, 9, ["rng_0"]]])
     with pytest.raises(hf.errors.ConfigError, match=r"rank 1 has written rng_1 .* must be on a file system"):
-        finished.check_shared("out", [one, other])
+        huggingface.check_shared("out", [one, other])
 
 
 def test_outside_of_a_worker(tmp_path: Path) -> None:
     """Without a function trainer the error says what to use; one process waits for nobody."""
     with pytest.raises(hf.SessionError, match="TorchTrainer"):
-        finished.report_finished(write(tmp_path / "out", 0), {}, inside="inner")
-    assert finished.all_written(str(tmp_path / "out"))
-    assert finished.all_written(str(tmp_path / "out"), shared=True)
-    assert not finished.all_written(str(tmp_path / "nothing"))
+        huggingface.report_finished(write(tmp_path / "out", 0), {}, inside="inner")
+    assert huggingface.all_written(str(tmp_path / "out"))
+    assert huggingface.all_written(str(tmp_path / "out"), shared=True)
+    assert not huggingface.all_written(str(tmp_path / "nothing"))

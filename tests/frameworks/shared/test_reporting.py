@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.frameworks import reporting, scalars
-from holdfast.frameworks.places import claim, mark
+from holdfast.frameworks.reporting import claim, mark, reporting, scalars
 from holdfast.run.process import machine
 from holdfast.storage import MemoryStorage
 from holdfast.torch import TorchTrainer

@@ -14,7 +14,7 @@ import pytest
 from ranks_kit import RankServer
 
 from holdfast.errors import HoldfastError, StorageFullError
-from holdfast.frameworks.shard_checkpoints import ShardCheckpoints
+from holdfast.frameworks.keepers import ShardCheckpoints
 from holdfast.testing import FaultyStorage
 
 CASES = f"{Path(__file__).with_name('shard_cases.py')}:"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.frameworks.finished import misaligned, missing_metric, saved_metrics, trial_of, written
+from holdfast.frameworks.huggingface import misaligned, missing_metric, saved_metrics, trial_of, written
 
 HISTORY: list[dict[str, Any]] = [
     {"loss": 3.0, "learning_rate": 0.1, "epoch": 0.5, "step": 10},

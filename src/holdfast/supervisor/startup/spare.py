@@ -99,7 +99,8 @@ def main() -> None:
     if not line:
         return  # the supervisor needs no further life
     os.environ.update(json.loads(line))
-    runpy.run_path(os.path.join(_HERE, "_holdfast_life.py"))["report_to"](os.environ["HOLDFAST_LIFE"])
+    report_to = runpy.run_path(os.path.join(_HERE, "sitecustomize.py"), run_name="spare")["report_to"]
+    report_to(os.environ["HOLDFAST_LIFE"])
     python["run_as_main"](plan["argv"], is_module=plan["is_module"])
 
 

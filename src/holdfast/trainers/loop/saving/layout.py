@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
-from holdfast.interop.from_torch import named
+from holdfast.interop.from_files import named
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.load.rank_values import restore_derived

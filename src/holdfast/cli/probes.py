@@ -1,23 +1,31 @@
-"""What a storage promises and keeps: the probes of ``holdfast doctor`` for a local path, and for a URI."""
+"""What a storage and this machine promise and keep: the probes of ``holdfast doctor``.
+
+Of the machine: memory for the copy of the state, limits, versions. Of a storage: a local path, or a URI. No other
+command needs them, nor what they import.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.metadata
 import mmap
 import os
+import platform
 import shutil
 import signal
 import statistics
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
+import holdfast
 from holdfast._units import format_bytes, format_duration
 from holdfast.copying.local import clone_file
 from holdfast.errors import (
@@ -30,10 +38,21 @@ from holdfast.errors import (
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.together import together
+from holdfast.writer.arena import can_share_memory
+from holdfast.writer.client import WriterClient
+from holdfast.writer.free_memory import free_memory
 
-from .doctor import Finding, ProbeDeadline, bad, good, warn
+from .terminal import handling
 
-__all__ = ["LEFT", "ended_by_sigterm", "probe_disk", "probe_store", "skew_of"]
+try:
+    import resource
+except ImportError:  # pragma: no cover - Windows
+    resource = None  # type: ignore[assignment]
+
+__all__ = [
+    "LEFT", "Finding", "ProbeDeadline", "bad", "good", "probe_disk", "probe_machine",
+    "probe_store", "skew_of", "warn",
+]  # fmt: skip
 
 LEFT = f"{TEMPORARY}holdfast-doctor-"
 """First characters of the folder that the probes work in: no listing of Holdfast shows it."""
@@ -50,10 +69,199 @@ _FAR = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "glus
 _VOLATILE = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the writable layer of a container"}
 Progress = Callable[[int], object]
 
+_FEW_SHM = 1 << 30
+_FEW_FILES = 1024
+_PROBED_PIN = 64 << 20
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a probe has found.
+
+    Attributes:
+        name: of the probe.
+        level: "ok"; "warn": training works, slower or with less protection; "bad": to be mended before training.
+        found: what was seen.
+        means: what follows from it.
+        todo: what to do about it; "" for nothing.
+        values: the numbers behind, in the units their names say.
+    """
+
+    name: str
+    level: Literal["ok", "warn", "bad"]
+    found: str
+    means: str
+    todo: str = ""
+    values: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as JSON."""
+        return {
+            "name": self.name,
+            "level": self.level,
+            "found": self.found,
+            "means": self.means,
+            "do": self.todo,
+            "values": dict(self.values),
+        }
+
+
+def good(name: str, found: str, means: str, **values: Any) -> Finding:
+    """Return a finding that asks for nothing."""
+    return Finding(name=name, level="ok", found=found, means=means, values=values)
+
+
+def warn(name: str, found: str, means: str, todo: str, **values: Any) -> Finding:
+    """Return a finding with which training works, slower or with less protection."""
+    return Finding(name=name, level="warn", found=found, means=means, todo=todo, values=values)
+
+
+def bad(name: str, found: str, means: str, todo: str, **values: Any) -> Finding:
+    """Return a finding that has to be mended before training."""
+    return Finding(name=name, level="bad", found=found, means=means, todo=todo, values=values)
+
+
+class ProbeDeadline:
+    """A span that probes share.
+
+    Args:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; 0 or less: it is over."""
+        return self._end - time.monotonic()
+
+
+def probe_machine() -> Generator[Finding]:
+    """Yield the findings about this machine."""
+    yield _versions()
+    yield _cores()
+    yield _memory()
+    yield _sharing()
+    yield _writer()
+    yield from _shm()
+    yield from _limits()
+    yield from _gpus()
+
+
+def _versions() -> Finding:
+    versions = {"python": platform.python_version(), "holdfast": holdfast.__version__}
+    for name in ("torch", "numpy", "obstore", "safetensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if "torch" not in versions:
+        return bad("versions", text, "nothing can be saved or loaded without torch", "pip install torch", **versions)
+    return good("versions", f"{text}; {platform.system()} {platform.release()}", "", **versions)
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if count < 2:
+        return warn("cores", f"{count}", "writing a checkpoint and training take turns on it",
+                    "give the process two cores or more", count=count)  # fmt: skip
+    return good("cores", f"{count}", "a checkpoint is written beside the training", count=count)
+
+
+def _memory() -> Finding:
+    found = free_memory()
+    if found is None:
+        return good("memory", "unknown on this platform", "a save needs memory for one copy of the state")
+    free = found.bytes
+    text = f"{format_bytes(max(free, 0))} free ({found.bound})"
+    if free < _FEW_BYTES:
+        return warn("memory", text, "a save takes one copy of the state; a larger state goes through windows, and "
+                    "holds training meanwhile", "give the process more memory", free_bytes=free)  # fmt: skip
+    means = "a copy of the state up to this size fits, less what training itself takes"
+    return good("memory", text, means, free_bytes=free)
+
+
+def _sharing() -> Finding:
+    if can_share_memory():
+        return good("memfd", "works", "the copy is shared with the writer process, without /dev/shm")
+    return warn("memfd", "not here", "the writer is a thread of the training process: saving takes time from training",
+                "use Linux 3.17 or newer, and a container whose seccomp profile allows memfd_create")  # fmt: skip
+
+
+def _writer() -> Finding:
+    start = time.perf_counter()
+    try:
+        client = WriterClient.start()
+        try:
+            process = client.process_id
+        finally:
+            client.close()
+    except (HoldfastError, OSError) as error:
+        return bad("writer", f"does not start: {error}", "nothing can be saved", "see the message")
+    took = time.perf_counter() - start
+    kind = "thread" if process is None else "process"
+    return good("writer", f"a {kind}, started and ended in {format_duration(took)}", "", kind=kind, seconds=took)
+
+
+def _shm() -> Generator[Finding]:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return
+    free = found.f_bavail * found.f_frsize
+    text = f"{format_bytes(free)} free"
+    if free < _FEW_SHM:
+        yield warn("/dev/shm", text, "Holdfast does not use it, but workers of a DataLoader die with a bus error",
+                   "docker run --shm-size=8g, or an emptyDir of medium Memory", free_bytes=free)  # fmt: skip
+    else:
+        yield good("/dev/shm", text, "for the workers of a DataLoader; Holdfast does not use it", free_bytes=free)
+
+
+def _limits() -> Generator[Finding]:
+    if resource is None:
+        return
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < _FEW_FILES:
+        yield warn("open files", f"at most {files}", "many ranks or loader workers may run out of them",
+                   "ulimit -n 65536", limit=files)  # fmt: skip
+    else:
+        yield good(
+            "open files", f"at most {'unlimited' if files == resource.RLIM_INFINITY else files}", "enough", limit=files
+        )
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if size != resource.RLIM_INFINITY:
+        yield bad("file size", f"at most {format_bytes(size)}", "a save of larger files is killed by SIGXFSZ",
+                  "ulimit -f unlimited", limit_bytes=size)  # fmt: skip
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+    yield good("locked memory", text, "pinning for a GPU goes through its driver and is not bound by it", limit=locked)
+
+
+def _gpus() -> Generator[Finding]:
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
+        return
+    from holdfast.state.save.device_copies import try_pinning
+
+    try:
+        devices, seconds = try_pinning(_PROBED_PIN)
+    except (RuntimeError, OSError, ImportError) as error:
+        yield warn("GPU", f"there is one, and torch cannot use it: {str(error).splitlines()[0]}",
+                   "training runs on the CPU", "nvidia-smi shows the driver; install a torch that fits it")  # fmt: skip
+        return
+    rate = _PROBED_PIN / max(seconds, 1e-9)
+    yield good(
+        "GPU", f"{', '.join(devices)}; memory is pinned at {format_bytes(int(rate))}/s",
+        "the copy of the state is pinned once, and copied beside the training", pinned_bytes_per_s=rate,
+    )  # fmt: skip
+
+
+# ---- of a local path
+
 
 @contextlib.contextmanager
 def _folder_in(place: Path) -> Iterator[Path]:
-    """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ended_by_sigterm`.
+    """Give a folder of our own in a directory; removed at the end, also on Ctrl-C and within `ends_in_order`.
 
     Raises:
         OSError: the folder cannot be made.
@@ -71,34 +279,9 @@ def _folder_in(place: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the body as an exception does, so that what it has made is removed."""
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    with _handling(signal.SIGTERM, stop):
-        yield
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> contextlib.AbstractContextManager[None]:
     """Let no second Ctrl-C or SIGTERM end the body half-way."""
-    with _handling(signal.SIGINT, signal.SIG_IGN), _handling(signal.SIGTERM, signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+    return handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
