@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
-    from .checkpoint.handle import Verification as Verification
+    from .checkpoint.verify import Verification as Verification
     from .checkpointer import RNG as RNG
     from .checkpointer import Checkpointer as Checkpointer
     from .checkpointer import PerRank as PerRank
@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from .trainers.loop.trainer import Trainer as Trainer
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "checkpoint.handle": ("Checkpoint", "Verification"),
+    "checkpoint.handle": ("Checkpoint",),
+    "checkpoint.verify": ("Verification",),
     "checkpoint.follow": ("follow",),
     "checkpointer": ("Checkpointer", "PerRank", "RNG", "attrs"),
     "checkpointer.functions": ("SaveHandle", "load", "save", "save_async"),

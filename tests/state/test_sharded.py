@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh_kit import Layout, load_ranks, playing, save_ranks
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from holdfast.format.boxes import Box, flaw
+from holdfast.format.division import Box, flaw
 from holdfast.format.index import Piece
 from holdfast.state.load import targets
 from holdfast.state.load import targets as targets_module

@@ -11,7 +11,7 @@ import torch
 from writer_kit import fill, make_job, noise, stored
 
 import holdfast as hf
-from holdfast.checkpointer import functions, save_target
+from holdfast.checkpointer import functions
 from holdfast.errors import HoldfastError
 from holdfast.state.load import shared_reads
 from holdfast.storage import LocalStorage
@@ -103,13 +103,13 @@ def test_no_thread_for_the_pages_of_an_arena(monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """What was found out about the system is found out anew; no writer or memory of an earlier test serves saves."""
-    monkeypatch.setattr(save_target, "_clients", {})
+    monkeypatch.setattr(functions, "_clients", {})
     monkeypatch.setattr(functions, "_idle", {})
     caches = (arena_module.can_share_memory, shared_reads._can_watch)
     for one in caches:
         one.cache_clear()
     yield
-    for client in save_target._clients.values():
+    for client in functions._clients.values():
         client.close()
     for one in caches:
         one.cache_clear()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.model_files import Content, ModelFiles
     from holdfast.run.view import RunView
-    from holdfast.state.tree.groups import Alike
+    from holdfast.state.tree.sharded import Alike
 
     from .guard import GuardWatch
 
@@ -196,7 +196,7 @@ class Checkpointer:
         rank, world_size = info.rank, info.world_size
         alike = None
         if world_size > 1:
-            from holdfast.state.tree.groups import ranks_alike
+            from holdfast.state.tree.sharded import ranks_alike
 
             alike = ranks_alike(options.alike, rank=rank, world_size=world_size)
         self._progress = Progress(

@@ -27,7 +27,7 @@ from .save_policy import Deadline, Schedule
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.model_files import ModelFiles
-    from holdfast.state.tree.groups import Alike
+    from holdfast.state.tree.sharded import Alike
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 

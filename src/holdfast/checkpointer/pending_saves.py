@@ -16,8 +16,8 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, StorageFullError, StorageUnavailableError
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
-from holdfast.writer.serial_executor import SerialExecutor
 
 __all__ = [
     "ANSWER_MARGIN_S",

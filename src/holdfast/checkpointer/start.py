@@ -21,8 +21,7 @@ from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.process import memory_name
 from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
-from holdfast.state.tree.optimizers import is_plain
+from holdfast.state.tree.objects import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -228,9 +227,10 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     if meeting.world_size < 3:
         return []
     from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
+    from holdfast.state.tree.sharded import parallel_group
 
     found = {path: module for path, module in parallel_modules(live).items() if module.process_group.size() > 2}
-    keys = {path: _key_of(path, parallel_group(module) or ()) for path, module in found.items()}
+    keys = {path: _key_of(path, parallel_group(module)) for path, module in found.items()}
 
     def decide(given: list[Any]) -> list[str]:
         counts = Counter(key for keys in given for key in keys)
@@ -303,7 +303,7 @@ def _resume(
     )
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
-        from holdfast.state.load.put_back import put_back  # not above: a fresh start has nothing to put back
+        from holdfast.state.load.restore import put_back  # not above: a fresh start has nothing to put back
         from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
@@ -345,6 +345,8 @@ def _agree_on_options(
     """Check that all ranks have the same arguments; return the ranks alike to this one, None if all ranks are alike."""
     if meeting.world_size == 1:
         return None
+    from holdfast.state.tree.sharded import group_of, ranks_alike  # not above: a process alone needs neither
+
     rank, world_size = meeting.rank, meeting.world_size
     given = {name: _spelled(getattr(options, name)) for name in _ALIKE}
     given["local_dir"] = "given" if options.mirror is not None else "None"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from holdfast.errors import CheckpointExistsError, CorruptCheckpointError
-from holdfast.format.boxes import Box, flaw, overlap
+from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.tensor_file import TensorRow, item_size
 from holdfast.storage.base import FileWriter, Storage
 

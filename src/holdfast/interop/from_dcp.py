@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.boxes import Box
+from holdfast.format.division import Box
 from holdfast.format.names import MANIFEST_NAME, check_links, check_path
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import dtype_name

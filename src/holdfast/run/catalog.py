@@ -15,7 +15,6 @@ from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
-from holdfast.format.many import names_under, remove_listed
 from holdfast.format.names import save_id_of, start_id_of
 from holdfast.storage.base import Storage
 from holdfast.storage.local.links import drop_link, link_at, put_link
@@ -26,7 +25,7 @@ from .fence import ANY, Fence, clear_fences, write_fence
 from .index import RunIndex
 from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
-from .remains import MayBeCopied, sweep_names
+from .remains import MayBeCopied, names_under, remove_listed, sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
 from .rollbacks import choose
 from .trash import Trash

@@ -26,7 +26,6 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
-from holdfast.format.many import listed_at_once
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
@@ -39,7 +38,7 @@ from .index import RunIndex
 from .metrics import metric_value
 from .names import LOGS, REPORTS
 from .record import Record, pack, read_sidecar, record_from_manifest, unpack
-from .remains import is_remains
+from .remains import is_remains, listed_at_once
 from .rollbacks import Rollback, choose, read_rollbacks, watched_metric
 
 __all__ = ["RunView", "to_judge"]

@@ -33,12 +33,12 @@ from holdfast.format.parts import (
     sweep_planned,
 )
 from holdfast.storage.base import Storage
+from holdfast.storage.together import SerialExecutor
 
 from .handed import Watermark, Window, WindowSource
 from .messages import BlobPlan, SaveJob, SaveResult
 from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous
-from .serial_executor import SerialExecutor
 
 __all__ = ["SaveRunner", "Task", "certainly_uncommitted", "committed_already", "outcome", "probe", "stored_part"]
 

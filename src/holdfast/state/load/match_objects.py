@@ -23,7 +23,7 @@ from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
 from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import (
+from ..tree.objects import (
     OTHER_STATE,
     apply_groups,
     by_param_name,

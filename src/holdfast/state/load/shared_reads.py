@@ -32,10 +32,10 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.run.process import memory_name
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.local.local_io import address_of
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.arena import can_share_memory
-from holdfast.writer.serial_executor import SerialExecutor
 
-from .read_request import ReadRequest, read_block
+from .targets import ReadRequest, read_block
 
 __all__ = [
     "BLOCK",

@@ -27,9 +27,9 @@ from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.parts import put_part, read_part, remove_part
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource
-from holdfast.writer.serial_executor import SerialExecutor
 
 from .transit import error_to_wire
 

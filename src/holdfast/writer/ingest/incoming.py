@@ -19,9 +19,9 @@ from holdfast.format.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.strict_json import dumps, loads
 from holdfast.storage.base import Storage
+from holdfast.storage.together import SerialExecutor
 
 from ..messages import IngestSource
-from ..serial_executor import SerialExecutor
 from .sources import SMALL_BYTES, Contents, Copier, SourceFile, check_contents, damaged, scan
 
 __all__ = ["Incoming", "put_incoming", "read_incoming", "remove_incoming"]

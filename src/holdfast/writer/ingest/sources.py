@@ -27,9 +27,9 @@ from holdfast.run.record import METRICS_FILE
 from holdfast.storage.base import TEMPORARY, FileBatch, FileReader, Storage
 from holdfast.storage.local.beneath import Inside
 from holdfast.storage.local.ops import errors_of
+from holdfast.storage.together import SerialExecutor
 
 from ..messages import IngestSource
-from ..serial_executor import SerialExecutor
 
 __all__ = ["SMALL_BYTES", "Contents", "Copier", "SourceFile", "changed", "check_contents", "damaged", "opened", "scan"]
 

@@ -26,12 +26,11 @@ from holdfast.errors import ConfigError, CorruptCheckpointError
 from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.format.tensor_file import lay_out
 from holdfast.state.data.seeding import generators_kept
-from holdfast.state.load.rank_values import restore_derived
+from holdfast.state.load.match_plan import restore_derived
 from holdfast.state.load.selection import covers
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import TorchFileWriter, from_plain, to_plain
 from holdfast.state.tree import arrays, objects, rng
-from holdfast.state.tree import optimizers as optim
 from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.values import PerRank
 from holdfast.storage.base import BLOCK, Storage
@@ -89,8 +88,8 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             module = unwrap(value)
             raw = module.state_dict()
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
-        if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
-            return optim.to_named(value, names)
+        if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
+            return objects.to_named(value, names)
         if isinstance(value, PerRank):
             return PerRank(walk(value.value))
         if isinstance(value, Mapping):
