@@ -29,7 +29,7 @@ from holdfast.state.save.plan import Layout, Signature, plan
 from holdfast.state.tree.sharded import Placement, Region
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 from .bench import Context, Goal, Outcome, timed
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 VERIFY_VARIABLE = "HOLDFAST_VERIFY"
-"""Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.verification`."""
+"""Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.boundaries`."""
 
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 1.0, 86_400.0
 

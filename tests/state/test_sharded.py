@@ -17,8 +17,8 @@ from holdfast.state.load import targets as targets_module
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.targets import spans
+from holdfast.state.tree.arrays import local_tensor
 from holdfast.state.tree.sharded import Cut, held, local_parts
-from holdfast.state.tree.spread import local_tensor
 from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.writer.ranks.steps import RankStanding, StepAgreement
+from holdfast.writer.ranks.agreement import RankStanding, StepAgreement
 from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 
 

@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.state.load import shared_reads
 from holdfast.storage import LocalStorage
 from holdfast.writer import arena as arena_module
-from holdfast.writer import frames, launch
+from holdfast.writer import conversation, frames
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
 
@@ -37,7 +37,7 @@ def storage(tmp_path):
 def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures):
     """Tried again by the first job that needs it; if it fails then too, that save is lost and said, and no other."""
     left = [failures]
-    real = launch.Shared.arena
+    real = conversation.Shared.arena
 
     def failing(self, message):
         if left[0]:
@@ -45,7 +45,7 @@ def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures)
             refuse(errno.ENOMEM)()
         return real(self, message)
 
-    monkeypatch.setattr(launch.Shared, "arena", failing)
+    monkeypatch.setattr(conversation.Shared, "arena", failing)
     data = [noise(1, 10_000)]
     with fill(data) as arena, WriterClient.start(storage, thread=True) as writer:
         first = writer.submit(storage, make_job(data, step=1), [b"{}"], arena)
@@ -126,5 +126,5 @@ def test_a_sandbox_without_memfd_or_pidfd(tmp_path, monkeypatch, fresh, name, co
         ck.step(loss=1.0)
     assert torch.equal(hf.load(tmp_path / "one")["model"]["weight"], model.weight)
     assert [one.name for one in (tmp_path / "run").iterdir() if one.name.startswith("step_")] == ["step_00000001"]
-    assert launch.can_run_process() == (name != "memfd_create")
+    assert conversation.can_run_process() == (name != "memfd_create")
     assert not shared_reads.can_share()

@@ -27,8 +27,7 @@ from holdfast.state.tree.rng import RNG
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .announce import Listener
-from .boundaries import StepBoundary
+from .boundaries import StepBoundary, watcher
 from .console import show_stop
 from .meeting import meet
 from .metrics import MetricLog, NoLog
@@ -39,7 +38,6 @@ from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
-from .verification import watcher
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from holdfast.run.view import RunView
     from holdfast.state.tree.sharded import Alike
 
+    from .announce import Listener
     from .guard import GuardWatch
 
 __all__ = ["Checkpointer"]

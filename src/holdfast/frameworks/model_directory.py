@@ -14,7 +14,7 @@ from holdfast._optional import require
 from holdfast.errors import ConfigError
 from holdfast.model_files import ModelFiles
 from holdfast.state.tree.flatten import flatten
-from holdfast.state.tree.names import unwrap
+from holdfast.state.tree.objects import unwrap
 
 __all__ = ["model_files"]
 

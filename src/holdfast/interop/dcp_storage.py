@@ -50,8 +50,7 @@ from holdfast.run.names import refuse_run
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.targets import ReadRequest, box_of, spans
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
-from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
-from holdfast.state.tree.spread import is_spread, local_tensor
+from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of, is_spread, local_tensor
 
 from .blobs import Blob
 from .export import flatten_for_dcp

@@ -15,9 +15,8 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall, WindowsLostError
+from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
 from .frames import Message
-from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:

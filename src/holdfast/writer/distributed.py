@@ -20,11 +20,11 @@ from holdfast.storage.base import Storage
 
 from .messages import MirrorLimits, PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
 from .open_run import Run
-from .parts import commit_parts, is_committed
+from .ranks.agreement import named_error
 from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
-from .ranks.saves import named_error
 from .ranks.server import ControlServer
+from .save import commit_parts, is_committed
 from .step_memory import WHO_LEFT, StepMailbox
 
 if TYPE_CHECKING:

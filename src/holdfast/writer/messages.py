@@ -243,7 +243,7 @@ class IngestSource(WireValue):
 
     Attributes:
         rank: whose it is.
-        path: absolute; in the storage: relative to its root, where `holdfast.writer.ingest.incoming` has put it.
+        path: absolute; in the storage: relative to its root, where `holdfast.writer.ingest.sources` has put it.
         owned: the writer may move its files and removes it after the commit. Otherwise it is only read.
     """
 

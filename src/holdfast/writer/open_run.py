@@ -34,9 +34,8 @@ from .step_memory import rows_left, steps_done
 
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .messages import MirrorLimits
-    from .uploads.mirror import Mirroring, RemoteSide
+    from .uploads.mirror import Mirroring, RemoteRun, RemoteSide
     from .uploads.queue import UploadQueue
-    from .uploads.remote import RemoteRun
 
 __all__ = ["Run", "StagedSaves"]
 

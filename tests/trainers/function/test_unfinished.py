@@ -24,7 +24,7 @@ from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.local.engine import LocalEngine
 from holdfast.trainers.function.transit import error_from_wire
 from holdfast.trainers.function.unfinished import Unfinished, left_directory
-from holdfast.writer.ingest.incoming import read_incoming
+from holdfast.writer.ingest.sources import read_incoming
 
 HOME = ".incoming-abcd1234/1-0"
 

@@ -29,9 +29,8 @@ from holdfast.format.index_group import Boxes, Pieces
 from holdfast.storage.base import FileReader
 
 from ..tree import arrays
-from ..tree.arrays import move, move_small
+from ..tree.arrays import is_spread, local_tensor, move, move_small
 from ..tree.sharded import local_parts
-from ..tree.spread import is_spread, local_tensor
 from .stored import Stored
 
 if TYPE_CHECKING:

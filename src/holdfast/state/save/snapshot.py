@@ -27,12 +27,11 @@ from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall, WindowsLostError
-from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
-from ..tree.names import Modules, parameter_names
+from ..tree.objects import Modules, parameter_names
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, StateCopy, copy_window, fingerprints, stage
 
@@ -659,6 +658,8 @@ class Snapshotter:
         if self._looked or self.arena is not None or layout.arena_bytes < _SMALL_COPY or self._windowed(layout):
             return
         self._looked = True
+        from holdfast.writer.free_memory import free_memory  # not above: small states do not ask
+
         free = free_memory()
         if free is None:
             return

@@ -20,8 +20,8 @@ from holdfast.errors import UnsupportedStateError
 from holdfast.format.codec import MAX_NESTING, encode, is_text
 
 from . import arrays, objects, rng
-from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
-from .spread import check_module, spread_types
+from .arrays import check_module, spread_types
+from .objects import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
 from .values import Attrs, PerRank
 
 if TYPE_CHECKING:

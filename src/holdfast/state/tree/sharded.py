@@ -1,7 +1,7 @@
 """What this rank holds of a state that is spread over ranks, and which ranks hold the same.
 
 Of a tensor (DTensor, ShardedTensor) everything follows from its own mesh, placements and shape, without asking another
-rank; whether a tensor is one says `spread`. Of a whole state (stages of a pipeline, experts) the user names the ranks
+rank; whether a tensor is one says `arrays`. Of a whole state (stages of a pipeline, experts) the user names the ranks
 that hold the same, or the state does: a mesh or a process group of some ranks leaves the others out. A group that is
 too small costs space, never data: each group stores what it holds, even if another group holds the same name.
 """
@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Box
 
-from .spread import local_of, local_tensor, spread_types
+from .arrays import local_of, local_tensor, spread_types
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

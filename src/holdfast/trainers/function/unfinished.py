@@ -28,7 +28,7 @@ from holdfast.format.parts import put_part, read_part, remove_part
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.together import SerialExecutor
-from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
+from holdfast.writer.ingest.sources import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource
 
 from .transit import error_to_wire

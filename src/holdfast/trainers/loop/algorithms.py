@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from holdfast.errors import ConfigError
-from holdfast.state.tree.names import unwrap
-from holdfast.state.tree.spread import reshard
+from holdfast.state.tree.arrays import reshard
+from holdfast.state.tree.objects import unwrap
 
 from .callbacks import Logger
 from .events import Event

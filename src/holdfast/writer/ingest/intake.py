@@ -38,9 +38,8 @@ from holdfast.storage.together import SerialExecutor, together
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
-from .incoming import read_incoming, remove_incoming
 from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
-from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, scan
+from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
 
 __all__ = ["Intake", "commit_in_place"]
 

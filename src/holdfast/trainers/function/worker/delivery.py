@@ -22,7 +22,7 @@ from holdfast.storage.base import Storage, check_path
 from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Message
-from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
+from holdfast.writer.ingest.sources import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
 
 from ..config import ValidationTaskConfig

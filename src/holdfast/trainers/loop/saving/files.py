@@ -31,7 +31,7 @@ from holdfast.state.load.selection import covers
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import TorchFileWriter, from_plain, to_plain
 from holdfast.state.tree import arrays, objects, rng
-from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
+from holdfast.state.tree.objects import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.values import PerRank
 from holdfast.storage.base import BLOCK, Storage
 from holdfast.storage.stream import InputStream

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.errors import ConfigError
 from holdfast.state.accelerator import has_streams
 from holdfast.state.gradient_order import fix_or_warn
-from holdfast.state.tree.spread import is_spread, local_tensor
+from holdfast.state.tree.arrays import is_spread, local_tensor
 
 from .ranks import Ranks
 
