@@ -23,9 +23,9 @@ from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
+from holdfast.writer.arena import StepMemory
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
-from holdfast.writer.step_memory import StepMemory
 
 from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .meeting import SILENCE_S, Alone, Meeting

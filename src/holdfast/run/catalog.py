@@ -27,7 +27,6 @@ from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import MayBeCopied, names_under, remove_listed, sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
-from .rollbacks import choose
 from .trash import Trash
 from .view import RunView, to_judge
 
@@ -147,6 +146,8 @@ class Catalog(RunView):
         def judged(record: Record) -> Record:
             if not rollbacks and watched is None:
                 return record
+            from .rollbacks import choose  # few runs have a guard
+
             bad, _ = choose([to_judge(record)], rollbacks, metric=watched)
             return replace(record, metrics={}) if bad else record  # no checkpoint is best by a bad step
 

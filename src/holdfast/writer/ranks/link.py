@@ -26,8 +26,8 @@ from typing import Any
 
 from holdfast.errors import ConfigError, HoldfastError
 
+from ..arena import KINDS
 from ..frames import FrameDecoder, encode
-from ..step_memory import KINDS
 
 __all__ = [
     "ANSWER_BYTES",
