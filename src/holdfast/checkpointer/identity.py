@@ -19,15 +19,9 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 __all__ = [
-    "free_name",
-    "is_foreign_array",
-    "manifest_fields",
-    "new_start_id",
-    "plain_at_once",
-    "plain_metrics",
-    "take_metrics",
-    "taken_names",
-]
+    "free_name", "is_foreign_array", "manifest_fields", "new_start_id", "plain_at_once", "plain_metrics",
+    "take_metrics", "taken_names",
+]  # fmt: skip
 
 
 def new_start_id() -> str:

@@ -30,20 +30,9 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedSt
 from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads
 
 __all__ = [
-    "DECODERS",
-    "MAX_NESTING",
-    "decode",
-    "describe",
-    "dumps",
-    "encode",
-    "encode_float",
-    "encode_numpy",
-    "encode_scalar",
-    "encode_text",
-    "is_scalar",
-    "is_text",
-    "loads",
-]
+    "DECODERS", "MAX_NESTING", "decode", "describe", "dumps", "encode", "encode_float", "encode_numpy",
+    "encode_scalar", "encode_text", "is_scalar", "is_text", "loads",
+]  # fmt: skip
 
 Encode = Callable[[Any, str], Any]
 """Encodes a value that stands at a path."""

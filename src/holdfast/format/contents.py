@@ -33,18 +33,9 @@ if TYPE_CHECKING:
     from .index_group import IndexGroup
 
 __all__ = [
-    "MAX_JSON",
-    "ContentsReader",
-    "TensorList",
-    "check_node",
-    "check_object",
-    "check_parts",
-    "check_there",
-    "check_whole",
-    "in_boxes",
-    "merged",
-    "unite",
-]
+    "MAX_JSON", "ContentsReader", "TensorList", "check_node", "check_object", "check_parts", "check_there",
+    "check_whole", "in_boxes", "merged", "unite",
+]  # fmt: skip
 
 MAX_JSON = 2 << 30
 """Bound for the bytes of an index or a structure before it is read."""

@@ -36,15 +36,9 @@ if TYPE_CHECKING:
     from .client import WriterClient
 
 __all__ = [
-    "Conversation",
-    "PendingCall",
-    "Shared",
-    "WindowsLostError",
-    "can_run_process",
-    "launch_process",
-    "launch_thread",
-    "own_paths",
-]
+    "Conversation", "PendingCall", "Shared", "WindowsLostError", "can_run_process", "launch_process",
+    "launch_thread", "own_paths",
+]  # fmt: skip
 
 _LOG = get_logger("writer")
 _END_S = 10.0

@@ -61,16 +61,9 @@ from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous
 
 __all__ = [
-    "SaveRunner",
-    "Task",
-    "certainly_uncommitted",
-    "commit_parts",
-    "committed_already",
-    "is_committed",
-    "outcome",
-    "probe",
-    "stored_part",
-]
+    "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",
+    "probe", "stored_part",
+]  # fmt: skip
 
 _LOG = get_logger("writer")
 

@@ -30,15 +30,9 @@ from .stored import Stored
 from .targets import Targets
 
 __all__ = [
-    "MatchPlan",
-    "Problems",
-    "derive_generators",
-    "kind_of",
-    "match_per_rank",
-    "match_rng",
-    "note_apart",
+    "MatchPlan", "Problems", "derive_generators", "kind_of", "match_per_rank", "match_rng", "note_apart",
     "restore_derived",
-]
+]  # fmt: skip
 
 
 @dataclass(slots=True)

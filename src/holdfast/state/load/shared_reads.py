@@ -38,17 +38,9 @@ from holdfast.writer.arena import can_share_memory
 from .targets import ReadRequest, read_block
 
 __all__ = [
-    "BLOCK",
-    "Block",
-    "ChunkNumbers",
-    "FileBlocks",
-    "PeerReadBuffer",
-    "SharedReadBuffer",
-    "SharedReads",
-    "Swap",
-    "no_part",
-    "reading_together",
-]
+    "BLOCK", "Block", "ChunkNumbers", "FileBlocks", "PeerReadBuffer", "SharedReadBuffer", "SharedReads", "Swap",
+    "no_part", "reading_together",
+]  # fmt: skip
 
 Swap = Callable[[str, Any], Sequence[Any]]
 """Sends a group name and a value to all ranks; returns the values of the ranks that sent the same name."""

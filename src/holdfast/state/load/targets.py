@@ -37,19 +37,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "BATCH",
-    "CheckingReader",
-    "Cuts",
-    "Pick",
-    "ReadRequest",
-    "Targets",
-    "box_of",
-    "can_pick",
-    "extent",
-    "is_direct",
-    "read_block",
-    "spans",
-]
+    "BATCH", "CheckingReader", "Cuts", "Pick", "ReadRequest", "Targets", "box_of", "can_pick", "extent",
+    "is_direct", "read_block", "spans",
+]  # fmt: skip
 
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 

@@ -42,20 +42,9 @@ from holdfast.storage.together import SerialExecutor
 from ..messages import IngestSource
 
 __all__ = [
-    "SMALL_BYTES",
-    "Contents",
-    "Copier",
-    "Incoming",
-    "SourceFile",
-    "changed",
-    "check_contents",
-    "damaged",
-    "opened",
-    "put_incoming",
-    "read_incoming",
-    "remove_incoming",
-    "scan",
-]
+    "SMALL_BYTES", "Contents", "Copier", "Incoming", "SourceFile", "changed", "check_contents", "damaged", "opened",
+    "put_incoming", "read_incoming", "remove_incoming", "scan",
+]  # fmt: skip
 
 _NAMED = 5
 SMALL_BYTES = 1 << 20
