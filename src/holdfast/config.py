@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._not_here import suggests_fields
+from ._meant import suggests_fields
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 

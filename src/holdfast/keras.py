@@ -13,7 +13,6 @@ from typing import Any
 
 from holdfast.frameworks.keras_state import FitRun
 
-from ._not_here import missing
 from ._optional import require
 from ._units import Interval, IntervalLike, parse_interval
 from .checkpoint.handle import Checkpoint
@@ -179,4 +178,6 @@ def state(model: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
+    from ._not_here import missing
+
     raise missing(__name__, name)

@@ -40,11 +40,10 @@ from holdfast.run.record import Sidecar, change_sidecar, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local.links import drop_link, link_at
-from holdfast.storage.local.local_storage import LocalStorage, absolute
+from holdfast.storage.local.local_storage import LocalStorage, absolute, drop_link, link_at
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, from_description, resolve, split_uri
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 
 from .summary import state_tree, top_names
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
-from holdfast._not_here import suggests
+from holdfast._meant import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
@@ -32,12 +32,12 @@ from .console import show_stop
 from .meeting import meet
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
+from .pending_saves import Stats
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
-from .stats import Stats
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
-from holdfast._not_here import suggests
+from holdfast._meant import suggests
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from holdfast._not_here import closest
+from holdfast._meant import closest
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.config import Guard, Keep, Mirror, check_silence

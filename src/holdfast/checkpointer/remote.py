@@ -21,7 +21,7 @@ from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
 
-from .stats import Stats
+from .pending_saves import Stats
 
 if TYPE_CHECKING:
     from .run_session import RunSession

@@ -29,8 +29,17 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob
 
 from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .meeting import SILENCE_S, Alone, Meeting
-from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .stats import SaveCosts, Stats, StepClock
+from .pending_saves import (
+    TRANSIENT_ERRORS,
+    NoteSender,
+    PendingSaves,
+    RunSave,
+    SaveCosts,
+    Stats,
+    StepClock,
+    failed,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from .announce import Announcer, Listener

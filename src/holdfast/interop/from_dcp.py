@@ -19,7 +19,7 @@ from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 
 from .blobs import Blob, BoxReader, assemble
 from .export import METADATA_NAME

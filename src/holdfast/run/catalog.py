@@ -17,7 +17,7 @@ from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import save_id_of, start_id_of
 from holdfast.storage.base import Storage
-from holdfast.storage.local.links import drop_link, link_at, put_link
+from holdfast.storage.local.local_storage import drop_link, link_at, put_link
 from holdfast.storage.together import together
 
 from .external import EXTERNAL

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast.config import Keep, check_kind, check_silence, is_int, is_number
 from holdfast.errors import ConfigError
 

@@ -34,7 +34,7 @@ from holdfast.state.tree import arrays, objects, rng
 from holdfast.state.tree.objects import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.values import PerRank
 from holdfast.storage.base import BLOCK, Storage
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
