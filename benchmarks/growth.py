@@ -29,7 +29,7 @@ from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Exchange, Fault, FaultProxy
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 from .bench import Context, Goal, Outcome, remove
 from .remote_clients import BUCKET, Server, run_server

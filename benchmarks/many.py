@@ -22,7 +22,7 @@ from holdfast.format.parts import part_name
 from holdfast.format.strict_json import dumps
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 from . import bench
 from .bench import Context, Goal, Outcome

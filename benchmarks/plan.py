@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.format.boxes import Box
 from holdfast.format.commit import PartSummary
 from holdfast.format.contents import unite
+from holdfast.format.division import Box
 from holdfast.format.index import FileNumbers, Index, IndexFile
 from holdfast.format.index_group import read_indexes
 from holdfast.format.manifest import FileEntry, Manifest
@@ -29,7 +29,7 @@ from holdfast.state.save.plan import Layout, Signature, plan
 from holdfast.state.tree.sharded import Placement, Region
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 from .bench import Context, Goal, Outcome, timed
 

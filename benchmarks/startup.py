@@ -8,7 +8,7 @@ import time
 
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.launch import launch_process
+from holdfast.writer.conversation import launch_process
 
 from .bench import Context, Goal, Outcome, remove, timed
 

@@ -6,10 +6,10 @@ Importing this package imports no torch: public names load their module on first
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
-from ._not_here import answer_imports, missing
 from ._paused_gc import paused_gc
 from ._version import __version__ as __version__
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
-    from .checkpoint.handle import Verification as Verification
+    from .checkpoint.verify import Verification as Verification
     from .checkpointer import RNG as RNG
     from .checkpointer import Checkpointer as Checkpointer
     from .checkpointer import PerRank as PerRank
@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from .trainers.loop.trainer import Trainer as Trainer
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "checkpoint.handle": ("Checkpoint", "Verification"),
+    "checkpoint.handle": ("Checkpoint",),
+    "checkpoint.verify": ("Verification",),
     "checkpoint.follow": ("follow",),
     "checkpointer": ("Checkpointer", "PerRank", "RNG", "attrs"),
     "checkpointer.functions": ("SaveHandle", "load", "save", "save_async"),
@@ -92,7 +93,24 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
 __all__ = sorted(_HOME)  # noqa: PLE0605
-answer_imports()
+
+
+class _ModulesNotHere:
+    """The last finder of modules: answers the import of one that scripts for other trainers know, and we do not have.
+
+    ``import a.b`` does not ask attributes of ``a``, and its own words would be "No module named 'a.b'".
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.startswith("holdfast."):
+            from ._not_here import refuse_module
+
+            refuse_module(name)
+
+
+if not any(getattr(finder, "__name__", "") == _ModulesNotHere.__name__ for finder in sys.meta_path):
+    sys.meta_path.append(_ModulesNotHere)
 
 
 def __getattr__(name: str) -> Any:
@@ -100,6 +118,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return _import(name)
     if home is None:
+        from ._not_here import missing
+
         raise missing(__name__, name)
     value = getattr(_import(home), name)
     globals()[name] = value

@@ -1,25 +1,12 @@
-"""What was meant where a name or an argument is not here.
-
-Some are known from other trainers, and Holdfast does not have them: what to do instead of each. Others are misspelt:
-Python says which argument was meant from 3.13 on only, and for names alike only.
-"""
+"""What to do instead of names and modules that other trainers have and Holdfast has not; loaded when asked for one."""
 
 from __future__ import annotations
 
-import functools
 import opcode
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
 
-from .errors import ConfigError
-
-__all__ = ["NOT_HERE", "answer_imports", "answering", "closest", "missing", "removed", "suggests", "suggests_fields"]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
+__all__ = ["NOT_HERE", "missing", "refuse_module"]
 
 _DATA = "Ray Data is not used: give each worker its part with holdfast.torch.prepare_data_loader"
 _GROUP = "the process group is gloo on CPUs and nccl on GPUs; start another one in the train function"
@@ -110,24 +97,11 @@ _MODULES_NOT_HERE = {
 }  # fmt: skip
 
 
-class _Answers:
-    """The last finder of modules: answers the import of one that scripts for other trainers know, and we do not have.
-
-    ``import a.b`` does not ask attributes of ``a``, and its own words would be "No module named 'a.b'".
-    """
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        package, _, rest = name.partition(".")
-        if package == "holdfast" and (advice := _MODULES_NOT_HERE.get(rest)) is not None:
-            raise ModuleNotFoundError(f"there is no module {name}: {advice}", name=name)
-        return None
-
-
-def answer_imports() -> None:
-    """Answer imports of modules that are not here, from now on; idempotent."""
-    if not any(getattr(finder, "__name__", "") == _Answers.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(_Answers)
+def refuse_module(name: str) -> None:
+    """Raise the error for a module of this package that is not here, and that scripts for other trainers know."""
+    advice = _MODULES_NOT_HERE.get(name.partition(".")[2])
+    if advice is not None:
+        raise ModuleNotFoundError(f"there is no module {name}: {advice}", name=name)
 
 
 def missing(module: str, name: str) -> Exception:
@@ -150,89 +124,3 @@ def _is_import() -> bool:
     if frame.f_code.co_name == "_handle_fromlist":  # of importlib: it asks packages first
         return True
     return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
-
-
-def answering(name: str, advice: Mapping[str, str]) -> Callable[[_F], _F]:
-    """Answer arguments of a function with what to do instead of them.
-
-    Args:
-        name: what messages call the function.
-        advice: what to do, by argument.
-    """
-
-    def decorate(function: _F) -> _F:
-        @functools.wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            wrong = sorted(given.keys() & advice.keys())
-            if wrong:
-                several = len(wrong) > 1
-                lines = "; ".join(
-                    f"{argument}: {advice[argument]}" if several else advice[argument] for argument in wrong
-                )
-                raise ConfigError(f"{name} has no argument {' and '.join(wrong)}: {lines}")
-            return function(*args, **given)
-
-        return cast("_F", checked)
-
-    return decorate
-
-
-def removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
-    """Answer arguments of a class that others know (or knew) and we do not with what to do instead of them.
-
-    Args:
-        **advice: what to do, by argument.
-    """
-
-    def decorate(cls: type[_T]) -> type[_T]:
-        cls.__init__ = answering(cls.__name__, advice)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return decorate
-
-
-_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the name that was probably meant, None if none is alike."""
-    from difflib import get_close_matches  # here and below: slow to import, and `import holdfast` needs them not
-
-    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def suggests(*, also: Mapping[str, str] | None = None) -> Callable[[_F], _F]:
-    """Make a function name the argument that was meant when it is called with an unknown one.
-
-    Args:
-        also: names that other libraries use -> the argument here.
-    """
-    import inspect
-
-    def decorate(function: _F) -> _F:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
-
-        @functools.wraps(function)
-        def called(*args: Any, **options: Any) -> Any:
-            try:
-                return function(*args, **options)
-            except TypeError as error:
-                found = _UNEXPECTED.search(str(error))
-                inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
-                if found is None or inside or found[1] in known:  # raised by the body, not by the call
-                    raise
-                meant = (also or {}).get(found[1]) or closest(found[1], known)
-                said = f"did you mean {meant}=?" if meant else f"the arguments are {', '.join(known)}"
-                message = re.sub(r"\. Did you mean .*", "", str(error))
-            raise TypeError(f"{message}: {said}")
-
-        return called  # type: ignore[return-value]
-
-    return decorate
-
-
-def suggests_fields(cls: type[_T]) -> type[_T]:
-    """Let a dataclass name the field that was meant, as `suggests` does."""
-    setattr(cls, "__init__", suggests()(cls.__init__))  # noqa: B010 - a plain assignment is refused by type checkers
-    return cls

@@ -154,7 +154,7 @@ def offered(group: str, name: str, *, what: str) -> Callable[..., Any]:
     """
     from importlib.metadata import entry_points  # not above: slow to import, rarely needed
 
-    from ._not_here import closest
+    from ._meant import closest
 
     found = {entry.name: entry for entry in entry_points(group=group)}
     entry = found.get(name)

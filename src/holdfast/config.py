@@ -8,28 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._not_here import suggests_fields
+from ._meant import suggests_fields
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
 __all__ = [
-    "KEEP_TEXT",
-    "VERIFY_VARIABLE",
-    "Guard",
-    "Keep",
-    "Mirror",
-    "Rule",
-    "check_kind",
-    "check_silence",
-    "is_int",
-    "is_number",
-    "keep_from_text",
-    "rules_of",
-    "stored_keep",
-]
+    "KEEP_TEXT", "VERIFY_VARIABLE", "Guard", "Keep", "Mirror", "Rule", "check_kind", "check_silence", "is_int",
+    "is_number", "keep_from_text", "rules_of", "stored_keep",
+]  # fmt: skip
 
 VERIFY_VARIABLE = "HOLDFAST_VERIFY"
-"""Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.verification`."""
+"""Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.boundaries`."""
 
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 1.0, 86_400.0
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._not_here import missing
 from ._optional import require
 from ._units import Interval, IntervalLike, parse_interval
 from .checkpoint.handle import Checkpoint
@@ -176,4 +175,6 @@ def state(model: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
+    from ._not_here import missing
+
     raise missing(__name__, name)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._not_here import missing
-
 if TYPE_CHECKING:
     from .trainers.function.trainer import TorchTrainer
     from .trainers.torch_helpers import (
@@ -40,6 +38,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
+        from ._not_here import missing
+
         raise missing(__name__, name)
     value = getattr(importlib.import_module(f"holdfast.{home}"), name)
     globals()[name] = value

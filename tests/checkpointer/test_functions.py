@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpointer import functions, save_target
-from holdfast.checkpointer.save_target import SaveTarget
+from holdfast.checkpointer import functions
+from holdfast.checkpointer.functions import SaveTarget
 from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage, assert_state_equal
@@ -214,15 +214,15 @@ def test_errors_of_the_writing_come_out_of_the_handle(tmp_path):
 
 def test_one_writer_and_one_arena_serve_many_saves(tmp_path, monkeypatch):
     """Saves of one process share one writer; asynchronous ones of one structure share one arena."""
-    from holdfast.checkpointer import save_target
+    from holdfast.checkpointer import functions
     from holdfast.state.save import snapshot
 
     functions.save(tmp_path / "first", {"w": torch.ones(4)})
     hf.save_async(tmp_path / "warm", {"w": torch.ones(4)}).result(60)
     started, arenas = [], []
-    create, start = snapshot.Arena.create, save_target.WriterClient.start
+    create, start = snapshot.Arena.create, functions.WriterClient.start
     monkeypatch.setattr(snapshot.Arena, "create", lambda size: arenas.append(size) or create(size))
-    monkeypatch.setattr(save_target.WriterClient, "start", lambda *args: started.append(1) or start(*args))
+    monkeypatch.setattr(functions.WriterClient, "start", lambda *args: started.append(1) or start(*args))
     for number in range(4):
         hf.save_async(tmp_path / f"a{number}", {"w": torch.full((4,), float(number))}).result(60)
     assert (started, arenas) == ([], [])
@@ -486,7 +486,7 @@ def test_a_big_first_save_outlives_the_script(tmp_path):
 
 def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_path, monkeypatch) -> None:
     """One of several ranks whose writer stands still raises; the others hear of it, as of any error of a save."""
-    monkeypatch.setattr(save_target, "ANSWER_MARGIN_S", 0.01)
+    monkeypatch.setattr(functions, "ANSWER_MARGIN_S", 0.01)
     team: Any = SimpleNamespace(rank=1, timeout_s=0.02)
     client: Any = None
     stuck: Future[Any] = Future()

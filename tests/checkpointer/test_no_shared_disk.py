@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import node_local
+from holdfast.checkpointer import remote
 from holdfast.checkpointer.start import check_room
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import part_name, staged_name
@@ -39,16 +39,16 @@ def test_what_another_run_has_staged_is_not_swept(tmp_path: Path) -> None:
     """The start is refused instead: the other run may want to go on with it."""
     opened = SimpleNamespace(run_id="another", records=())
     with pytest.raises(hf.ConfigError, match="holds another run"):
-        node_local._left(staged(tmp_path), cast("Any", opened), 0)
+        remote._left(staged(tmp_path), cast("Any", opened), 0)
 
 
 def test_a_damaged_part_is_none_and_a_disk_that_fails_an_error(tmp_path: Path) -> None:
     """A save without one of its parts is swept; nothing is swept because a disk did not answer for a moment."""
     one: dict[str, Any] = {"name": "step_00000001", "save": SAVE, "writers": 2}
     LocalStorage(tmp_path).put(f"step_00000001/{part_name(1, SAVE)}", b"{")
-    assert node_local._parts_here(LocalStorage(tmp_path), one) == []
+    assert remote._parts_here(LocalStorage(tmp_path), one) == []
     with pytest.raises(hf.StorageError):
-        node_local._parts_here(Silent(tmp_path), one)
+        remote._parts_here(Silent(tmp_path), one)
 
 
 def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB, **more: Any) -> str:

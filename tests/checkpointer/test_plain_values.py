@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.state.load.put_back import put_back
+from holdfast.state.load.restore import put_back
 
 
 def save(path: Any, state: Any, **options: Any) -> None:

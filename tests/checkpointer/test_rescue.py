@@ -309,7 +309,9 @@ def test_memory_for_one_copy_only_leaves_it_out_and_says_so(
 ) -> None:
     """Where two copies do not fit, there is one, for saves, and the start says what is missing."""
     state = {"w": torch.zeros(40 << 20, dtype=torch.uint8)}
-    monkeypatch.setattr(snapshot, "free_memory", lambda: FreeMemory(bytes=(128 << 20) + (60 << 20), bound="test"))
+    monkeypatch.setattr(
+        "holdfast.writer.free_memory.free_memory", lambda: FreeMemory(bytes=(128 << 20) + (60 << 20), bound="test")
+    )
     with hf.Checkpointer(tmp_path, state, every=None, rescue=1) as ck:
         ck.step()
         ck.step()

@@ -16,7 +16,7 @@ import holdfast as hf
 from holdfast.format.commit import remove
 from holdfast.run.catalog import Catalog
 from holdfast.storage import FileReader, MemoryStorage, StorageTraits
-from holdfast.storage.base import WrappedStorage
+from holdfast.storage.wrapped import WrappedStorage
 
 
 class Lagging(WrappedStorage):

@@ -30,9 +30,8 @@ from holdfast.errors import RunBusyError
 from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
-from holdfast.writer.arena import Arena
+from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
-from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 
 THEIRS = {"same.pt": b"S" * 70_000, "differs.pt": b"D" * 9000, "only1.bin": b"here", "w.bin": b"w" * 5000}
 SECOND = "checkpoint_000003"

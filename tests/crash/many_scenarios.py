@@ -13,7 +13,7 @@ from holdfast.storage import LocalStorage
 from holdfast.storage.local import local_storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 NUM_RANKS = 16
 SAVE = "deadbeef-1"

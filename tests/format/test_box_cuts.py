@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.format.boxes import Box, flaw, overlap
+from holdfast.format.division import Box, flaw, overlap
 
 SHAPE = (4, 3)
 BOX = st.tuples(*(st.integers(0, size) for size in SHAPE)).flatmap(

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from catalog_kit import index_of
 
-from holdfast.format.codec import _NODES, decode, loads
+from holdfast.checkpoint.verify import verify_files
+from holdfast.format.codec import _NODES, DECODERS, decode, loads
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import plan_name, read_part, read_plan, sweep_passing
-from holdfast.format.scalars import DECODERS
-from holdfast.format.verify import verify_files
 from holdfast.run.record import read_sidecar, unpack
 from holdfast.storage import LocalStorage
 

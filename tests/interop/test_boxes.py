@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
-from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit
+from holdfast.format.division import Box
 from holdfast.interop import blobs
 from holdfast.interop.blobs import Blob, BoxReader, DirectPartWriter, Row, assemble
 from holdfast.interop.source import OpenedCheckpoint

@@ -36,7 +36,7 @@ from ranks_kit import LastingServer
 
 __all__ = ["WRITERS", "forked_interpreters"]
 
-WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.writer.launch`)
+WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.writer.conversation`)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMIT_S = 60.0

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
-from holdfast.checkpointer import boundaries, functions, run_session, save_target
+from holdfast.checkpointer import boundaries, functions, run_session
 from holdfast.testing import FaultyStorage
 
 
@@ -212,7 +212,7 @@ def two_steps_a_batch(root: str) -> dict[str, Any]:
 
 def odd_calls(root: str) -> dict[str, Any]:
     """What `save` says to ranks that do not do the same."""
-    save_target._TIMEOUT_S = 3.0
+    functions._TIMEOUT_S = 3.0
     rank = dist.get_rank()
     found = {}
     for name, call in {
@@ -256,7 +256,7 @@ def one_fails_early(root: str) -> dict[str, Any]:
     note("after path", lambda: hf.save(Path(root, "c"), {"n": hf.PerRank(rank)}))
     note("interrupted", interrupted)
     note("after interrupted", lambda: hf.save_async(Path(root, "d"), {"n": 1}).result(30))
-    client = next(iter(save_target._teams.values()))[0].client
+    client = next(iter(functions._teams.values()))[0].client
     for _ in range(2 if rank else 0):
         os.kill(client.process_id, signal.SIGKILL)
         known = client.process_id

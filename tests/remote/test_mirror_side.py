@@ -22,8 +22,7 @@ from holdfast.run.record import METRICS_FILE, read_sidecar
 from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import MirrorLimits
-from holdfast.writer.uploads.mirror import Mirroring
-from holdfast.writer.uploads.remote import RemoteRun
+from holdfast.writer.uploads.mirror import Mirroring, RemoteRun
 
 
 @pytest.fixture

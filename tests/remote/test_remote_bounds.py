@@ -16,7 +16,7 @@ from object_kit import BUCKET, KEY, SECRET, s3_environment
 from slow_sink import sink
 
 import holdfast as hf
-from holdfast.checkpointer import save_target
+from holdfast.checkpointer import functions
 from holdfast.storage import StorageTraits
 from holdfast.storage.object.client import BucketClient
 from holdfast.storage.object.object_storage import ObjectStorage
@@ -98,7 +98,7 @@ def test_a_save_to_a_slow_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     with sink(holds, 12, linger) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         handle = hf.save_async("s3://bucket/x", state)
-        (writer,) = {client.process_id for client in save_target._clients.values()} - {None}
+        (writer,) = {client.process_id for client in functions._clients.values()} - {None}
         memory.watch(writer)
         handle.result()
         assert server.was_full.is_set()

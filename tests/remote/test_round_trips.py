@@ -27,7 +27,7 @@ from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Fault
 from holdfast.writer.messages import PartsJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.save import commit_parts
 
 DELAY_S = 0.12
 TRIES = 6

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.copying.transfer import TransferStopped
 from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageError
-from holdfast.writer.ranks.saves import JointUploads, named_error
+from holdfast.writer.ranks.agreement import JointUploads, named_error
 
 ORDER = {"do": "upload", "save": "s-1", "directory": "step_1"}
 

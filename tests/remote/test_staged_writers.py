@@ -25,10 +25,9 @@ from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.testing import FaultyStorage
 from holdfast.writer import distributed
-from holdfast.writer.arena import Arena
+from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
-from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 from holdfast.writer.uploads import staged_run
 
 LIMIT_S = 20.0

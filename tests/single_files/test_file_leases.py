@@ -20,13 +20,13 @@ from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
 from holdfast.run.lease import is_claim, make_owner
 from holdfast.storage import LocalStorage
 from holdfast.storage.base import ReplacingWriter
+from holdfast.storage.together import SerialExecutor
 from holdfast.trainers.loop.parallel import Ranks
 from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import FileLeases, SaveFolder, _of
 from holdfast.writer.messages import SaveJob, SaveResult
 from holdfast.writer.save import Task
-from holdfast.writer.serial_executor import SerialExecutor
 from holdfast.writer.single_file import NameLeases, write_file
 
 

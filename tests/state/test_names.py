@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import holdfast as hf
 from holdfast.state.load.stored import open_stored
 from holdfast.state.tree.flatten import flatten
-from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
+from holdfast.state.tree.objects import canonical_keys, parameter_names, unwrap
 
 
 @pytest.fixture(scope="module")

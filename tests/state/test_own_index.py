@@ -9,7 +9,7 @@ from mesh_kit import Layout, load_ranks, playing, save_ranks
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.load.restore import load_state
-from holdfast.state.tree.spread import local_tensor
+from holdfast.state.tree.arrays import local_tensor
 from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()

@@ -18,9 +18,9 @@ import holdfast as hf
 from holdfast import Checkpoint
 from holdfast.format.digest import Digests, chunk_digests
 from holdfast.state.load import reader as reader_module
-from holdfast.state.load.read_request import Pick, ReadRequest, can_pick, extent
 from holdfast.state.load.reader import BLOCK, BlockFeed, is_direct, read_tensors, split
 from holdfast.state.load.stored import open_stored
+from holdfast.state.load.targets import Pick, ReadRequest, can_pick, extent
 from holdfast.storage import FileReader, MemoryStorage
 
 _numbers = itertools.count()

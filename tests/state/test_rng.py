@@ -11,7 +11,7 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import UnsupportedStateError
-from holdfast.state.load.rank_values import restore_derived
+from holdfast.state.load.match_plan import restore_derived
 from holdfast.state.tree import rng
 
 

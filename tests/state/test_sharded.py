@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from mesh_kit import Layout, load_ranks, playing, save_ranks
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from holdfast.format.boxes import Box, flaw
+from holdfast.format.division import Box, flaw
 from holdfast.format.index import Piece
 from holdfast.state.load import targets
 from holdfast.state.load import targets as targets_module
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.targets import spans
+from holdfast.state.tree.arrays import local_tensor
 from holdfast.state.tree.sharded import Cut, held, local_parts
-from holdfast.state.tree.spread import local_tensor
 from holdfast.storage import MemoryStorage
 
 _numbers = itertools.count()

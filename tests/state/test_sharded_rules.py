@@ -16,8 +16,8 @@ from holdfast.format.index import Index
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.stored import open_stored
 from holdfast.state.save.plan import plan, signature
+from holdfast.state.tree.arrays import local_tensor
 from holdfast.state.tree.flatten import flatten
-from holdfast.state.tree.spread import local_tensor
 from holdfast.storage import MemoryStorage
 
 ROWS = Layout((4,), (0,))

@@ -99,7 +99,7 @@ def test_columns_are_read_once_for_all_ranks():
 
     def load(rank, swap):
         live = torch.zeros(2048, 520)[:, 130 * rank : 130 * rank + 130]
-        from holdfast.format.boxes import Box
+        from holdfast.format.division import Box
         from holdfast.state.load.reader import read_tensors
         from holdfast.state.load.stored import open_stored
         from holdfast.state.load.targets import spans

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.storage.object import errors
-from holdfast.storage.object.errors import ShortAnswerError, again_if_broken
+from holdfast.storage.object import client
+from holdfast.storage.object.client import ShortAnswerError, again_if_broken
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def clock(monkeypatch):
         pauses.append(pause_s)
         now[0] += pause_s
 
-    monkeypatch.setattr(errors.time, "sleep", sleep)
-    monkeypatch.setattr(errors.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(errors.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(client.time, "sleep", sleep)
+    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: high)
     return now, pauses
 
 

@@ -15,8 +15,8 @@ from object_kit import BUCKET, KEY, moto, s3_environment
 import holdfast as hf
 from holdfast.errors import StorageUnavailableError
 from holdfast.storage import FileWriter, MemoryStorage
-from holdfast.storage.base import WrappedStorage
 from holdfast.storage.resolve import resolve
+from holdfast.storage.wrapped import WrappedStorage
 from holdfast.trainers.function.worker.session import StorageContext
 
 fs = pytest.importorskip("pyarrow.fs")

@@ -14,10 +14,10 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.storage import LocalStorage
 from holdfast.storage.local import local_io
+from holdfast.storage.together import SerialExecutor
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 from holdfast.writer.ingest.intake import Intake
 from holdfast.writer.messages import IngestJob, IngestSource
-from holdfast.writer.serial_executor import SerialExecutor
 
 FILES = {f"d{number % 3}/{number % 2}/f{number}": bytes([number]) * (number * 700) for number in range(12)}
 
@@ -193,7 +193,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.storage import LocalStorage; from holdfast.storage.local import local_io as _local_batch
 from holdfast.writer.ingest.intake import Intake
 from holdfast.writer.messages import IngestJob, IngestSource
-from holdfast.writer.serial_executor import SerialExecutor as Side
+from holdfast.storage.together import SerialExecutor as Side
 if sys.argv[1] == "all":
     job = IngestJob(directory="ck", save_id="aaaaaaaa-1", sources=(IngestSource(rank=0, path={str(many)!r}),),
                     manifest={{"checkpoint_id": "x", "attempt": 1, "step": 1}})

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.storage.object.read import _MAX_BYTES, _PIECE, Ahead
+from holdfast.storage.object.object_storage import _MAX_BYTES, _PIECE, Ahead
 
 SIZE = 120 << 20
 SOURCE = bytes(range(251)) * (SIZE // 251 + 1)

@@ -141,7 +141,7 @@ _PASSING = [
 def test_answers_that_pass(stub, monkeypatch, operation, status, code):
     """What the SDKs of the stores repeat is repeated; if it does not pass, the store is away, and refuses nothing."""
     monkeypatch.setattr(ObjectStorage, "conditional", True)
-    monkeypatch.setattr("holdfast.storage.object.errors._PAUSE_S", 0.001)
+    monkeypatch.setattr("holdfast.storage.object.client._PAUSE_S", 0.001)
     answers = [(status, code)] * 2
     stub.answer = lambda method, path: answers.pop() if answers else (200, "")
     _OPERATIONS[operation](_storage(stub.url))

@@ -12,10 +12,10 @@ import pytest
 import writer_kit as kit
 from process_kit import wait_until
 
+from holdfast.checkpoint.verify import verify_files
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest
 from holdfast.format.digest import CHUNK, chunk_digests
-from holdfast.format.verify import verify_files
 from holdfast.storage import FileWriter, LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena

@@ -23,7 +23,7 @@ from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob, SaveJob, SaveResult
-from holdfast.writer.parts import _collect, commit_parts
+from holdfast.writer.save import _collect, commit_parts
 
 SAVE = "aaaaaaaa-7"
 DIRECTORY = "checkpoint_000003"

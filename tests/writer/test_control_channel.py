@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.writer.arena import Arena
+from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.distributed import Joint
 from holdfast.writer.frames import encode
@@ -34,7 +34,6 @@ from holdfast.writer.ranks.link import (
 )
 from holdfast.writer.ranks.member import ControlMember
 from holdfast.writer.ranks.server import ControlServer
-from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
 
 TOKEN = "t0ken"
 LIMIT_S = 60.0

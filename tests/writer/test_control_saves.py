@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.writer.ranks.saves import (
+from holdfast.writer.ranks.agreement import (
     CommitSave,
     JointSaves,
     JointUploads,

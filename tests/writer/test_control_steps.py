@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from holdfast.writer.ranks.steps import RankStanding, StepAgreement
-from holdfast.writer.step_memory import BOARD_BYTES, StepMailbox
+from holdfast.writer.arena import BOARD_BYTES, StepMailbox
+from holdfast.writer.ranks.agreement import RankStanding, StepAgreement
 
 
 class Rank:

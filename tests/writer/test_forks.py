@@ -17,7 +17,7 @@ from holdfast import _paused_gc
 from holdfast.errors import SessionError
 from holdfast.state.save import staging
 from holdfast.storage import MemoryStorage
-from holdfast.writer import launch
+from holdfast.writer import conversation
 from holdfast.writer.client import WriterClient
 
 
@@ -112,7 +112,7 @@ def test_the_death_of_a_writer_is_noticed_although_a_child_was_forked_during_its
             forked.wait(0.5)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(launch.subprocess, "Popen", meanwhile)
+    monkeypatch.setattr(conversation.subprocess, "Popen", meanwhile)
     client = WriterClient.start(thread=False)
     try:
         forker.join(20)

@@ -76,7 +76,7 @@ def test_a_container_sees_its_own_group_as_the_topmost(tmp_path, own, mounted):
 
 def test_where_memory_is_short_saves_go_through_windows(tmp_path, monkeypatch, capfd):
     """Nobody asked for it, so the start says it, with what it costs; every save is whole."""
-    monkeypatch.setattr(snapshot, "free_memory", lambda: FreeMemory(150 * MIB, "a test"))
+    monkeypatch.setattr("holdfast.writer.free_memory.free_memory", lambda: FreeMemory(150 * MIB, "a test"))
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32)}
     with hf.Checkpointer(tmp_path / "run", state, every=1) as ck:
         for _ in range(2):
@@ -86,7 +86,7 @@ def test_where_memory_is_short_saves_go_through_windows(tmp_path, monkeypatch, c
     assert "memory is short: a copy of the state takes 24.0 MiB, and of the 150.0 MiB that are free (a test)" in told
     assert told.count("memory is short") == 1
     assert bool((hf.load(tmp_path / "run" / "step_00000002")["w"] == state["w"]).all())
-    monkeypatch.setattr(snapshot, "free_memory", lambda: FreeMemory(2000 * MIB, "a test"))
+    monkeypatch.setattr("holdfast.writer.free_memory.free_memory", lambda: FreeMemory(2000 * MIB, "a test"))
     with hf.Checkpointer(tmp_path / "roomy", state, every=1) as ck:
         ck.step()
     assert "memory is short" not in capfd.readouterr().err
@@ -101,7 +101,7 @@ def test_memory_for_gradients_is_left_alone():
             model(torch.ones(1, 1024)).sum().backward()
         snapshotter = snapshot.Snapshotter()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(snapshot, "free_memory", lambda: FreeMemory((128 + 50) * MIB, "a test"))
+            patch.setattr("holdfast.writer.free_memory.free_memory", lambda: FreeMemory((128 + 50) * MIB, "a test"))
             found.append(snapshotter.look_at_memory({"model": model}) is None)
         snapshotter.close()
     assert found == [False, True]

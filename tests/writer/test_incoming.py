@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, Sto
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.ingest.incoming import put_incoming, read_incoming
+from holdfast.writer.ingest.sources import put_incoming, read_incoming
 from holdfast.writer.messages import IngestJob, IngestSource
 
 

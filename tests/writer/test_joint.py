@@ -11,7 +11,7 @@ from holdfast.errors import CheckpointError
 from holdfast.storage import MemoryStorage
 from holdfast.writer.distributed import Joint
 from holdfast.writer.messages import SaveJob
-from holdfast.writer.ranks.saves import named_error
+from holdfast.writer.ranks.agreement import named_error
 
 
 @pytest.mark.parametrize(("heard", "begins_last"), [(True, True), (True, False), (False, True), (False, False)])

@@ -11,12 +11,12 @@ import torch
 from writer_kit import fill, make_job, noise, stored
 
 import holdfast as hf
-from holdfast.checkpointer import functions, save_target
+from holdfast.checkpointer import functions
 from holdfast.errors import HoldfastError
 from holdfast.state.load import shared_reads
 from holdfast.storage import LocalStorage
 from holdfast.writer import arena as arena_module
-from holdfast.writer import frames, launch
+from holdfast.writer import conversation, frames
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
 
@@ -37,7 +37,7 @@ def storage(tmp_path):
 def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures):
     """Tried again by the first job that needs it; if it fails then too, that save is lost and said, and no other."""
     left = [failures]
-    real = launch.Shared.arena
+    real = conversation.Shared.arena
 
     def failing(self, message):
         if left[0]:
@@ -45,7 +45,7 @@ def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures)
             refuse(errno.ENOMEM)()
         return real(self, message)
 
-    monkeypatch.setattr(launch.Shared, "arena", failing)
+    monkeypatch.setattr(conversation.Shared, "arena", failing)
     data = [noise(1, 10_000)]
     with fill(data) as arena, WriterClient.start(storage, thread=True) as writer:
         first = writer.submit(storage, make_job(data, step=1), [b"{}"], arena)
@@ -103,13 +103,13 @@ def test_no_thread_for_the_pages_of_an_arena(monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """What was found out about the system is found out anew; no writer or memory of an earlier test serves saves."""
-    monkeypatch.setattr(save_target, "_clients", {})
+    monkeypatch.setattr(functions, "_clients", {})
     monkeypatch.setattr(functions, "_idle", {})
     caches = (arena_module.can_share_memory, shared_reads._can_watch)
     for one in caches:
         one.cache_clear()
     yield
-    for client in save_target._clients.values():
+    for client in functions._clients.values():
         client.close()
     for one in caches:
         one.cache_clear()
@@ -126,5 +126,5 @@ def test_a_sandbox_without_memfd_or_pidfd(tmp_path, monkeypatch, fresh, name, co
         ck.step(loss=1.0)
     assert torch.equal(hf.load(tmp_path / "one")["model"]["weight"], model.weight)
     assert [one.name for one in (tmp_path / "run").iterdir() if one.name.startswith("step_")] == ["step_00000001"]
-    assert launch.can_run_process() == (name != "memfd_create")
+    assert conversation.can_run_process() == (name != "memfd_create")
     assert not shared_reads.can_share()

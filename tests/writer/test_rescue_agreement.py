@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.writer.ranks.saves import RescueAgreement
+from holdfast.writer.ranks.agreement import RescueAgreement
 
 
 def agreed(*held: dict[str, int], committed: int = -1) -> str | None:

@@ -16,9 +16,8 @@ from process_kit import wait_until
 
 from holdfast.errors import HoldfastError, RunBusyError, SessionError
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.writer.arena import Arena
+from holdfast.writer.arena import BOARD_BYTES, WHO_LEFT, Arena, StepMailbox
 from holdfast.writer.client import SharedWriter, WriterClient
-from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 from holdfast.writer.uploads.files import UploadJob
 
 OF = "0123abcd"

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from holdfast.writer.step_memory import StepMemory, rows_left, steps_done
+from holdfast.writer.arena import StepMemory, rows_left, steps_done
 
 ROWS = [
     (1, 0, 10.0, {"loss": 0.5}),

@@ -17,8 +17,8 @@ from holdfast.storage import MemoryStorage, ObjectInfo
 from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.conversation import Shared
 from holdfast.writer.frames import Channel
-from holdfast.writer.launch import Shared
 from holdfast.writer.open_run import Run
 from holdfast.writer.server import WriterLoop
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from holdfast._log import get_logger
 from holdfast.errors import (
@@ -40,17 +40,18 @@ from holdfast.run.record import Sidecar, change_sidecar, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local.links import drop_link, link_at
-from holdfast.storage.local.local_storage import LocalStorage, absolute
+from holdfast.storage.local.local_storage import LocalStorage, absolute, drop_link, link_at
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, from_description, resolve, split_uri
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 
 from .summary import state_tree, top_names
-from .verify import Verification, read_metadata, verify
+
+if TYPE_CHECKING:
+    from .verify import Verification
 
 __all__ = [
-    "Checkpoint", "CommittedCheckpoint", "DictStore", "Verification", "file_system", "locate", "newest_of_run",
+    "Checkpoint", "CommittedCheckpoint", "DictStore", "file_system", "locate", "newest_of_run",
     "without_prefix",
 ]  # fmt: skip
 
@@ -345,6 +346,8 @@ class Checkpoint:
 
         Never raises for damage: that is what the result is for.
         """
+        from .verify import Verification, verify  # not above: every handle comes past here
+
         if self._is_file():
             why = "foreign: a single file has no manifest, so there is nothing to check against"
             return Verification(ok=False, problems=(why,), state="foreign")
@@ -424,6 +427,8 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: it is damaged, or no JSON object.
         """
+        from .verify import read_metadata
+
         return read_metadata(self._storage, self._metadata_path())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.format.contents import ContentsReader
-from holdfast.format.schema import check_whole
+from holdfast.format.contents import ContentsReader, check_whole
 
 __all__ = ["Item", "TensorRow", "entries_of", "items", "plain_names", "short", "state_tree", "tensors", "top_names"]
 

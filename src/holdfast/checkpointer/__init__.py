@@ -12,6 +12,6 @@ from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank, attrs
 
 from .checkpointer import Checkpointer
-from .stats import Stats
+from .pending_saves import Stats
 
 __all__ = ["RNG", "Checkpointer", "PerRank", "Stats", "attrs"]

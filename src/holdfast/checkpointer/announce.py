@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from holdfast._log import get_logger
+from holdfast._optional import tracker
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 
 if TYPE_CHECKING:
@@ -20,16 +21,12 @@ _LOG = get_logger("announce")
 Listener = Callable[["Checkpoint"], object]
 
 
-def listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[Listener, ...]:
+def listeners(given: Listener | str | Sequence[Listener | str]) -> tuple[Listener, ...]:
     """Check the argument ``on_commit``; a text names a tracker of an installed package.
 
     Raises:
         ConfigError: something cannot be called.
     """
-    if given is None:
-        return ()
-    from holdfast._optional import tracker  # not above: most runs have no listener
-
     several = (given,) if callable(given) or isinstance(given, str) else given
     found = tuple(tracker(listener, what="on_commit") for listener in several)
     for listener in found:

@@ -7,13 +7,16 @@ loop asks for its next batch, ends its epoch, or leaves, so that what the body d
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from holdfast._log import get_logger
 from holdfast._units import format_bytes
+from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import StorageError
 from holdfast.run.life import GUARD_STATUS, RolledBack
 from holdfast.state.save.snapshot import Snapshotter
@@ -25,12 +28,11 @@ from .pending_saves import passing_error, state_of
 from .progress import RESERVED, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
-from .verification import Watcher
 
 if TYPE_CHECKING:
     from .guard import GuardWatch
 
-__all__ = ["StepBoundary", "leave_for_alarm"]
+__all__ = ["StepBoundary", "Watcher", "leave_for_alarm", "watcher"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
@@ -606,3 +608,58 @@ def leave_for_alarm(
     if status == GUARD_STATUS:
         session.life.end("rolled back")
     raise RolledBack if status == GUARD_STATUS else SystemExit(status)
+
+
+_HOME = "holdfast.verify.witness"
+
+
+class Watcher(Protocol):
+    """Follows one `Checkpointer` through one life."""
+
+    def arguments(self, path: Any, **options: Any) -> tuple[Any, ...]:
+        """Return the path and the options to use instead of those given, in their order."""
+        ...
+
+    def entered(self, step: int, resumed: int | None, state: Callable[[], Mapping[Any, Any]]) -> None:
+        """Take note of the state a life begins with.
+
+        Args:
+            step: the counter.
+            resumed: step of the checkpoint that was resumed, None for a fresh start.
+            state: returns the full state, as it would be saved.
+        """
+        ...
+
+    def stepped(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take note of the metrics of a step that was counted just now."""
+        ...
+
+    def boundary(self, step: int, state: Callable[[], Mapping[Any, Any]], save: Callable[[], object]) -> None:
+        """Take note of the state at the boundary of a step, save it if that is planned, and stop there if asked to.
+
+        Args:
+            step: the step that is over. It may come more than once, at the end of an epoch and of the body too.
+            state: returns the full state, as a save at this very moment would take it.
+            save: saves the step now, unless it is saved.
+        """
+        ...
+
+    def reported(self, step: int, metrics: Mapping[str, Any], state: Callable[[], Mapping[Any, Any]]) -> None:
+        """Take note of metrics that were reported just now, and stop there if asked to."""
+        ...
+
+    def mismatched(self, text: str) -> None:
+        """Take note of what the ledger of batches says of the batch that comes now; the step is made all the same."""
+        ...
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the same batches, each noted as it is drawn."""
+        ...
+
+
+def watcher(path: Any) -> Watcher | None:
+    """Return what the `Checkpointer` on ``path`` reports to; None unless its resume is being verified."""
+    plan = os.environ.get(VERIFY_VARIABLE)
+    if not plan:
+        return None
+    return cast("Watcher | None", importlib.import_module(_HOME).witness(plan, path))

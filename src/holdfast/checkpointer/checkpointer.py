@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
-from holdfast._not_here import suggests
+from holdfast._meant import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
@@ -27,26 +27,25 @@ from holdfast.state.tree.rng import RNG
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .announce import Listener
-from .boundaries import StepBoundary
+from .boundaries import StepBoundary, watcher
 from .console import show_stop
 from .meeting import meet
 from .metrics import MetricLog, NoLog
 from .options import CheckpointerOptions, check_root, check_state, sides
+from .pending_saves import Stats
 from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
-from .stats import Stats
-from .verification import watcher
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.model_files import Content, ModelFiles
     from holdfast.run.view import RunView
-    from holdfast.state.tree.groups import Alike
+    from holdfast.state.tree.sharded import Alike
 
+    from .announce import Listener
     from .guard import GuardWatch
 
 __all__ = ["Checkpointer"]
@@ -196,7 +195,7 @@ class Checkpointer:
         rank, world_size = info.rank, info.world_size
         alike = None
         if world_size > 1:
-            from holdfast.state.tree.groups import ranks_alike
+            from holdfast.state.tree.sharded import ranks_alike
 
             alike = ranks_alike(options.alike, rank=rank, world_size=world_size)
         self._progress = Progress(

@@ -14,20 +14,14 @@ import torch
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
 from holdfast.run.metrics import check_length
-from holdfast.state.tree.spread import is_spread, local_tensor
+from holdfast.state.tree.arrays import is_spread, local_tensor
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 __all__ = [
-    "free_name",
-    "is_foreign_array",
-    "manifest_fields",
-    "new_start_id",
-    "plain_at_once",
-    "plain_metrics",
-    "take_metrics",
-    "taken_names",
-]
+    "free_name", "is_foreign_array", "manifest_fields", "new_start_id", "plain_at_once", "plain_metrics",
+    "take_metrics", "taken_names",
+]  # fmt: skip
 
 
 def new_start_id() -> str:

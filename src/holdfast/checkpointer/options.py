@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from holdfast._not_here import closest
+from holdfast._meant import closest
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.config import Guard, Keep, Mirror, check_silence
@@ -19,7 +19,6 @@ from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .announce import Listener, listeners
 from .meeting import SILENCE_S
 from .progress import RESERVED
 from .save_policy import Deadline, Schedule
@@ -27,7 +26,9 @@ from .save_policy import Deadline, Schedule
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.model_files import ModelFiles
-    from holdfast.state.tree.groups import Alike
+    from holdfast.state.tree.sharded import Alike
+
+    from .announce import Listener
 
 __all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
@@ -222,7 +223,7 @@ class CheckpointerOptions:
             silence_s=float(silence_s),
             seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
-            on_commit=listeners(on_commit),
+            on_commit=_listeners(on_commit),
             fit=_fit(strict, allow_missing, skip, rename),
             unsupported=unsupported,
             alike=alike,
@@ -323,3 +324,11 @@ def check_root(storage: Storage) -> None:
     root = storage.local_root
     if root is not None and root.is_file():
         raise ConfigError(f"{root} is a file; a run needs a directory: give another path")
+
+
+def _listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[Listener, ...]:
+    if given is None:
+        return ()
+    from .announce import listeners  # not above: most runs have none
+
+    return listeners(given)

@@ -16,7 +16,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, SessionError
-from holdfast.run.rollbacks import BatchSpan
+from holdfast.run.data_ring import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
 from .ledger import DataLedger

@@ -16,11 +16,10 @@ from holdfast._ranks import current_ranks
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.run.process import network_name
-from holdfast.writer.arena import Arena
+from holdfast.writer.arena import BOARD_BYTES, WHO_LEFT, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
-from holdfast.writer.step_memory import BOARD_BYTES, WHO_LEFT, StepMailbox
 
 from .meeting import SILENCE_S, Meeting, same_for_all
 from .pending_saves import ANSWER_MARGIN_S

@@ -29,8 +29,7 @@ from .progress import RESERVED, Progress
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
-    from holdfast.state.load.put_back import PutBack
-    from holdfast.state.load.restore import Loaded
+    from holdfast.state.load.restore import Loaded, PutBack
 
 __all__ = ["BEGAN", "Fit", "ResumeResult", "beginning", "first_good", "resume_run", "saved_since"]
 

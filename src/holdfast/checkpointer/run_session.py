@@ -23,17 +23,26 @@ from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
+from holdfast.writer.arena import StepMemory
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
-from holdfast.writer.step_memory import StepMemory
 
-from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .meeting import SILENCE_S, Alone, Meeting
-from .pending_saves import TRANSIENT_ERRORS, NoteSender, PendingSaves, RunSave, failed, state_of
-from .stats import SaveCosts, Stats, StepClock
+from .pending_saves import (
+    TRANSIENT_ERRORS,
+    NoteSender,
+    PendingSaves,
+    RunSave,
+    SaveCosts,
+    Stats,
+    StepClock,
+    failed,
+    state_of,
+)
 
 if TYPE_CHECKING:
+    from .announce import Announcer, Listener
     from .rank_group import RankGroup
     from .remote import RemoteWatch
 
@@ -91,7 +100,7 @@ class RunSession:
         stats: what saving has cost.
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
-        announcer: calls listeners with what is committed.
+        announcer: calls listeners with what is committed; None without any.
         life: what this process tells `holdfast run`, if that has started it.
         paid: called with the seconds that a save has cost training, and those until it was durable.
         extra: entries of the manifest's ``extra`` for the next saves.
@@ -121,7 +130,7 @@ class RunSession:
         self.stats, self.clock = Stats(), StepClock()
         self._costs = SaveCosts(self.stats)
         self.remote_watch: RemoteWatch | None = None
-        self.announcer = Announcer(())
+        self.announcer: Announcer | None = None
         self.life = LifeReport()
         self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
         self.extra: dict[str, Any] = {}
@@ -298,11 +307,14 @@ class RunSession:
             listeners: called with each checkpoint; where the ranks share no disk, once it is at the remote.
             mirror: rules of a mirrored run.
         """
-        announcer = self.announcer = Announcer(listeners)
-        far, staged = self.remote, self.staged
+        if listeners:
+            from .announce import Announcer  # not above: most runs have no listener
+
+            self.announcer = Announcer(listeners)
+        announcer, far, staged = self.announcer, self.remote, self.staged
 
         def arrived(name: str) -> None:
-            if far is not None and staged:
+            if announcer is not None and far is not None and staged:
                 from holdfast.checkpoint.handle import Checkpoint, CommittedCheckpoint  # not above: needed by few
 
                 known = self._staged_saves.pop(name, None)
@@ -388,7 +400,7 @@ class RunSession:
             self.journal("cost", step=save.step, name=save.name, **cost)
             snapshotter.observe(result.unchanged)
             # A staged save is announced when it has arrived at the remote.
-            if self.leads and not self.staged and self.announcer.listeners:
+            if self.leads and not self.staged and self.announcer is not None:
                 from holdfast.checkpoint.handle import CommittedCheckpoint
 
                 told = CommittedCheckpoint.told(
@@ -694,7 +706,8 @@ class RunSession:
         self.client.close(limit_s, why=why)
         if self.team is not None:
             self.team.close()
-        self.announcer.close(limit_s)
+        if self.announcer is not None:
+            self.announcer.close(limit_s)
         self.life.end()
         self.memory.close()
 

@@ -18,11 +18,10 @@ from holdfast._units import format_bytes, format_duration
 from holdfast.config import Keep, rules_of
 from holdfast.errors import StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
+from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
-from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
-from holdfast.state.tree.optimizers import is_plain
+from holdfast.state.tree.objects import is_plain
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -35,6 +34,7 @@ from .run_session import RunSession
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.run.rollbacks import Rollback
 
 __all__ = ["StartedRun", "check_room", "start_run"]
 
@@ -113,10 +113,12 @@ def start_run(
     _open(session, options)
     live = state()
     probes = _begin_probes(session) if session.leads else {}
-    rollbacks = [] if options.resume == "never" else read_rollbacks(session.opened.notes)
-    names, unsound = _candidates(session, options, rollbacks)
+    names, unsound, rollbacks = _candidates(session, options)
     outcome = _resume(session, live, home, replace(options.fit, apart=apart), options, names, unsound)
-    progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
+    if rollbacks:
+        from holdfast.run.rollbacks import left_out_by
+
+        progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
@@ -165,7 +167,10 @@ def start_run(
         block.notes.extend(note for note in short if note is not None)
         if left_out:
             block.notes.append(f"rescue= is left out: {left_out}")
-        block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
+        if rollbacks or unsound:
+            from holdfast.run.rollbacks import notes_of
+
+            block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(
@@ -184,16 +189,20 @@ def _before(
 
 
 def _candidates(
-    session: RunSession, options: CheckpointerOptions, rollbacks: Sequence[Rollback]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the checkpoints to try, in their order, and why others of the run are not sound."""
+    session: RunSession, options: CheckpointerOptions
+) -> tuple[list[str], dict[str, str], Sequence[Rollback]]:
+    """Return the checkpoints to try, in their order; why others are not sound; what is known of bad steps."""
     rows, metric = session.opened.records, _watched(options)
-    judged: list[Sequence[Any]] = [(*row[:3], {}) for row in rows]
-    if metric is not None:
-        from holdfast.run.record import unpack  # not above: of runs with a guard
+    notes = {} if options.resume == "never" else session.opened.notes
+    if metric is None and ROLLBACKS not in notes:
+        return [row[0] for row in rows], {}, ()
+    from holdfast.run.record import unpack  # not above: of runs with a guard
+    from holdfast.run.rollbacks import order_to_try, read_rollbacks
 
-        judged = [(*row[:3], unpack(row).metrics) for row in rows]
-    return order_to_try(judged, rollbacks, metric=metric, are_all_known=not session.opened.quarantined)
+    rollbacks = read_rollbacks(notes)
+    judged: list[Sequence[Any]] = [(*row[:3], {} if metric is None else unpack(row).metrics) for row in rows]
+    names, unsound = order_to_try(judged, rollbacks, metric=metric, are_all_known=not session.opened.quarantined)
+    return names, unsound, rollbacks
 
 
 def _watched(options: CheckpointerOptions) -> str | None:
@@ -228,9 +237,10 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     if meeting.world_size < 3:
         return []
     from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
+    from holdfast.state.tree.sharded import parallel_group
 
     found = {path: module for path, module in parallel_modules(live).items() if module.process_group.size() > 2}
-    keys = {path: _key_of(path, parallel_group(module) or ()) for path, module in found.items()}
+    keys = {path: _key_of(path, parallel_group(module)) for path, module in found.items()}
 
     def decide(given: list[Any]) -> list[str]:
         counts = Counter(key for keys in given for key in keys)
@@ -250,7 +260,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
     """Find out whether the ranks share a disk, and open the run at a storage that all of them reach."""
     mirror, remote, meeting = options.mirror, session.remote, session.meeting
     if meeting.world_size > 1 and remote is not None:
-        from .node_local import share_a_disk
+        from .remote import share_a_disk
 
         session.staged = not share_a_disk(session)
     if not session.staged or remote is None or mirror is None:
@@ -263,7 +273,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
         "stage", lambda: session.answer(session.client.stage(local, remote, mirror, start_id=start_id), local),
         work_s=options.timeout_s,
     )  # fmt: skip
-    from .node_local import take_up
+    from .remote import take_up
 
     take_up(session)
 
@@ -303,7 +313,7 @@ def _resume(
     )
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
-        from holdfast.state.load.put_back import put_back  # not above: a fresh start has nothing to put back
+        from holdfast.state.load.restore import put_back  # not above: a fresh start has nothing to put back
         from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
@@ -345,6 +355,8 @@ def _agree_on_options(
     """Check that all ranks have the same arguments; return the ranks alike to this one, None if all ranks are alike."""
     if meeting.world_size == 1:
         return None
+    from holdfast.state.tree.sharded import group_of, ranks_alike  # not above: a process alone needs neither
+
     rank, world_size = meeting.rank, meeting.world_size
     given = {name: _spelled(getattr(options, name)) for name in _ALIKE}
     given["local_dir"] = "given" if options.mirror is not None else "None"

@@ -12,6 +12,7 @@ import click
 from holdfast._units import format_bytes
 from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import read_verified
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError
 from holdfast.format.contents import ContentsReader
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
@@ -22,7 +23,6 @@ from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number
 from holdfast.run.status import run_state, runs_below
-from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking

@@ -12,6 +12,7 @@ from click.shell_completion import split_arg_string
 
 from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import known_damaged
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, UnknownMetricError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
@@ -22,7 +23,6 @@ from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
 from holdfast.run.status import refuse_checkpoint
-from holdfast.run.verified import known_damaged
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 

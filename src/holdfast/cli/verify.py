@@ -14,7 +14,7 @@ import click
 from holdfast._progress import progress_bar
 from holdfast._units import format_bytes, parse_bytes
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.verify import Verification
+from holdfast.checkpoint.verify import Verification, Verified, fingerprint, note_verified, read_verified
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import ConfigError, StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -24,7 +24,6 @@ from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
 from holdfast.run.remains import is_remains
 from holdfast.run.reports import LOGS, REPORTS, read_history
-from holdfast.run.verified import Verified, fingerprint, note_verified, read_verified
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options, reach

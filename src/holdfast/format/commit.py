@@ -34,18 +34,9 @@ from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 
 __all__ = [
-    "PartSummary",
-    "Replaced",
-    "assemble",
-    "commit",
-    "commit_manifest",
-    "look_before",
-    "make_folders",
-    "read_manifest",
-    "read_manifest_bytes",
-    "remove",
-    "sweep",
-]
+    "PartSummary", "Replaced", "assemble", "commit", "commit_manifest", "look_before", "make_folders",
+    "read_manifest", "read_manifest_bytes", "remove", "sweep",
+]  # fmt: skip
 
 _LOG = get_logger("format")
 _FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_bytes", "reused_bytes", "writers"}

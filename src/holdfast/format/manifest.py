@@ -20,17 +20,9 @@ from .names import MANIFEST_NAME, UNLISTED, check_path
 from .strict_json import dumps, loads
 
 __all__ = [
-    "EMPTY_DIRECTORIES",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "MAX_FOLDERS",
-    "MAX_MANIFEST_BYTES",
-    "ROLES",
-    "FileEntry",
-    "Manifest",
-    "body_digest",
-]
+    "EMPTY_DIRECTORIES", "FORMAT", "FORMAT_VERSION", "MANIFEST_NAME", "MAX_FOLDERS", "MAX_MANIFEST_BYTES", "ROLES",
+    "FileEntry", "Manifest", "body_digest",
+]  # fmt: skip
 
 FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = "1.0"

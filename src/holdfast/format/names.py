@@ -16,17 +16,9 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import Storage
 
 __all__ = [
-    "MANIFEST_NAME",
-    "METADATA_FILE",
-    "REMOVING_NAME",
-    "SIDECARS",
-    "UNLISTED",
-    "check_links",
-    "check_path",
-    "join",
-    "save_id_of",
-    "start_id_of",
-]
+    "MANIFEST_NAME", "METADATA_FILE", "REMOVING_NAME", "SIDECARS", "UNLISTED", "check_links", "check_path", "join",
+    "save_id_of", "start_id_of",
+]  # fmt: skip
 
 MANIFEST_NAME = "manifest.json"
 REMOVING_NAME = ".removing.json"

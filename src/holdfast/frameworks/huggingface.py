@@ -31,7 +31,7 @@ from holdfast.copying.local import clone_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, UnsupportedStateError
 from holdfast.model_files import ModelFiles
 from holdfast.state.tree.flatten import flatten
-from holdfast.state.tree.names import unwrap
+from holdfast.state.tree.objects import unwrap
 from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import current_session
 

@@ -24,10 +24,10 @@ import numpy as np
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.identity import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
-from holdfast.format.boxes import Box, flaw, overlap
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
 from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_digest
+from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of

@@ -41,18 +41,16 @@ from torch.futures import Future
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.checkpointer.identity import manifest_fields, new_start_id
 from holdfast.errors import CheckpointExistsError, ConfigError, UnsupportedStateError
-from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, Replaced, commit, look_before
+from holdfast.format.division import Box
 from holdfast.format.index import Piece
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.names import refuse_run
-from holdfast.state.load.read_request import ReadRequest
 from holdfast.state.load.reader import read_tensors
-from holdfast.state.load.targets import box_of, spans
+from holdfast.state.load.targets import ReadRequest, box_of, spans
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
-from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of
-from holdfast.state.tree.spread import is_spread, local_tensor
+from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of, is_spread, local_tensor
 
 from .blobs import Blob, DirectPartWriter, Row
 from .export import flatten_for_dcp

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.summary import entries_of, short, state_tree
 from holdfast.errors import ConfigError, CorruptCheckpointError
-from holdfast.format.contents import ContentsReader, TensorList
+from holdfast.format.contents import ContentsReader, TensorList, check_whole
 from holdfast.format.digest import CHUNK, DIGEST_BYTES
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import Manifest
-from holdfast.format.schema import check_whole
 from holdfast.run.metrics import flat_metrics
 from holdfast.state.load.selection import Selection
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError, UnsupportedStateError
-from holdfast.format.boxes import Box
+from holdfast.format.division import Box
 from holdfast.format.names import MANIFEST_NAME, UNLISTED, check_links, check_path
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 
 from .blobs import METADATA_NAME, Blob, BoxReader, Row, assemble
 from .gathered import Gathered, mapped_ranges, nested, node_of, own_file, streamed, tensor_name, tensor_names

@@ -22,7 +22,7 @@ from holdfast.state.load.stored import open_stored
 from holdfast.state.load.targets import box_of
 from holdfast.state.save.torch_file import MARK, to_plain
 from holdfast.state.tree import arrays
-from holdfast.state.tree.optimizers import OTHER_STATE
+from holdfast.state.tree.objects import OTHER_STATE
 from holdfast.state.tree.values import ObjectNode, PerRankNode, TensorRef
 from holdfast.storage.base import FileReader, Storage
 

@@ -22,7 +22,7 @@ from importlib import resources
 from typing import Any
 
 from holdfast.checkpoint.summary import items, tensors
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.verify import read_verified, verify
 from holdfast.config import rules_of, stored_keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
@@ -38,7 +38,6 @@ from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks
 from holdfast.run.status import refuse_checkpoint, run_state, runs_below
-from holdfast.run.verified import read_verified
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 

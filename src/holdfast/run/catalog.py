@@ -15,10 +15,9 @@ from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
-from holdfast.format.many import names_under, remove_listed
 from holdfast.format.names import save_id_of, start_id_of
 from holdfast.storage.base import Storage
-from holdfast.storage.local.links import drop_link, link_at, put_link
+from holdfast.storage.local.local_storage import drop_link, link_at, put_link
 from holdfast.storage.together import together
 
 from .external import EXTERNAL
@@ -26,9 +25,8 @@ from .fence import ANY, Fence, clear_fences, write_fence
 from .index import RunIndex
 from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
-from .remains import MayBeCopied, sweep_names
+from .remains import MayBeCopied, names_under, remove_listed, sweep_names
 from .retention import RetentionIndex, Verdict, warn_unranked
-from .rollbacks import choose
 from .trash import Trash
 from .view import RunView, to_judge
 
@@ -148,6 +146,8 @@ class Catalog(RunView):
         def judged(record: Record) -> Record:
             if not rollbacks and watched is None:
                 return record
+            from .rollbacks import choose  # few runs have a guard
+
             bad, _ = choose([to_judge(record)], rollbacks, metric=watched)
             return replace(record, metrics={}) if bad else record  # no checkpoint is best by a bad step
 

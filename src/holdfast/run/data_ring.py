@@ -19,14 +19,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from holdfast._log import get_logger
 from holdfast.storage.local.beneath import Beneath
 
-__all__ = ["FOLDER", "NUM_ENTRIES", "DataRing", "RingEntry", "name_id", "read_rings"]
+__all__ = ["FOLDER", "NUM_ENTRIES", "BatchSpan", "DataRing", "RingEntry", "name_id", "read_rings"]
 
 FOLDER = ".ledger"
 NUM_ENTRIES = 4096
@@ -35,6 +35,23 @@ _FIELDS = struct.Struct("<QQQIIIIIIII")  # of an entry, behind its checksum
 _CHECK = struct.Struct("<Q")
 _ENTRY_BYTES = _CHECK.size + _FIELDS.size
 _log = get_logger("data")
+
+
+class BatchSpan(NamedTuple):
+    """Batches of one loader, by their place in the order of an epoch: from ``first`` up to ``end``, without that."""
+
+    name: str
+    epoch: int
+    first: int
+    end: int
+
+    @classmethod
+    def from_json(cls, data: Any) -> BatchSpan:
+        """Rebuild from a list; raises ValueError or TypeError for anything else."""
+        name, *numbers = data
+        if type(name) is not str or len(numbers) != 3 or any(type(number) is not int for number in numbers):
+            raise ValueError(f"no batches: {data!r}")
+        return cls(name, *numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,9 @@ from holdfast.format.names import join
 from holdfast.storage.base import Storage
 
 __all__ = [
-    "CHANGES_FILE",
-    "GIVEN",
-    "INCOMING",
-    "LATEST",
-    "LEASE_FILE",
-    "LOGS",
-    "NUMBERED",
-    "PROBE",
-    "REPORTS",
-    "RUN_FILE",
-    "RUN_NAMES",
-    "VERIFIED_FILE",
-    "is_checkpoint_name",
-    "refuse_run",
-]
+    "CHANGES_FILE", "GIVEN", "INCOMING", "LATEST", "LEASE_FILE", "LOGS", "NUMBERED", "PROBE", "REPORTS",
+    "ROLLBACKS", "RUN_FILE", "RUN_NAMES", "VERIFIED_FILE", "WATCHED", "is_checkpoint_name", "refuse_run",
+]  # fmt: skip
 
 RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 LEASE_FILE = "lease.json"
@@ -39,6 +27,10 @@ GIVEN = re.compile(r"step_\d{8}(?:-a\d+)?(?:\.\d+)?|checkpoint_\d{6,}")
 """The whole name of a checkpoint that Holdfast has given by itself."""
 LATEST = "latest"
 """Name of the link to the newest checkpoint, in a run on a disk; older runs may have a checkpoint of this name."""
+ROLLBACKS = "rollbacks"
+"""Name of the note of a run that remembers bad steps."""
+WATCHED = "watched"
+"""Name of the note that has the metric of the guard, as long as the run has one that acts."""
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
 """Names right below the root of a run that belong to the run. Its other names begin with a dot."""
 

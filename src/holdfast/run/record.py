@@ -32,19 +32,9 @@ if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
 
 __all__ = [
-    "COLUMNS",
-    "METRICS_FILE",
-    "Record",
-    "RecordTable",
-    "Sidecar",
-    "change_sidecar",
-    "pack",
-    "read_sidecar",
-    "record_from_manifest",
-    "timestamp",
-    "unpack",
-    "write_sidecar",
-]
+    "COLUMNS", "METRICS_FILE", "Record", "RecordTable", "Sidecar", "change_sidecar", "pack", "read_sidecar",
+    "record_from_manifest", "timestamp", "unpack", "write_sidecar",
+]  # fmt: skip
 
 # Order of the values of a row. New columns go to the end: rows of an older writer are then shorter.
 COLUMNS = ("name", "attempt", "step", "epoch", "created", "size", "reused", "pinned", "metrics", "checkpoint_id")

@@ -24,18 +24,9 @@ from .metrics import flat_metrics, metric_value
 from .record import Record
 
 __all__ = [
-    "Milestones",
-    "Record",
-    "RetentionIndex",
-    "Verdict",
-    "best_of",
-    "decide",
-    "is_number",
-    "otherwise",
-    "rank",
-    "rank_key",
-    "warn_unranked",
-]
+    "Milestones", "Record", "RetentionIndex", "Verdict", "best_of", "decide", "is_number", "otherwise", "rank",
+    "rank_key", "warn_unranked",
+]  # fmt: skip
 
 _log = get_logger("catalog")
 

@@ -14,49 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast._log import get_logger
 
+from .data_ring import BatchSpan
 from .metrics import metric_value
+from .names import ROLLBACKS, WATCHED
 
 __all__ = [
-    "ROLLBACKS",
-    "WATCHED",
-    "BatchSpan",
-    "Rollback",
-    "bad_steps",
-    "choose",
-    "in_words",
-    "left_out_by",
-    "notes_of",
-    "order_to_try",
-    "read_rollbacks",
+    "Rollback", "bad_steps", "choose", "in_words", "left_out_by", "notes_of", "order_to_try", "read_rollbacks",
     "watched_metric",
-]
+]  # fmt: skip
 
-ROLLBACKS = "rollbacks"
-"""Name of the note."""
-WATCHED = "watched"
-"""Name of the note that has the metric of the guard, as long as the run has one that acts."""
 _LOG = get_logger("checkpointer")
-
-
-class BatchSpan(NamedTuple):
-    """Batches of one loader, by their place in the order of an epoch: from ``first`` up to ``end``, without that."""
-
-    name: str
-    epoch: int
-    first: int
-    end: int
-
-    @classmethod
-    def from_json(cls, data: Any) -> BatchSpan:
-        """Rebuild from a list; raises ValueError or TypeError for anything else."""
-        name, *numbers = data
-        if type(name) is not str or len(numbers) != 3 or any(type(number) is not int for number in numbers):
-            raise ValueError(f"no batches: {data!r}")
-        return cls(name, *numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

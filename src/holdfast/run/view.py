@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.errors import (
@@ -26,7 +26,6 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
-from holdfast.format.many import listed_at_once
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import door_of
 from holdfast.storage.local.ops import errors_of
@@ -37,10 +36,12 @@ from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
 from .index import RunIndex
 from .metrics import metric_value
-from .names import LOGS, REPORTS
+from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
 from .record import Record, pack, read_sidecar, record_from_manifest, unpack
-from .remains import is_remains
-from .rollbacks import Rollback, choose, read_rollbacks, watched_metric
+from .remains import is_remains, listed_at_once
+
+if TYPE_CHECKING:
+    from .rollbacks import Rollback
 
 __all__ = ["RunView", "to_judge"]
 
@@ -183,7 +184,11 @@ class RunView:
     def bad_steps(self) -> dict[str, str]:
         """Return checkpoints that hold a bad step, which the guard of the run has found, with the reason."""
         rollbacks, metric = self._guarded()
-        return choose(map(to_judge, self.records()), rollbacks, metric=metric)[0] if rollbacks or metric else {}
+        if not rollbacks and metric is None:
+            return {}
+        from .rollbacks import choose
+
+        return choose(map(to_judge, self.records()), rollbacks, metric=metric)[0]
 
     def sound(self) -> list[Record]:
         """Return the checkpoints, newest first, without those that hold a bad step."""
@@ -412,6 +417,8 @@ class RunView:
         if not rollbacks and metric is None:
             yield from self._order()
             return
+        from .rollbacks import choose
+
         doubtful: list[str] = []
         for name in self._order():
             record = self._known(name)
@@ -424,6 +431,10 @@ class RunView:
     def _guarded(self) -> tuple[tuple[Rollback, ...], str | None]:
         """Return the bad steps that the guard of the run has found, and the metric that it watches."""
         notes = self.index.notes
+        if ROLLBACKS not in notes and WATCHED not in notes:
+            return (), None
+        from .rollbacks import read_rollbacks, watched_metric  # here and above: few runs have a guard
+
         if self._read_notes[0] is not notes:  # whoever notes something puts another mapping there
             self._read_notes = notes, (tuple(read_rollbacks(notes)), watched_metric(notes))
         return self._read_notes[1]

@@ -10,15 +10,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage, StorageTraits, WrappedStorage
+from .base import FileReader, FileWriter, ObjectInfo, Storage, StorageTraits
 from .local.local_storage import LocalStorage
 from .resolve import from_description, resolve, split_uri
 
 if TYPE_CHECKING:
     from .adapters.libcloud import LibcloudObjectStore as LibcloudObjectStore
     from .memory import MemoryStorage as MemoryStorage
+    from .wrapped import PrefixStorage as PrefixStorage
+    from .wrapped import WrappedStorage as WrappedStorage
 
-_HOME = {"LibcloudObjectStore": ".adapters.libcloud", "MemoryStorage": ".memory"}  # imported when asked for
+# Imported when asked for.
+_HOME = {
+    "LibcloudObjectStore": ".adapters.libcloud",
+    "MemoryStorage": ".memory",
+    "PrefixStorage": ".wrapped",
+    "WrappedStorage": ".wrapped",
+}
 __all__ = [
     "FileReader", "FileWriter", "LibcloudObjectStore", "LocalStorage", "MemoryStorage", "ObjectInfo", "PrefixStorage",
     "Storage", "StorageTraits", "WrappedStorage", "from_description", "resolve", "split_uri",

@@ -6,13 +6,11 @@ storage, separated by "/", without "." or ".." or empty parts.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from dataclasses import replace as changed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "PrefixStorage", "ReplacingWriter",
-    "Storage", "StorageTraits", "WrappedStorage", "check_condition", "check_path", "check_prefix", "check_range",
+    "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "ReplacingWriter",
+    "Storage", "StorageTraits", "check_condition", "check_path", "check_prefix", "check_range",
     "check_view", "copy_bytes", "copy_over", "is_temporary_name", "temporary_name",
 ]  # fmt: skip
 
@@ -188,22 +186,6 @@ class _SeparateFiles(FileBatch):
 
     def abort(self) -> None:
         pass
-
-
-class _BatchBelow(FileBatch):
-    """A batch of the storage below a prefix."""
-
-    def __init__(self, batch: FileBatch, below: Callable[[str], str]) -> None:
-        self._batch, self._below = batch, below
-
-    def add(self, path: str, data: memoryview | bytes) -> None:
-        self._batch.add(self._below(path), data)
-
-    def close(self) -> None:
-        self._batch.close()
-
-    def abort(self) -> None:
-        self._batch.abort()
 
 
 class FileReader(ABC):
@@ -450,6 +432,8 @@ class Storage(ABC):
     def child(self, path: str) -> Storage:
         """Return the same storage rooted deeper; ``path`` need not exist."""
         prefix = check_prefix(path)
+        from .wrapped import PrefixStorage  # not above: that module imports this one
+
         return PrefixStorage(self, prefix) if prefix else self
 
     def exists(self, path: str) -> bool:
@@ -493,165 +477,6 @@ class Storage(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r})"
-
-
-_MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
-_PATHS = frozenset({"path", "target", "paths"})  # arguments that are paths in the storage
-_DIRECTORIES = frozenset({"prefix", "directory"})
-# What is derived from an operation goes through that operation where a wrapper changes it.
-_DERIVED = {
-    "open": ("read", "read_tagged"),
-    "stat": ("exists", "read_tagged", "sync", "sync_all"),
-    "list": ("delete_tree",),
-    "delete": ("delete_many", "delete_tree"),
-    "delete_many": ("delete_tree",),
-    "create": ("batch", "adopt", "replace"),
-    "sync": ("sync_all",),
-}
-
-
-def _passed_on(method: _MethodT) -> _MethodT:
-    """Return the method that calls the same one of the storage below, with paths as they are there."""
-    name, code = method.__name__, method.__code__
-    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-    paths = _PATHS | {"source"} if name == "copy" else _PATHS  # `adopt` has a source of this machine
-
-    @functools.wraps(method)
-    def call(self: WrappedStorage, *given: Any, **named: Any) -> Any:
-        named |= zip(names, given, strict=False)
-        for key in paths & named.keys():
-            value = named[key]
-            named[key] = [self._below(path) for path in value] if key == "paths" else self._below(value)
-        for key in _DIRECTORIES & named.keys():
-            named[key] = self._below(named[key], directory=True)
-        return getattr(self.below, name)(**named)
-
-    vars(call).pop("__isabstractmethod__", None)
-    return call  # type: ignore[return-value]
-
-
-class WrappedStorage(Storage):
-    """Another storage, to which everything is passed on: a base for one that changes some of it.
-
-    What is derived from an operation that a subclass changes (`read` from `open`, `exists` from `stat`) goes through
-    the changed one. A subclass that another process shall rebuild writes its own `describe`; that of the storage below
-    would leave the changes out.
-
-    Args:
-        below: the other storage.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        own = vars(cls).keys()
-        derived = {name for operation in own & _DERIVED.keys() for name in _DERIVED[operation]}
-        for name in derived - own:
-            setattr(cls, name, WrappedStorage._replace_through if name == "replace" else vars(Storage)[name])
-
-    def __init__(self, below: Storage) -> None:
-        self.below = below
-
-    def _below(self, path: str, *, directory: bool = False) -> str:
-        """Return a path, or a directory ("" is the root), as the storage below calls it."""
-        return path
-
-    def _above(self, info: ObjectInfo) -> ObjectInfo:
-        """Return an object that the storage below describes, as this one calls it."""
-        return info
-
-    put = _passed_on(Storage.put)
-    create = _passed_on(Storage.create)
-    open = _passed_on(Storage.open)
-    delete = _passed_on(Storage.delete)
-    copy = _passed_on(Storage.copy)
-    secrets = _passed_on(Storage.secrets)
-    replace = _passed_on(Storage.replace)
-    batch = _passed_on(Storage.batch)
-    adopt = _passed_on(Storage.adopt)
-    sync = _passed_on(Storage.sync)
-    sync_all = _passed_on(Storage.sync_all)
-    credentials_missing_in = _passed_on(Storage.credentials_missing_in)
-    free_bytes = _passed_on(Storage.free_bytes)
-    exists = _passed_on(Storage.exists)
-    read = _passed_on(Storage.read)
-    read_tagged = _passed_on(Storage.read_tagged)
-    delete_many = _passed_on(Storage.delete_many)
-    delete_tree = _passed_on(Storage.delete_tree)
-    make_directories = _passed_on(Storage.make_directories)
-    tidy = _passed_on(Storage.tidy)
-
-    def _replace_through(self, path: str, size: int) -> ReplacingWriter | None:
-        from .through import replace_through  # not above: that module imports this one
-
-        return replace_through(self, path, size)
-
-    def stat(self, path: str) -> ObjectInfo:
-        """Describe an object; see `Storage.stat`."""
-        return self._above(self.below.stat(self._below(path)))
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over objects; see `Storage.list`."""
-        return map(self._above, self.below.list(self._below(prefix, directory=True), recursive=recursive))
-
-    @property
-    def uri(self) -> str:
-        """Where the storage below is."""
-        return self.below.uri
-
-    @property
-    def traits(self) -> StorageTraits:
-        """How the storage below wants to be used."""
-        return self.below.traits
-
-    @property
-    def conditional(self) -> bool:
-        """Whether conditional puts of the storage below have one winner."""
-        return self.below.conditional
-
-    @property
-    def local_root(self) -> Path | None:
-        """The root of the storage below, if that is a plain local directory."""
-        return self.below.local_root
-
-
-class PrefixStorage(WrappedStorage):
-    """A storage seen from one of its directories, as `Storage.child` returns it."""
-
-    def __init__(self, parent: Storage, prefix: str) -> None:
-        super().__init__(parent)
-        self._prefix = check_path(prefix)
-
-    def _below(self, path: str, *, directory: bool = False) -> str:
-        inside = check_prefix(path) if directory else check_path(path)
-        return f"{self._prefix}/{inside}" if inside else self._prefix
-
-    def _above(self, info: ObjectInfo) -> ObjectInfo:
-        return changed(info, path=info.path[len(self._prefix) + 1 :])
-
-    def batch(self, num_files: int) -> FileBatch:
-        """Start to store many small objects; see `Storage.batch`."""
-        return _BatchBelow(self.below.batch(num_files), self._below)
-
-    @property
-    def uri(self) -> str:
-        """The URI of the parent and the prefix."""
-        return f"{self.below.uri.rstrip('/')}/{self._prefix}"
-
-    @property
-    def local_root(self) -> Path | None:
-        """The directory, if the parent is local."""
-        root = self.below.local_root
-        return None if root is None else root / self._prefix
-
-    def child(self, path: str) -> Storage:
-        """Return the parent seen from deeper below."""
-        prefix = check_prefix(path)
-        return PrefixStorage(self.below, f"{self._prefix}/{prefix}") if prefix else self
-
-    def describe(self) -> dict[str, Any] | None:
-        """Return the description of the parent and the prefix."""
-        parent = self.below.describe()
-        return None if parent is None else {"kind": "prefix", "parent": parent, "prefix": self._prefix}
 
 
 def check_condition(where: str, found: ObjectInfo | None, *, if_absent: bool, if_match: str | None) -> None:

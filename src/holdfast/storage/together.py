@@ -1,18 +1,24 @@
-"""Requests side by side, as many at once as a storage says are worth it; and once more, what a store has not found."""
+"""Calls on other threads: requests side by side, as many at once as a storage says are worth it, or one after another.
+
+Neither with a `ThreadPoolExecutor`: that one refuses work while the interpreter shuts down, when a writer thread
+finishes the last save, and already once the main thread has returned, which a trainer in another thread survives.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from holdfast.errors import StorageNotFoundError
 
 from .base import StorageTraits
 
-__all__ = ["asked_again", "together"]
+__all__ = ["SerialExecutor", "asked_again", "together"]
 
 _T = TypeVar("_T")
 _LOOK_AGAIN_S = (0.1, 0.3, 0.6)
@@ -26,8 +32,7 @@ class _Parallel(Protocol):
 def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     """Carry out calls that do not wait for each other, and return their results in order; blocks until all have ended.
 
-    Not with a `ThreadPoolExecutor`, which refuses work while the interpreter shuts down, when a writer
-    thread finishes the last save. The caller works, too, so a call may use this function itself.
+    The caller works, too, so a call may use this function itself.
 
     Args:
         storage: says how many at once (`StorageTraits.num_parallel`).
@@ -95,3 +100,41 @@ def asked_again(storage: _Parallel, call: Callable[[], _T], missing: type[Except
         except missing:
             time.sleep(pause_s)
     return call()
+
+
+T = TypeVar("T")
+
+
+class SerialExecutor:
+    """Runs calls one after another on one daemon thread: work beside the writing, notes, copies."""
+
+    def __init__(self, name: str = "holdfast-side") -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, call: Callable[[], T]) -> Future[T]:
+        """Queue ``call``; its result or exception comes through the future."""
+        future: Future[T] = Future()
+        self._queue.put((future, call))
+        return future
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - a thread edge: the future carries it
+                    future.set_exception(error)
+            del item, future, call  # while idle it must not keep a state's memory alive
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread after what is queued; idempotent.
+
+        Args:
+            wait: return when it has ended.
+        """
+        self._queue.put(None)
+        if wait:
+            self._thread.join()

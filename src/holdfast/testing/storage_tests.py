@@ -18,7 +18,7 @@ import pytest
 from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 from holdfast.storage.base import BLOCK, FileWriter, ReplacingWriter, Storage
 from holdfast.storage.resolve import from_description, import_paths
-from holdfast.writer.launch import own_paths
+from holdfast.writer.conversation import own_paths
 
 __all__ = ["StorageTests"]
 

@@ -45,7 +45,7 @@ def witness(plan: str, path: Any) -> Witness | None:
 
 
 class Witness:
-    """A `holdfast.checkpointer.verification.Watcher`.
+    """A `holdfast.checkpointer.boundaries.Watcher`.
 
     Args:
         plan: path of the plan.

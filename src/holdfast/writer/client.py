@@ -15,9 +15,8 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall, WindowsLostError
+from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
 from .frames import Message
-from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
@@ -293,7 +292,7 @@ class WriterClient:
         """Join the writers of the other ranks: rank 0's writer listens, all connect to it. Returns at once.
 
         Args:
-            board: memory of a `holdfast.writer.step_memory.StepMailbox`, cleared.
+            board: memory of a `holdfast.writer.arena.StepMailbox`, cleared.
             rank: of this trainer.
             world_size: number of ranks.
             addresses: where rank 0's writer listens, to be tried in turn.
@@ -370,7 +369,7 @@ class WriterClient:
             wait_s: how long to wait for the writer of a dead trainer to finish.
             mirror: rules of a mirrored run; ``storage`` is then its local side.
             remote: the remote side of a mirrored run; ``keep`` applies there.
-            memory: see `step_memory`: the writer records what it says when the trainer has died.
+            memory: see `StepMemory`: the writer records what it says when the trainer has died.
             links: whether a run on a disk has a link to its newest checkpoint.
 
         Raises:

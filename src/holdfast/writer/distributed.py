@@ -18,14 +18,14 @@ from holdfast.format.parts import remove_part
 from holdfast.run.process import how_it_ended, is_stopped
 from holdfast.storage.base import Storage
 
+from .arena import WHO_LEFT, StepMailbox
 from .messages import MirrorLimits, PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
 from .open_run import Run
-from .parts import commit_parts, is_committed
+from .ranks.agreement import named_error
 from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
-from .ranks.saves import named_error
 from .ranks.server import ControlServer
-from .step_memory import WHO_LEFT, StepMailbox
+from .save import commit_parts, is_committed
 
 if TYPE_CHECKING:
     from .uploads.staged_run import StagedParts

@@ -23,15 +23,8 @@ from .frames import Message
 from .messages import FilePlan, SaveJob, error_from_json
 
 __all__ = [
-    "Arriving",
-    "Attachments",
-    "Handed",
-    "ReceivedAttachments",
-    "Watermark",
-    "Window",
-    "WindowSource",
-    "watermark",
-]
+    "Arriving", "Attachments", "Handed", "ReceivedAttachments", "Watermark", "Window", "WindowSource", "watermark",
+]  # fmt: skip
 
 
 class Attachments(Protocol):

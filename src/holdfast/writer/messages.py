@@ -18,29 +18,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "DIGEST_DIGITS",
-    "DIRECTORY",
-    "BlobPlan",
-    "Container",
-    "Directory",
-    "FilePlan",
-    "IngestJob",
-    "IngestSource",
-    "MirrorLimits",
-    "PartsJob",
-    "RunOpened",
-    "SafetensorsFile",
-    "SaveJob",
-    "SaveResult",
-    "TorchFile",
-    "WireValue",
-    "container_from_json",
-    "error_from_json",
-    "error_to_json",
-    "error_to_ranks",
-    "is_incoming",
-    "limits_of",
-]
+    "DIGEST_DIGITS", "DIRECTORY", "BlobPlan", "Container", "Directory", "FilePlan", "IngestJob", "IngestSource",
+    "MirrorLimits", "PartsJob", "RunOpened", "SafetensorsFile", "SaveJob", "SaveResult", "TorchFile", "WireValue",
+    "container_from_json", "error_from_json", "error_to_json", "error_to_ranks", "is_incoming", "limits_of",
+]  # fmt: skip
 
 DIGEST_DIGITS = 32
 """Length of a digest as it stands in a file: 128 bits in hexadecimal."""
@@ -243,7 +224,7 @@ class IngestSource(WireValue):
 
     Attributes:
         rank: whose it is.
-        path: absolute; in the storage: relative to its root, where `holdfast.writer.ingest.incoming` has put it.
+        path: absolute; in the storage: relative to its root, where `holdfast.writer.ingest.sources` has put it.
         owned: the writer may move its files and removes it after the commit. Otherwise it is only read.
     """
 

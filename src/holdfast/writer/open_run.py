@@ -29,14 +29,13 @@ from holdfast.run.trash import Trash
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
+from .arena import rows_left, steps_done
 from .messages import RunOpened
-from .step_memory import rows_left, steps_done
 
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .messages import MirrorLimits
-    from .uploads.mirror import Mirroring, RemoteSide
+    from .uploads.mirror import Mirroring, RemoteRun, RemoteSide
     from .uploads.queue import UploadQueue
-    from .uploads.remote import RemoteRun
 
 __all__ = ["Run", "StagedSaves"]
 
@@ -86,7 +85,7 @@ class Run:
         self._segments = threading.Lock()
         self._closed = False
         self._reports = ReportBuffer(self._write_rows)
-        self.memory: Callable[[], memoryview] | None = None  # of the trainer, see `step_memory`
+        self.memory: Callable[[], memoryview] | None = None  # of the trainer, see `StepMemory`
         self._last_rows: Sequence[Mapping[str, Any]] = ()  # of the last report
 
     @classmethod

@@ -29,11 +29,10 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
-from holdfast.storage.together import together
+from holdfast.storage.together import SerialExecutor, together
 
 from .handed import Watermark, Window, WindowSource
 from .messages import FilePlan, SaveJob
-from .serial_executor import SerialExecutor
 
 __all__ = ["MAX_REUSES", "Known", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
 

@@ -25,8 +25,7 @@ from .frames import Channel, Message
 from .handed import Arriving, Attachments, Handed, ReceivedAttachments, Window, WindowSource, watermark
 from .messages import Directory, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
-from .parts import commit_parts
-from .save import SaveRunner, Task, probe
+from .save import SaveRunner, Task, commit_parts, probe
 
 if TYPE_CHECKING:
     from .distributed import Joint

@@ -23,11 +23,11 @@ from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import Lease
 from holdfast.storage.base import BLOCK, FileWriter, Storage
+from holdfast.storage.together import SerialExecutor
 
 from .handed import Watermark
 from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
 from .save import Task
-from .serial_executor import SerialExecutor
 
 __all__ = ["FileSaves", "NameLeases", "write_file"]
 

@@ -26,7 +26,7 @@ from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.config import CheckpointUploadMode
 from holdfast.trainers.function.engines.process_engine import ClusterEngine
 from holdfast.trainers.function.handoff import Unfinished
-from holdfast.writer.ingest.incoming import put_incoming
+from holdfast.writer.ingest.sources import put_incoming
 
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
 HOME = f".incoming-{START_ID}/1-0"

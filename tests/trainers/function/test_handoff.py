@@ -20,8 +20,7 @@ from holdfast.trainers.function import handoff
 from holdfast.trainers.function.control import drive
 from holdfast.trainers.function.control.drive import bring_beside
 from holdfast.trainers.function.handoff import HandoffArea, name_in_run, take
-from holdfast.writer.ingest.incoming import put_incoming
-from holdfast.writer.ingest.sources import scan
+from holdfast.writer.ingest.sources import put_incoming, scan
 from holdfast.writer.messages import IngestSource
 
 

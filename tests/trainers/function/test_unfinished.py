@@ -23,7 +23,7 @@ from holdfast.trainers.function.engine import Exited
 from holdfast.trainers.function.engines.process_engine import ClusterEngine, LocalEngine
 from holdfast.trainers.function.handoff import Unfinished, left_directory
 from holdfast.trainers.function.transit import error_from_wire
-from holdfast.writer.ingest.incoming import read_incoming
+from holdfast.writer.ingest.sources import read_incoming
 
 HOME = ".incoming-abcd1234/1-0"
 

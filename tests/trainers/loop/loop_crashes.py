@@ -16,7 +16,7 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.storage import LocalStorage
-from holdfast.storage.local import links as links_module
+from holdfast.storage.local import local_storage
 from holdfast.testing import ArmedOps, FaultyStorage
 from holdfast.trainers.loop.saving import folder as folder_module
 from holdfast.trainers.loop.saving.files import read_note
@@ -68,7 +68,7 @@ def use(ops: ArmedOps, *, remote: bool) -> None:
             with ops._operation("replace", str(target)):
                 os.replace(source, target, **where)
 
-    folder_module.resolve, links_module.os = storage, CountedOs()  # type: ignore[assignment]
+    folder_module.resolve, local_storage.os = storage, CountedOs()  # type: ignore[assignment]
 
 
 def prepare(root: str, *, remote: bool = False) -> None:

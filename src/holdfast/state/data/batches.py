@@ -31,13 +31,14 @@ from ..tree.values import PerRank
 from .digest import indices_digest
 from .loaders import StatedPosition, clone_of
 from .order import MapOrder, split_of
-from .sampler_memory import PassCounts
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
 __all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
 
 _logger = get_logger("data")
 _END = object()
+# Data sets that this process has seen a pass of.
+_drawn_here: weakref.WeakSet[Any] = weakref.WeakSet()
 _NUM_PREFIXES = 4096
 # Remarks about data that this process has made, in the log or at the start of a run; each is made once.
 said: set[str] = set()
@@ -681,3 +682,50 @@ def elsewhere(position: Mapping[str, Any], world_size: int) -> str:
         f"many batches again as make {position['samples']} samples on all of them, which is exact only if rank r has "
         "every n-th sample from the r-th on"
     )
+
+
+class PassCounts:
+    """Counts of its own passes that a data set without a state keeps: they are compared, for a new process has others.
+
+    A whole number that grows by exactly one in a pass of several batches is such a count; one that stands for a
+    position grows by more. It is not given back: what else belongs to it is not known.
+
+    Args:
+        owner: the data set or iterable; None: there is nothing to look at.
+        given: what `state_dict` returned, of this epoch or of the epoch before.
+    """
+
+    def __init__(self, owner: Any, *, given: Mapping[str, int] | None) -> None:
+        self.owner, self._given = owner, dict(given or {})
+        self._begun: dict[str, int] = {}
+
+    def begin(self) -> str:
+        """Note the counts before a pass; return what differs from an uninterrupted run, "" if nothing does."""
+        self._begun = now = self._numbers()
+        if not now or self._is_known():
+            return ""
+        differ = [name for name, value in self._given.items() if now.get(name, value) != value]
+        return ", ".join(f"{name!r} is {now[name]}, was {self._given[name]}" for name in differ)
+
+    def state_dict(self, *, num_batches: int, is_over: bool) -> dict[str, int]:
+        """Return the counts that the next pass begins with, or this one if it is not over."""
+        if not self._begun:
+            return self._given
+        now = self._numbers()
+        counts = {name for name, value in now.items() if num_batches > 1 and value == self._begun.get(name, value) + 1}
+        return {
+            name: (now if is_over else self._begun)[name] for name in sorted(counts | self._given.keys() & now.keys())
+        }
+
+    def _numbers(self) -> dict[str, int]:
+        held = getattr(self.owner, "__dict__", {})
+        return {name: value for name, value in held.items() if type(value) is int}
+
+    def _is_known(self) -> bool:
+        """Tell whether this process has seen a pass of it, and note that it does now."""
+        try:
+            is_known = self.owner in _drawn_here
+            _drawn_here.add(self.owner)
+        except TypeError:
+            return False
+        return is_known

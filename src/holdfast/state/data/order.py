@@ -22,7 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from holdfast.errors import ConfigError
 
 from .digest import indices_digest
-from .sampler_memory import SamplerMemory
 from .seeding import Stream, generators_of, index_id, mix
 
 __all__ = ["DealtSampler", "MapOrder", "Split", "knows_its_rank", "split_of"]
@@ -100,6 +99,8 @@ class MapOrder:
         )
         self.memory: SamplerMemory | None = None
         if self.recipe is None and not self._torchs_draws:
+            from .sampler_memory import SamplerMemory  # not above: torch's own samplers are known by their recipes
+
             owners = [self._batch_sampler, self._sampler]
             self.memory = SamplerMemory(owners, given=memory, is_mid_epoch=is_mid_epoch)
         self.prefix = self.skipped = 0

@@ -16,14 +16,11 @@ import torch
 from torch import nn
 
 from ..tree import arrays, objects, rng
-from ..tree.names import parameter_names
-from ..tree.objects import ask_in_order, state_of
-from ..tree.optimizers import is_plain, live_names, to_positions
-from ..tree.spread import is_spread, spread_types
+from ..tree.arrays import is_spread, spread_types
+from ..tree.objects import ask_in_order, is_plain, live_names, parameter_names, state_of, to_positions
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .match_objects import match_module, match_optimizer
-from .match_plan import MatchPlan, kind_of
-from .rank_values import derive_generators, match_per_rank, match_rng, note_apart
+from .match_plan import MatchPlan, derive_generators, kind_of, match_per_rank, match_rng, note_apart
 
 __all__ = ["Matcher", "holds_live"]
 

@@ -22,17 +22,18 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
-from ..tree.names import canonical_keys, unwrap
-from ..tree.optimizers import (
+from ..tree.arrays import check_module, is_spread, local_tensor
+from ..tree.objects import (
     OTHER_STATE,
     apply_groups,
     by_param_name,
+    canonical_keys,
     empty_beside,
     live_names,
     shared_names,
     state_device,
+    unwrap,
 )
-from ..tree.spread import check_module, is_spread, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each

@@ -25,12 +25,11 @@ from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageN
 from holdfast.format.contents import check_there
 from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
-from holdfast.storage.together import asked_again, together
-from holdfast.writer.serial_executor import SerialExecutor
+from holdfast.storage.together import SerialExecutor, asked_again, together
 
 from ..tree.arrays import move
-from .read_request import BATCH, Pick, ReadRequest, can_pick, extent, is_direct, read_block
 from .shared_reads import Block, FileBlocks, SharedReads
+from .targets import BATCH, Pick, ReadRequest, can_pick, extent, is_direct, read_block
 
 __all__ = ["BlockFeed", "read_tensors", "split"]
 

@@ -1,4 +1,9 @@
-"""Load a checkpoint: plan all reads, refuse what does not fit, read, then give objects their state."""
+"""Load a checkpoint: plan all reads, refuse what does not fit, read, then give objects their state.
+
+`load_state` restores tensors, arrays and objects in place and returns everything else, which `put_back` puts into the
+live mapping: containers keep their identity (other references to a list see the loaded values), other values are
+assigned under their name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import contextlib
 import os
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any
@@ -20,19 +25,19 @@ from holdfast.format.digest import CHUNK, Digests, bytes_digest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import save_id_of
 from holdfast.run.life import kept_arenas
-from holdfast.storage.base import FileReader, Storage, WrappedStorage
+from holdfast.storage.base import FileReader, Storage
+from holdfast.storage.wrapped import WrappedStorage
 
-from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
-from .match import Matcher
+from ..tree.values import Attrs, ObjectNode, PerRank, PerRankNode, TensorRef, fill
+from .match import Matcher, holds_live
 from .match_plan import Problems
-from .read_request import CheckingReader, ReadRequest
 from .reader import read_tensors
 from .selection import Selection, of_one_name_each
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
-from .targets import Targets
+from .targets import CheckingReader, ReadRequest, Targets
 
-__all__ = ["KeptMemory", "Loaded", "load_state", "paths", "select"]
+__all__ = ["KeptMemory", "Loaded", "PutBack", "load_state", "paths", "put_back", "select", "set_attributes"]
 
 _SHOWN = 200  # entries of each kind that a message lists; it counts the rest
 _MISSES = 4  # blocks that are not in an arena, before it is asked no more
@@ -468,3 +473,123 @@ class _KeptFile(CheckingReader):
         """See `FileReader.close`."""
         if self._reader is not None:
             self._reader.close()
+
+
+@dataclass(slots=True)
+class PutBack:
+    """The result of `put_back`.
+
+    Attributes:
+        restored: paths of values that are back; a container of plain data is one value.
+        lost: (path, why) of values that could not be assigned.
+    """
+
+    restored: list[str] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+
+
+def put_back(live: Mapping[Any, Any], loaded: Mapping[Any, Any], *, takes: Callable[[str], bool]) -> PutBack:
+    """Put the plain values of ``loaded``, the result of `load_state` for ``live``, into ``live``.
+
+    Args:
+        live: the mapping that was loaded into; its tensors and objects are restored already.
+        loaded: nested like ``live``; restored objects in it are the live ones.
+        takes: tells whether the value at a path was to be loaded.
+    """
+    done = PutBack()
+    _assign(live, loaded, "", takes, done)
+    return done
+
+
+def set_attributes(live: Any, loaded: Any, path: str = "") -> list[tuple[str, str]]:
+    """Set the attributes that `attrs` values of ``live`` name; returns (path, why) of those that cannot be set.
+
+    All else of ``loaded`` is for the caller.
+    """
+    if not (isinstance(live, Mapping) and isinstance(loaded, Mapping)):
+        return []
+    if isinstance(live, Attrs):
+        done = PutBack()
+        _assign(live, loaded, path, lambda _: True, done)
+        return done.lost
+    lost = []
+    for key in loaded.keys() & live.keys():
+        lost += set_attributes(live[key], loaded[key], f"{path}/{key}" if path else str(key))
+    return lost
+
+
+def _assign(
+    live: Mapping[Any, Any], loaded: Mapping[Any, Any], path: str, takes: Callable[[str], bool], done: PutBack
+) -> None:
+    """Assign loaded values in a mapping that holds more than plain data."""
+    for key, value in loaded.items():
+        where = f"{path}/{key}" if path else str(key)
+        before = live.get(key, _MISSING)
+        if _is_mixed(before) and isinstance(value, Mapping):
+            _assign(before, value, where, takes, done)
+            if live.get(key) is not before and (why := _put(live, key, before)) is not None:
+                done.lost.append((where, why))
+            continue
+        if not takes(where) or (before is value and holds_live([before])):
+            continue  # left alone, or restored in place
+        new = value if before is _MISSING else _renewed(before, value)
+        # What was filled in place may be a copy that a property gave (the state of NumPy's bit generators): then it is
+        # assigned as well.
+        why = None if new is before and live.get(key) is before else _put(live, key, new)
+        if why is None:
+            done.restored.append(where)
+        else:
+            done.lost.append((where, why))
+
+
+_MISSING = object()
+
+
+def _is_mixed(value: Any) -> bool:
+    return isinstance(value, Attrs) or (isinstance(value, Mapping) and holds_live(value.values()))
+
+
+def _put(live: Mapping[Any, Any], key: Any, value: Any) -> str | None:
+    """Assign a value; returns the reason if that fails."""
+    if not isinstance(live, MutableMapping):
+        return f"a {type(live).__name__} cannot be changed: give the state as a dict"
+    try:
+        live[key] = value
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"cannot be assigned: {type(error).__name__}: {error}"
+    return None
+
+
+def _renewed(live: Any, loaded: Any) -> Any:
+    """Return the replacement of ``live``: the same object with the loaded content if possible, else ``loaded``."""
+    if live is loaded:
+        return live
+    if isinstance(live, PerRank) and isinstance(loaded, PerRank):
+        live.value = _renewed(live.value, loaded.value)
+        return live
+    if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
+        items = {key: _renewed(live[key], value) if key in live else value for key, value in loaded.items()}
+        if not _is_mixed(live):
+            live.clear()
+        live.update(items)
+        return live
+    if type(live) is type(loaded) is list:
+        live[:] = _entries(live, loaded)
+        return live
+    if type(live) is type(loaded) is deque and live.maxlen == loaded.maxlen:
+        entries = _entries(live, loaded)
+        live.clear()
+        live.extend(entries)
+        return live
+    if type(live) is type(loaded) is set:
+        live.clear()
+        live.update(loaded)
+        return live
+    return loaded
+
+
+def _entries(live: Any, loaded: Any) -> list[Any]:
+    """Return the loaded entries; for a container the live container, with the loaded content."""
+    both = min(len(live), len(loaded))
+    renewed = [_renewed(live[number], loaded[number]) for number in range(both)]
+    return [*renewed, *list(loaded)[both:]]

@@ -32,23 +32,15 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.run.process import memory_name
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.local.local_io import address_of
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.arena import can_share_memory
-from holdfast.writer.serial_executor import SerialExecutor
 
-from .read_request import ReadRequest, read_block
+from .targets import ReadRequest, read_block
 
 __all__ = [
-    "BLOCK",
-    "Block",
-    "ChunkNumbers",
-    "FileBlocks",
-    "PeerReadBuffer",
-    "SharedReadBuffer",
-    "SharedReads",
-    "Swap",
-    "no_part",
-    "reading_together",
-]
+    "BLOCK", "Block", "ChunkNumbers", "FileBlocks", "PeerReadBuffer", "SharedReadBuffer", "SharedReads", "Swap",
+    "no_part", "reading_together",
+]  # fmt: skip
 
 Swap = Callable[[str, Any], Sequence[Any]]
 """Sends a group name and a value to all ranks; returns the values of the ranks that sent the same name."""

@@ -13,11 +13,10 @@ from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError, IncompleteCheckpointError
 from holdfast.format.codec import decode, loads
 from holdfast.format.commit import read_manifest
-from holdfast.format.contents import MAX_JSON, ContentsReader, in_boxes, unite
+from holdfast.format.contents import MAX_JSON, ContentsReader, check_node, check_object, check_parts, in_boxes, unite
 from holdfast.format.digest import Digests
 from holdfast.format.index import Index, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.format.schema import check_node, check_object, check_parts
 from holdfast.storage.base import Storage
 from holdfast.storage.together import asked_again
 
@@ -138,7 +137,7 @@ class Stored:
     def others_values(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield path, value of rank 0 and value of another rank for what the other ranks stored of their own (`OWN`).
 
-        Looked at are rank 1 and the last rank, as for generators (`rank_values`).
+        Looked at are rank 1 and the last rank, as for generators (`match_plan`).
         """
         for rank in sorted({1, self.manifest.world_size - 1} & self.parts.keys()):
             for where, value in _own_values(self.part(rank), self._keys).items():
@@ -239,7 +238,7 @@ def decode_tree(
         keys: receives the references to values of single ranks, for `check_parts`.
 
     Raises:
-        CorruptCheckpointError: the file breaks `holdfast.format.schema`; a structure that is returned keeps it.
+        CorruptCheckpointError: the file breaks `holdfast.format.contents`; a structure that is returned keeps it.
     """
     return _decoded(loads(data, max_bytes=MAX_JSON, where=where), where, refs, keys)
 

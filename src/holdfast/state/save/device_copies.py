@@ -32,10 +32,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast._log import get_logger
 from holdfast.errors import TornSaveError
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall
-from holdfast.writer.serial_executor import SerialExecutor
 
 from ..accelerator import has_streams
 from ..tree.flatten import Flat

@@ -27,16 +27,13 @@ from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall, WindowsLostError
-from holdfast.writer.free_memory import free_memory
 from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
-from ..tree.groups import common_group
-from ..tree.names import Modules, parameter_names
-from .changes import StateCopy
+from ..tree.objects import Modules, parameter_names
 from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, copy_window, fingerprints, stage
+from .staging import AsideCopy, StateCopy, copy_window, fingerprints, stage
 
 if TYPE_CHECKING:
     from holdfast.model_files import ModelFiles
@@ -617,6 +614,8 @@ class Snapshotter:
     def _layout(self, flat: Flat) -> Layout:
         alike = self.alike
         if alike is None and flat.groups:
+            from ..tree.sharded import common_group
+
             alike = common_group(flat.groups, rank=self.rank, world_size=self.world_size)
         model_files = None if self.model_files is None else self.model_files.resolve()
         if self.layout is None or (alike, model_files) != self._planned_for or not fits(self.layout.signature, flat):
@@ -659,6 +658,8 @@ class Snapshotter:
         if self._looked or self.arena is not None or layout.arena_bytes < _SMALL_COPY or self._windowed(layout):
             return
         self._looked = True
+        from holdfast.writer.free_memory import free_memory  # not above: small states do not ask
+
         free = free_memory()
         if free is None:
             return

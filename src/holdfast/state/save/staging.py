@@ -18,21 +18,24 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
+from holdfast.format.codec import dumps
 from holdfast.format.digest import chunk_digests
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.arena import Arena
-from holdfast.writer.serial_executor import SerialExecutor
 
 from ..tree.arrays import move, move_small
+from ..tree.flatten import Flat
 from .plan import FileLayout, Layout
 
-__all__ = ["AsideCopy", "copy_window", "fingerprints", "stage"]
+__all__ = ["AsideCopy", "StateCopy", "copy_window", "fingerprints", "stage"]
 
 _CHUNK = 8 << 20  # large copies are handed out in pieces of this size
 _SHARE = 32 << 20  # below this a second thread costs more than it brings
@@ -335,3 +338,78 @@ def _sample(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
     return bits.take(steps * (bits.numel() - 1) // (_SAMPLED - 1)).to(torch.int64)
+
+
+class StateCopy:
+    """A state as it was when it was saved or loaded, so that a change since then is noticed. Holds none of its tensors.
+
+    It is asked once, where a run is left whose last step is saved already. Where the copy still lies in its arena,
+    bytes are compared; else some elements of each tensor, as of a state that was loaded or went through windows.
+
+    Args:
+        flat: the state.
+        layout: where its tensors lie in ``arena``.
+        arena: has the copy, until the next save; None: elements of tensors are noted.
+
+    Attributes:
+        is_spread: ranks hold parts of it: to take it apart again, all of them are needed.
+    """
+
+    def __init__(self, flat: Flat, layout: Layout | None = None, arena: Arena | None = None) -> None:
+        self._tree, self._per_rank, self._names = flat.tree, flat.per_rank, flat.names
+        self._layout, self._arena = layout, arena
+        self.is_spread = bool(flat.regions or flat.whole)
+        self._samples = _samples(flat.tensors) if arena is None else []
+
+    def changed(self, now: Flat, *, apart_from: str) -> list[str]:
+        """Return the top-level names of what is no longer as it was, sorted.
+
+        Args:
+            now: the same state, taken apart again.
+            apart_from: a top-level name that does not count.
+        """
+        found = _differing(self._tree, now.tree) | _differing(self._per_rank, now.per_rank)
+        before = {name: number for number, name in enumerate(self._names)}
+        found |= before.keys() ^ set(now.names)
+        is_alike = now.names == self._names  # then boxes of one tensor, which share its name, have their places
+        samples = _samples(now.tensors) if self._arena is None else []
+        for number, name in enumerate(now.names):
+            if (was := number if is_alike else before.get(name)) is None:
+                continue
+            if samples:
+                is_same = samples[number] == self._samples[was]
+            else:
+                is_same = self._has_bytes(was, now.tensors[number])
+            if not is_same:
+                found.add(name)
+        return sorted({name.partition("/")[0] for name in found} - {apart_from})
+
+    def _has_bytes(self, number: int, tensor: torch.Tensor) -> bool:
+        """Tell whether the arena has the bytes of a tensor; True of one that has no place of its own there."""
+        assert self._layout is not None
+        assert self._arena is not None
+        begin, size = self._layout.offsets[number], self._layout.sizes[number]
+        if begin < 0:  # tied to another, or written by another rank
+            return True
+        if tensor.nbytes != size or not size:
+            return tensor.nbytes == size
+        now = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
+        return torch.equal(now, torch.frombuffer(self._arena.view, dtype=torch.uint8, count=size, offset=begin))
+
+
+def _differing(before: Any, now: Any) -> set[str]:
+    """Return the keys under which two mappings of typed JSON hold something else."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return set()
+    return {
+        key
+        for key in before.keys() | now.keys()
+        if key not in before or key not in now or dumps(before[key]) != dumps(now[key])
+    }
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of elements of each tensor; "" for one that has none."""
+    full = [number for number, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta]
+    digests = dict(zip(full, fingerprints([tensors[number] for number in full]), strict=True))
+    return [digests.get(number, "") for number in range(len(tensors))]

@@ -1,4 +1,8 @@
-"""What torch and NumPy values look like in a stored tree: dtypes, devices, arrays; what is refused; bytes moved."""
+"""What torch and NumPy values look like in a stored tree: dtypes, devices, arrays; what is refused; bytes moved.
+
+And whether a tensor is spread over ranks (DTensor, ShardedTensor), its memory here, and what FSDP asks of modules.
+torch's distributed package is not imported for that: before some other code imports it, no such tensor exists.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
 
 __all__ = [
-    "all_dense",
-    "array_from_tensor",
-    "array_to_tensor",
-    "check_tensor",
-    "decode_torch_value",
-    "dtype_name",
-    "dtype_of",
-    "encode_torch_value",
-    "is_array",
-    "is_dense",
-    "move",
-    "move_small",
-    "same_bits",
-]
+    "all_dense", "array_from_tensor", "array_to_tensor", "check_module", "check_tensor", "decode_torch_value",
+    "dtype_name", "dtype_of", "encode_torch_value", "is_array", "is_dense", "is_spread", "local_of", "local_tensor",
+    "move", "move_small", "reshard", "same_bits", "spread_types",
+]  # fmt: skip
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _NO_NUMPY_BYTES = "OV"  # object and structured arrays: no bytes of their own, or no stable layout
@@ -213,3 +208,74 @@ move = _bind(ctypes.CDLL(None))
 
 move_small = _bind(ctypes.PyDLL(None))
 """The same with the GIL kept: giving it up for every kilobyte costs more than the copy."""
+
+
+# torch < 2.5 has the first name only.
+_DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+
+
+def spread_types() -> tuple[type, ...]:
+    """Return the types of tensors that are spread over ranks, of those modules that are imported."""
+    kinds = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
+    kinds.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
+    return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, type)))
+
+
+def is_spread(value: object) -> bool:
+    """Tell whether a tensor is spread over ranks."""
+    return type(value) not in _PLAIN and isinstance(value, spread_types())
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor as a plain tensor: the same memory, and ``value`` itself if it is plain.
+
+    A ShardedTensor with several shards on this rank gives the first.
+    """
+    if type(value) in _PLAIN or not is_spread(value):
+        return value
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor.detach() if shards else torch.empty(0)
+    return local_of(value)
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """Return the memory of a DTensor on this rank."""
+    local = getattr(value, "_local_tensor", None)
+    if type(local) is torch.Tensor and not local.requires_grad:
+        return local  # a fiftieth of the time of to_local
+    with torch.no_grad():
+        return value.to_local().detach()  # type: ignore[no-any-return]
+
+
+def check_module(module: nn.Module, path: str) -> None:
+    """Refuse the first generation of FSDP, whose ``state_dict`` gathers everything and whose optimizers hold slices.
+
+    Raises:
+        UnsupportedStateError: says what to put into the state instead.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for child in module.modules():
+        if isinstance(child, kind) and getattr(child.sharding_strategy, "name", "") != "NO_SHARD":
+            raise UnsupportedStateError(
+                f"{path}: {type(child).__name__} (FSDP1) keeps slices of flattened parameters: use "
+                "torch.distributed.fsdp.fully_shard, or give {'model': get_model_state_dict(model), 'optimizer': "
+                "get_optimizer_state_dict(model, optimizer)} of torch.distributed.checkpoint.state_dict, and hand what "
+                "was loaded to set_model_state_dict and set_optimizer_state_dict"
+            )
+
+
+def reshard(module: nn.Module) -> None:
+    """Bring modules under ``fully_shard`` back to their sharded parameters, which optimizers know.
+
+    After a forward pass without a backward pass (an evaluation) the gathered parameters may still be in place.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
+        for child in module.modules():
+            if isinstance(child, kind):
+                child.reshard()

@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from holdfast.errors import UnsupportedStateError
-from holdfast.format.codec import MAX_NESTING, encode
-from holdfast.format.scalars import is_text
+from holdfast.format.codec import MAX_NESTING, encode, is_text
 
-from . import arrays, objects, optimizers, rng
-from .groups import parallel_group
-from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
-from .spread import check_module, spread_types
+from . import arrays, objects, rng
+from .arrays import check_module, spread_types
+from .objects import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
 from .values import Attrs, PerRank
 
 if TYPE_CHECKING:
@@ -287,7 +285,7 @@ class _Walker:
             return NotImplemented
         if isinstance(value, nn.Module):
             return self._module(value, name, path)
-        if isinstance(value, torch.optim.Optimizer) and optimizers.is_plain(value):
+        if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
             return self._optimizer(value, name, path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             return self._object(value, "object", objects.state_of(value, self.asked, name), name, path)
@@ -339,16 +337,16 @@ class _Walker:
             ]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
-        named = optimizers.to_named(optimizer, self.parameter_names)
-        if shared := optimizers.shared_names(optimizer, [group["params"] for group in named["param_groups"]]):
+        named = objects.to_named(optimizer, self.parameter_names)
+        if shared := objects.shared_names(optimizer, [group["params"] for group in named["param_groups"]]):
             raise UnsupportedStateError(f"state{path}: {shared[0]}")
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
-        if self.spread and (layouts := optimizers.odd_layouts(optimizer, self.parameter_names, self.spread)):
+        if self.spread and (layouts := objects.odd_layouts(optimizer, self.parameter_names, self.spread)):
             node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
-        while added and added[-1].startswith(f"{prefix}{optimizers.OTHER_STATE}/"):
+        while added and added[-1].startswith(f"{prefix}{objects.OTHER_STATE}/"):
             added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
         self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
         if self.shared:
@@ -372,8 +370,10 @@ class _Walker:
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
         if objects.is_metric(module):
             return self._object(module, "metric", objects.metric_state(module), name, path)
-        if self.shared and (group := parallel_group(module)) is not None:
-            self.flat.groups.add(group)
+        if self.shared and isinstance(module, nn.parallel.DistributedDataParallel):
+            from . import sharded  # not above: few states have such a module
+
+            self.flat.groups.add(sharded.parallel_group(module))
         module = unwrap(module)
         check_module(module, f"state{path}")
         raw = module.state_dict()

@@ -1,24 +1,347 @@
-"""Objects that keep their state themselves, behind ``state_dict``.
+"""What keeps its state behind ``state_dict``: modules, optimizers by the names of parameters, metrics, all others.
 
-All ranks call ``state_dict`` in the order of the objects' names: ``state_dict`` and ``load_state_dict`` may use
-collectives, as in wrappers around sharded models, and ranks whose dicts have another order would wait for each other
-for ever. torch.distributed.checkpoint sorts keys for that reason.
+``Optimizer.state_dict`` keys its state by position. Here it is keyed by the stored name of the parameter, so that
+the order of parameters, their groups and which of them are frozen may change between save and load. It is put back
+without casts (torch's own ``load_state_dict`` turns float32 state of bfloat16 parameters into bfloat16).
 
-Metrics of torchmetrics are read past their ``state_dict``, which is empty unless every state is declared persistent.
+All ranks call ``state_dict`` of other objects in the order of their names: it may use collectives, as in wrappers
+around sharded models, and ranks whose dicts have another order would wait for each other for ever
+(torch.distributed.checkpoint sorts keys for that reason). Metrics of torchmetrics are read past their ``state_dict``,
+which is empty unless every state is declared persistent.
+
+Parameters have names that survive wrappers. DDP and DataParallel add ``module.``, ``torch.compile`` adds
+``_orig_mod.``, activation checkpointing and FSDP1 add their own prefixes. None of them is part of a stored name, so a
+checkpoint of a wrapped model fits the bare model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from .optimizers import is_plain
+from .arrays import reshard
 from .values import PerRank
 
-__all__ = ["ask_in_order", "is_metric", "metric_state", "restore_metric", "state_of"]
+__all__ = [
+    "IMPLEMENTATION_FLAGS", "OTHER_STATE", "Modules", "apply_groups", "ask_in_order", "by_param_name",
+    "canonical_keys", "empty_beside", "is_metric", "is_plain", "live_names", "metric_state", "odd_layouts",
+    "parameter_names", "restore_metric", "shared_names", "state_device", "state_of", "stored_parameters",
+    "to_named", "to_positions", "unwrap", "without_tokens",
+]  # fmt: skip
+
+# Prefixes no user would choose: removed wherever they occur.
+_TOKENS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+Modules = dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]]
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside any stack of DDP, DataParallel and ``torch.compile`` wrappers."""
+    while True:
+        if isinstance(module, _PARALLEL):
+            module = module.module
+            continue
+        modules = module.__dict__.get("_modules", ())  # not a dict in modules of TorchScript
+        if "_orig_mod" not in modules or not isinstance(modules["_orig_mod"], nn.Module):
+            return module
+        module = modules["_orig_mod"]
+
+
+def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
+    """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
+    names = [without_tokens(name) for name in keys]
+    if not any("module." in name for name in names):
+        return names  # no wrapper inside: looking for them costs more than the rest
+    parallel = [
+        without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
+    ]
+    if parallel:
+        # Longest first: the path of an inner wrapper still contains "module." of the outer wrapper.
+        parallel.sort(key=len, reverse=True)
+        names = [_strip_parallel(name, parallel) for name in names]
+    return names
+
+
+def without_tokens(name: str) -> str:
+    """Return a name without the prefixes that no user would choose."""
+    if "_wrapped_module." in name or "_orig_mod." in name:
+        for token in _TOKENS:
+            name = name.replace(token, "")
+    return name
+
+
+def _strip_parallel(name: str, prefixes: list[str]) -> str:
+    for prefix in prefixes:
+        if name.startswith(prefix + "module."):
+            name = prefix + name[len(prefix) + len("module.") :]
+    return name
+
+
+def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of an unwrapped module by their stored names; shared ones come once for each name."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return list(zip(canonical_keys(module, params), params.values(), strict=True))
+
+
+def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) -> dict[int, str]:
+    """Map ``id(parameter)`` to its stored name for every parameter of every module in ``state``.
+
+    The name is the path of the module in the state and the parameter's own canonical name, joined by "/":
+    ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
+
+    Args:
+        state: the state whose modules are searched.
+        modules: receives each module and its `stored_parameters`, by the ``id`` of the module.
+    """
+    names: dict[int, str] = {}
+    for path, module in _modules(state, ""):
+        inner = unwrap(module)
+        reshard(inner)
+        rows = stored_parameters(inner)
+        if modules is not None:
+            modules[id(inner)] = inner, rows
+        for key, param in rows:
+            names.setdefault(id(param), f"{path}/{key}" if path else key)
+    return names
+
+
+def _modules(value: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        names = getattr(value, "_fields", range(len(value)))
+        items = zip(names, value, strict=False)
+    else:
+        return
+    if id(value) in above:
+        return  # a cycle: flattening refuses it and names the place
+    for key, child in items:
+        if not isinstance(child, (torch.Tensor, int, float, str)):
+            yield from _modules(child, f"{path}/{key}" if path else str(key), (*above, id(value)))
+
+
+# How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
+IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+# Where a stored optimizer has what is in ``Optimizer.state`` under keys that are no parameters.
+OTHER_STATE = "other_state"
+
+# The live optimizer also keeps its own parameters in each group, and their names.
+_OWN = frozenset({"params", "param_names"})
+
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer keeps its state the standard way; others go through their own ``state_dict``.
+
+    Others have methods of their own for it, or hooks that see or change what is saved and loaded.
+    """
+    kind = type(optimizer)
+    standard = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+    return standard and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+
+
+def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """Return the stored name of each parameter, group by group.
+
+    A parameter that belongs to no module of the state is called ``param.<position>``.
+    """
+    position = 0
+    groups = []
+    for group in optimizer.param_groups:
+        row = []
+        for param in group["params"]:
+            row.append(names.get(id(param), f"param.{position}"))
+            position += 1
+        groups.append(row)
+    return groups
+
+
+def shared_names(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Say which of the names that `live_names` gave several parameters have, and what to do."""
+    names = [name for row in rows for name in row]
+    if len(set(names)) == len(names):
+        return []
+    owner: dict[str, torch.Tensor] = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    twice = {name for name, param in zip(names, params, strict=True) if owner.setdefault(name, param) is not param}
+    return [
+        f"two parameters are called {name!r} by their places in the state: give it other keys" for name in sorted(twice)
+    ]
+
+
+def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` with the live tensors in it.
+
+    `OTHER_STATE` is there too if the optimizer keeps anything under keys that are no parameters (MADGRAD counts steps
+    so).
+    """
+    groups = live_names(optimizer, names)
+    state = {}
+    for group, row in zip(optimizer.param_groups, groups, strict=True):
+        for param, name in zip(group["params"], row, strict=True):
+            if kept := optimizer.state.get(param):
+                state[name] = dict(kept)
+    hyper = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": row}
+        for group, row in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {"state": state, "param_groups": hyper, **({OTHER_STATE: others} if others else {})}
+
+
+def by_param_name(groups: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return what stands for each parameter by the name that torch keeps for it (``param_names`` of a group).
+
+    Args:
+        groups: of an optimizer.
+        rows: what stands for the parameters of each group.
+
+    Returns:
+        Empty if some parameter has no name, or two have the same. Prefixes of wrappers are not part of a name.
+    """
+    names: list[str] = []
+    for group, row in zip(groups, rows, strict=True):
+        own = group.get("param_names")
+        if not isinstance(own, (list, tuple)) or len(own) != len(row):
+            return {}
+        names.extend(own)
+    if not all(isinstance(name, str) for name in names):
+        return {}
+    names = [without_tokens(name) for name in names]
+    if all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    found = dict(zip(names, (item for row in rows for item in row), strict=True))
+    return found if len(found) == len(names) else {}
+
+
+def to_positions(named: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what `to_named` gave as the dict of torch's own ``state_dict``.
+
+    Args:
+        named: the result of `to_named`.
+        rows: names of the live parameters: the parameters are in this order, if each group has the same ones.
+    """
+    groups = [dict(group) for group in named["param_groups"]]
+    if [set(group["params"]) for group in groups] == [set(row) for row in rows]:
+        for group, row in zip(groups, rows, strict=True):
+            if "param_names" in group:
+                own = dict(zip(group["params"], group["param_names"], strict=True))
+                group["param_names"] = [own[name] for name in row]
+            group["params"] = list(row)
+    position = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    for group in groups:
+        group["params"] = [position[name] for name in group["params"]]
+    states = {position[name]: state for name, state in named["state"].items()}
+    return {"state": {**states, **named.get(OTHER_STATE, {})}, "param_groups": groups}
+
+
+def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:
+    """Return the sharding of state whose shape is not that of its parameter (factored second moments).
+
+    Returns:
+        "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
+    """
+    layouts = {}
+    for group, row in zip(optimizer.param_groups, live_names(optimizer, names), strict=True):
+        for param, name in zip(group["params"], row, strict=True):
+            if isinstance(param, kinds):
+                whole: Any = param
+                kept: Any = optimizer.state.get(whole) or {}
+                for key, value in kept.items():
+                    placements = getattr(value, "placements", None) if isinstance(value, kinds) else None
+                    if placements is not None and tuple(value.shape) != tuple(whole.shape):
+                        layouts[f"{name}/{key}"] = [getattr(placement, "dim", None) for placement in placements]
+    return layouts
+
+
+def _tensor_package() -> Any:
+    try:
+        return importlib.import_module("torch.distributed.tensor")
+    except ImportError:
+        return importlib.import_module("torch.distributed._tensor")  # torch 2.4
+
+
+def empty_beside(
+    param: Any, shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None] | None
+) -> torch.Tensor:
+    """Return an uninitialised tensor on the mesh of a parameter, of another shape than the parameter.
+
+    Args:
+        param: a DTensor.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        layout: as in `odd_layouts`. If it is None or does not fit the mesh, each dimension of the same size as in
+            ``param`` is sharded as in ``param``.
+    """
+    kinds = _tensor_package()
+    Replicate, Shard = kinds.Replicate, kinds.Shard  # noqa: N806 - classes
+    if layout is None or len(layout) != param.device_mesh.ndim:
+        dims = (getattr(placement, "dim", None) for placement in param.placements)
+        layout = [
+            dim if dim is not None and dim < len(shape) and shape[dim] == param.shape[dim] else None for dim in dims
+        ]
+    placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in layout]
+    made: torch.Tensor = kinds.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+    return made
+
+
+def state_device(key: str, group: dict[str, Any], param: torch.Tensor) -> torch.device:
+    """Return where a state tensor of ``param`` lives: torch keeps ``step`` on the CPU unless a kernel reads it."""
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.device("cpu")
+    return param.device
+
+
+def apply_groups(optimizer: Optimizer, rows: list[list[str]], saved: list[dict[str, Any]]) -> list[str]:
+    """Put saved hyper-parameters into the live groups; return a line for each group that could not be matched.
+
+    A live group takes the hyper-parameters of the saved groups its parameters came from, if these agree.
+    """
+    home = {name: group for group in saved for name in group["params"]}
+    problems = []
+    for number, (group, row) in enumerate(zip(optimizer.param_groups, rows, strict=True)):
+        sources = list({id(home[name]): home[name] for name in row if name in home}.values())
+        if not sources:
+            if saved and row:
+                problems.append(f"param_groups[{number}]: none of its parameters was saved; live values kept")
+            continue
+        for key in sources[0]:
+            if key in _OWN or key in IMPLEMENTATION_FLAGS:
+                continue
+            values = [source.get(key) for source in sources]
+            if any(not _same(values[0], other) for other in values[1:]):
+                problems.append(f"param_groups[{number}].{key}: saved groups disagree ({values}); live value kept")
+            elif isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(values[0]))
+            elif isinstance(values[0], torch.Tensor) and isinstance(group.get(key), (int, float)):
+                group[key] = values[0].item()  # whether lr is a tensor is a choice of implementation, too
+            else:
+                group[key] = values[0]
+    return problems
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
+    return bool(left == right)
+
 
 _PLAIN = (torch.Tensor, int, float, str, bytes, type(None))
 _Asked = dict[str, tuple[Any, Any]]

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, StorageNotFoundError
 
 from ..base import ObjectInfo, Storage, copy_over
 from ..resolve import from_description, resolve, split_uri
-from ..stream import InputStream, OutputStream
+from ..wrapped import InputStream, OutputStream
 
 __all__ = ["StorageHandler", "as_pyarrow"]
 

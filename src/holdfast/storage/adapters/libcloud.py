@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast._optional import require
 from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError, StorageError

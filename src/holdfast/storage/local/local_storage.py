@@ -5,6 +5,9 @@ No symbolic link below the root is followed (`beneath`).
 General layout: `put` is a temporary file, fsync, barrier (fsync of the directory), rename, fsync of the directory.
 `create` writes under the final name and makes bytes, size and name durable when it is closed. Directories are made
 when first needed; each is durable before anything is put below it.
+
+A symbolic link to the newest of something in a directory is swapped in one step (`put_link`). Nothing of ours reads
+through it, and it does not go through `Ops`: no promise rests on a link, and the model of a power cut knows none.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import copy
 import errno
 import os
 import stat as stat_module
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,17 +34,19 @@ from ..base import (
     check_path,
     check_prefix,
     copy_bytes,
+    is_temporary_name,
     temporary_name,
 )
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
 from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
+from .local_tree import make_durable
 from .ops import POSIX, Ops, errors_of, translate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LocalStorage", "absolute", "as_given", "door_of"]
+__all__ = ["LocalStorage", "absolute", "as_given", "door_of", "drop_link", "link_at", "put_link", "sweep_links"]
 
 _T = TypeVar("_T")
 _DELETING_THREADS = 16
@@ -594,3 +600,93 @@ def _etag(about: os.stat_result) -> str:
 
 def _not_found(full: str) -> StorageNotFoundError:
     return StorageNotFoundError(f"cannot read {full}: there is no such file; check the path")
+
+
+def put_link(storage: Storage, path: str, target: str, *, durable: bool = True) -> None:
+    """Let ``path`` lead to ``target``, both paths in a storage on a disk, by a relative link.
+
+    Args:
+        storage: on a disk.
+        path: of the link; its folders are made.
+        target: what it leads to.
+        durable: wait until a power cut cannot bring the old link back; else that is up to the next fsync of the folder.
+
+    Raises:
+        FileExistsError: something that is no link has this name.
+        OSError: the file system has no links.
+    """
+    door, below, name = _place_of(storage, path)
+    text = os.path.relpath(target, os.path.dirname(path) or ".")
+    for is_last in (False, True):
+        try:
+            with door.folder(below) as folder:
+                _swap(folder, name, text)
+                if durable:
+                    POSIX.fsync_dir(folder.here)
+            return
+        except FileNotFoundError:  # the first link in this folder, or somebody has cleaned up here
+            if is_last:
+                raise
+            make_durable(POSIX, door, below)
+
+
+def link_at(storage: Storage, path: str) -> str | None:
+    """Return what a link says, as it says it; None if ``path`` is none, or the storage is on no disk."""
+    if storage.local_root is None:
+        return None
+    door, inside, name = _place_of(storage, path)
+    try:
+        with door.folder(inside) as folder:
+            return os.readlink(name, dir_fd=folder.fd)
+    except OSError:
+        return None
+
+
+def drop_link(storage: Storage, path: str) -> None:
+    """Remove a link, and nothing but a link; idempotent."""
+    if link_at(storage, path) is not None:
+        storage.delete(path)
+
+
+def sweep_links(storage: Storage, inside: str, *, older_s: float) -> None:
+    """Remove links that processes have left which died before they could give them their names."""
+    door, below, _ = _place_of(storage, f"{inside}/")
+    try:
+        folder = door.listed(below)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with folder:
+        for name in filter(is_temporary_name, os.listdir(folder.fd)):
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's; or it is no link
+                os.readlink(name, dir_fd=folder.fd)
+                if os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_mtime < time.time() - older_s:
+                    os.unlink(name, dir_fd=folder.fd)
+
+
+def _place_of(storage: Storage, path: str) -> tuple[Beneath, str, str]:
+    """Return the door to a storage on a disk, the folder of ``path`` below it, and the name there."""
+    located = door_of(storage)
+    assert located is not None
+    door, prefix = located
+    inside, _, name = path.rpartition("/")
+    return door, f"{prefix}/{inside}" if prefix and inside else prefix or inside, name
+
+
+def _swap(folder: OpenDirectory, name: str, target: str) -> None:
+    try:
+        if os.readlink(name, dir_fd=folder.fd) == target:
+            return
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder.at(name)) from None
+    temporary = temporary_name()
+    os.symlink(target, temporary, dir_fd=folder.fd)
+    try:
+        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder.fd)
+        raise

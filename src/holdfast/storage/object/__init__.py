@@ -1,7 +1,6 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-`object_storage` is the contract, `bucket` the settings and credentials, `errors` the table of errors and
-the requests that are repeated.
+`object_storage` is the contract, `bucket` the settings and credentials, `client` the requests and their errors.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast.config import Keep, check_kind, check_silence, is_int, is_number
 from holdfast.errors import ConfigError
 

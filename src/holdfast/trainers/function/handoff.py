@@ -39,10 +39,9 @@ from holdfast.format.parts import put_part, read_part, remove_part
 from holdfast.run.names import INCOMING, is_checkpoint_name
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
-from holdfast.writer.ingest.sources import scan
+from holdfast.storage.together import SerialExecutor
+from holdfast.writer.ingest.sources import put_incoming, remove_incoming, scan
 from holdfast.writer.messages import IngestSource
-from holdfast.writer.serial_executor import SerialExecutor
 
 from .transit import error_to_wire
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._not_here import answering
+from holdfast._meant import answering
 from holdfast._optional import tracker
 from holdfast.errors import ConfigError
 
@@ -27,7 +27,7 @@ _SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and 
 _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
 _SCHEDULE = "give the schedulers their lengths yourself"
 _LIBRARY = "set it up in torch before the Trainer is made"
-# What to do instead, by the name of the argument: answered by `holdfast._not_here.removed`.
+# What to do instead, by the name of the argument: answered by `holdfast._meant.removed`.
 OF_TRAINER = {
     "accumulate_train_batch_on_tokens": "parts of a batch weigh by their samples; weigh them by tokens in the loss",
     "algorithm_passes": "algorithms run in the order they are given",

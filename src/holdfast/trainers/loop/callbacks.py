@@ -17,8 +17,8 @@ from torch.nn import functional
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
-from holdfast.state.tree.names import unwrap
-from holdfast.state.tree.spread import reshard
+from holdfast.state.tree.arrays import reshard
+from holdfast.state.tree.objects import unwrap
 
 from .arguments import check_flags
 from .evaluator import computed

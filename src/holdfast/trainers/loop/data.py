@@ -14,7 +14,7 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
-from holdfast.run.rollbacks import BatchSpan
+from holdfast.run.data_ring import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 from holdfast.state.data.seeding import generators_kept, generators_within
 

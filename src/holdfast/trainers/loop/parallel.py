@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.state.accelerator import accelerator, default_device, group_backend, has_streams, make_current
 from holdfast.state.data.seeding import seed_all
 from holdfast.state.gradient_order import fix_or_warn
-from holdfast.state.tree.spread import is_spread, local_tensor
+from holdfast.state.tree.arrays import is_spread, local_tensor
 
 from .arguments import several
 

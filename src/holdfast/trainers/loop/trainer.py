@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from holdfast._log import get_logger
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast.checkpointer.meeting import same_for_all
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.config import Guard

@@ -33,15 +33,13 @@ from holdfast.storage.base import FileBatch, Storage
 from holdfast.storage.local.beneath import Beneath
 from holdfast.storage.local.local_storage import LocalStorage, door_of
 from holdfast.storage.local.ops import errors_of
-from holdfast.storage.together import together
+from holdfast.storage.together import SerialExecutor, together
 
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
-from ..serial_executor import SerialExecutor
-from .incoming import read_incoming, remove_incoming
 from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
-from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, scan
+from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
 
 __all__ = ["Intake", "commit_in_place"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
-from ..step_memory import NEVER, StepMailbox
+from ..arena import NEVER, StepMailbox
 from .link import CHALLENGE_BYTES, PROOF_BYTES, Link, Message, make_answer, make_proof
 from .server import BEAT_S, ENDED_S, STALE_S
 

@@ -16,9 +16,18 @@ from typing import Any
 from holdfast._log import get_logger
 
 from ..frames import encode
+from .agreement import (
+    CommitSave,
+    JointSaves,
+    JointUploads,
+    RankStanding,
+    RescueAgreement,
+    SaveOutcome,
+    SaveVerdict,
+    StepAgreement,
+    named_error,
+)
 from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
-from .saves import CommitSave, JointSaves, JointUploads, RescueAgreement, SaveOutcome, SaveVerdict, named_error
-from .steps import RankStanding, StepAgreement
 
 __all__ = ["BEAT_S", "ENDED_S", "STALE_S", "ControlServer"]
 

@@ -37,9 +37,8 @@ from holdfast.format.names import METADATA_FILE, join
 from holdfast.run.names import LOGS
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.writer.ingest.incoming import read_incoming, remove_incoming
 from holdfast.writer.ingest.merge import suffixed
-from holdfast.writer.ingest.sources import scan
+from holdfast.writer.ingest.sources import read_incoming, remove_incoming, scan
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
 
 from ..config import ValidationConfig

@@ -19,11 +19,11 @@ from holdfast.run.metrics import check_length, metric_value
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage, check_path
+from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Message
-from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
+from holdfast.writer.ingest.sources import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource, SaveJob
-from holdfast.writer.serial_executor import SerialExecutor
 
 from ..config import TIMESTAMP, CheckpointUploadMode, ValidationTaskConfig
 from ..handoff import HandoffArea, Staging, Taken, check_source, left_directory, name_in_run, remove_local, take

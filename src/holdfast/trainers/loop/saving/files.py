@@ -43,7 +43,7 @@ from holdfast.state.tree.arrays import dtype_name, dtype_of, move
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage.base import BLOCK, FileReader, FileWriter, ObjectInfo, Storage
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 from holdfast.writer.arena import Arena
 from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 

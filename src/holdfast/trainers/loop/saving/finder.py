@@ -30,7 +30,7 @@ from holdfast.interop.unpickle import read_torch_stream
 from holdfast.run.record import Record, read_sidecar, record_from_manifest
 from holdfast.run.remains import is_remains
 from holdfast.storage.base import Storage
-from holdfast.storage.stream import InputStream
+from holdfast.storage.wrapped import InputStream
 
 from ..time import COUNTERS, Timestamp
 from .files import read_note

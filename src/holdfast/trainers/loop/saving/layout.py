@@ -20,12 +20,11 @@ from holdfast.errors import ConfigError
 from holdfast.interop.from_files import named
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.data.seeding import generators_kept
-from holdfast.state.load.rank_values import restore_derived
+from holdfast.state.load.match_plan import restore_derived
 from holdfast.state.load.selection import covers
 from holdfast.state.save.torch_file import from_plain, to_plain
 from holdfast.state.tree import objects, rng
-from holdfast.state.tree import optimizers as optim
-from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
+from holdfast.state.tree.objects import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.rng import REFUSALS, plain, python_entry
 from holdfast.state.tree.values import PerRank
 
@@ -73,8 +72,8 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             module = unwrap(value)
             raw = module.state_dict()
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
-        if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
-            return optim.to_named(value, names)
+        if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
+            return objects.to_named(value, names)
         if isinstance(value, PerRank):
             return PerRank(walk(value.value))
         if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from holdfast._log import get_logger
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import PendingSaves, passing_error, state_of
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S

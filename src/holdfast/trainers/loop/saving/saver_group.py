@@ -27,8 +27,8 @@ from holdfast.errors import (
 )
 from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.life import REQUEUE_STATUS
-from holdfast.run.names import RUN_NAMES
-from holdfast.run.rollbacks import WATCHED, Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
+from holdfast.run.names import RUN_NAMES, WATCHED
+from holdfast.run.rollbacks import Rollback, left_out_by, notes_of, order_to_try, read_rollbacks
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.writer.client import SharedWriter, WriterClient

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from holdfast._log import get_logger
-from holdfast._not_here import removed
+from holdfast._meant import removed
 from holdfast.checkpointer.pending_saves import MAX_LOST, TRANSIENT_ERRORS, state_of
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import CheckpointExistsError, ConfigError, StorageError

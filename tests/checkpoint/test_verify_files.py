@@ -7,13 +7,13 @@ import tracemalloc
 
 import pytest
 
+from holdfast.checkpoint.verify import verify_files
 from holdfast.errors import StorageUnavailableError
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import CHUNK, bytes_digest, chunk_digests, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensor_file import lay_out
-from holdfast.format.verify import verify_files
 from holdfast.storage import FileReader, LocalStorage, PrefixStorage
 
 SAVE = "deadbeef-1"

@@ -10,9 +10,9 @@ import torch
 from command_kit import invoke
 
 import holdfast as hf
+from holdfast.checkpoint.verify import read_verified
 from holdfast.page import collect
 from holdfast.run.names import VERIFIED_FILE
-from holdfast.run.verified import read_verified
 from holdfast.storage import LocalStorage
 
 
