@@ -10,8 +10,9 @@ import pytest
 from session_kit import START_ID, Pair, agreeable, begin, make, silent, trouble_at_a_question
 
 import holdfast as hf
-from holdfast.errors import ConfigError, StorageFullError
+from holdfast.errors import ConfigError, HoldfastError, StorageFullError
 from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.worker import delivery
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -265,6 +266,27 @@ def test_reports_after_an_upload_in_the_background_do_not_wait_for_it(root):
 def test_an_upload_that_returns_no_checkpoint(root, mode):
     """The error says what it should have been; under ASYNC the other ranks hear of it, and the next call raises it."""
     with Pair(begin(root)) as pair:
+def test_an_upload_that_hangs_is_given_up(root, monkeypatch):
+    """Its report fails, by a name for everything; those behind it, and the end, do not wait for it."""
+    monkeypatch.setattr(delivery, "_UPLOAD_S", 0.1)
+    go = threading.Event()
+
+    def upload(_, name):
+        if "000001" in name:
+            go.wait(20)
+        return make(root / name)
+
+    options = {"checkpoint_upload_fn": upload, "checkpoint_upload_mode": ASYNC}
+    with Pair(begin(root, report_timeout_s=0.5)) as pair:
+        hf.report({}, make(root.parent / "mine"), **options)
+        hf.report({}, make(root.parent / "two"), **options)
+        with pytest.raises(HoldfastError, match=r"rank 0: checkpoint_upload_fn has not returned.*report 1 is given up"):
+            pair.session.drain()
+        pair.session.drain()
+        assert [("error" in one, one["index"]) for one in pair.controller.headers("part")] == [(True, 1), (False, 2)]
+        go.set()
+
+
         options = {"checkpoint_upload_fn": lambda *_: "somewhere", "checkpoint_upload_mode": mode}
         if mode is SYNC:
             with pytest.raises(ConfigError, match="returned 'somewhere', not a Checkpoint"):

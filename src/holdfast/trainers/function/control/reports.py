@@ -85,6 +85,9 @@ class Reports:
     def begin(self, ledger: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
         self.ledger, self.undelivered, self.attempt, self._start_id = ledger, [], attempt, start_id
+        for report in self.ledger.reports.values():
+            if report.directory is not None and report.stage is Stage.OPEN:
+                self.known.failed(report.directory)  # its name is free: nobody will complete it
         self.size, self.just_saved, self.agreed_failed = len(ledger.entered), [], False
         self.longest_s = None
         self.callbacks.begin(self.size)

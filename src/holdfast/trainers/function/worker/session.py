@@ -79,7 +79,8 @@ def report(
         delete_local_checkpoint_after_upload: None means True for ASYNC, False else. Without it the directory is never
             changed.
         checkpoint_upload_fn: uploads the files to the run's storage in place of the built-in way, and returns where
-            they are. In the background under ASYNC; the directory then has to stay until it is done.
+            they are. In the background under ASYNC, for an hour at most (``HOLDFAST_REPORT_TIMEOUT_S`` if that is
+            longer); the directory then has to stay until it is done.
         validation: run the trainer's validation function on this checkpoint. A dict gives it arguments,
             `ValidationTaskConfig` a time limit as well.
         model_files: with ``state``: small files committed beside it, for other libraries; see `holdfast.save`.
