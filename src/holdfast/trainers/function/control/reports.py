@@ -349,12 +349,20 @@ class Reports:
             wait_s: how long parts of dead workers are waited for.
         """
         problem = self._problem(report)
-        if problem is None and report.directory is None:
+        ranks = tuple(sorted(report.entries))
+        sources: tuple[IngestSource, ...] = ()
+        if problem is None:
             locations = (entry.location for entry in report.entries.values())
             place = next((location for location in locations if location is not None), None)
             try:
-                wanted = report.name if place is None else place["name"]
-                report.directory = self.known.allocate(wanted, uploaded=place is not None)
+                sources = tuple(
+                    IngestSource(rank=rank, **entry.source)
+                    for rank in ranks
+                    if (entry := report.entries[rank]).kind == "directory" and entry.source is not None
+                )
+                if report.directory is None:
+                    wanted = report.name if place is None else place["name"]
+                    report.directory = self.known.allocate(wanted, uploaded=place is not None)
             except ConfigError as error:
                 problem = error
         if problem is not None or report.directory is None:
@@ -367,7 +375,6 @@ class Reports:
             # Before the commit: a later commit may be on its way already and must not delete this checkpoint.
             self._wanted.add(report.directory)
             self._protect()
-        ranks = tuple(sorted(report.entries))
         if report.in_parts:
             self._out.append(Commit(index=report.index, **job, writers=ranks, wait_s=wait_s))
             return
@@ -375,11 +382,6 @@ class Reports:
             self._brought[ranks] = report.index
             if self.uneven:
                 self._out.append(Say(line=self.uneven))
-        sources = tuple(
-            IngestSource(rank=rank, **entry.source)
-            for rank in ranks
-            if (entry := report.entries[rank]).kind == "directory" and entry.source is not None
-        )
         uploaded = len(sources) < len(ranks)
         self._out.append(Commit(index=report.index, **job, sources=sources, uploaded=uploaded))
 
