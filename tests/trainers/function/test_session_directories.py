@@ -157,7 +157,7 @@ def test_trouble_in_the_background_surfaces_once(root, where):
 
 @pytest.mark.parametrize("call", ["directory", "values"])
 def test_trouble_stops_a_report_with_data_but_not_the_counting(root, call):
-    """The error comes in place of the new checkpoint; its report counts as one without."""
+    """The error comes in place of the new checkpoint: its report counts, and is one without on all ranks."""
     with Pair(begin(root, first_index=2), trouble_at_a_question(1)) as pair:
         hf.get_all_reported_checkpoints()
         with pytest.raises(StorageFullError, match="no space left"):
@@ -167,6 +167,10 @@ def test_trouble_stops_a_report_with_data_but_not_the_counting(root, call):
                 hf.save_checkpoint(epoch=1)
         (row,) = pair.controller.wait(lambda _: pair.controller.rows())
         assert row == (2, {"loss": 1} if call == "directory" else {})
+        assert [(one["index"], one["root"]) for one in pair.controller.headers("part")] == [(2, 1)]
+        pair.controller.trouble(StorageFullError("no space left"), index=3, root=1)  # of another rank, which raised it
+        hf.get_all_reported_checkpoints()
+        hf.report({})
         assert not list(root.iterdir())
 
 
@@ -262,10 +266,6 @@ def test_reports_after_an_upload_in_the_background_do_not_wait_for_it(root):
         pair.session.drain()
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC])
-def test_an_upload_that_returns_no_checkpoint(root, mode):
-    """The error says what it should have been; under ASYNC the other ranks hear of it, and the next call raises it."""
-    with Pair(begin(root)) as pair:
 def test_an_upload_that_hangs_is_given_up(root, monkeypatch):
     """Its report fails, by a name for everything; those behind it, and the end, do not wait for it."""
     monkeypatch.setattr(delivery, "_UPLOAD_S", 0.1)
@@ -287,6 +287,10 @@ def test_an_upload_that_hangs_is_given_up(root, monkeypatch):
         go.set()
 
 
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_an_upload_that_returns_no_checkpoint(root, mode):
+    """The error says what it should have been; under ASYNC the other ranks hear of it, and the next call raises it."""
+    with Pair(begin(root)) as pair:
         options = {"checkpoint_upload_fn": lambda *_: "somewhere", "checkpoint_upload_mode": mode}
         if mode is SYNC:
             with pytest.raises(ConfigError, match="returned 'somewhere', not a Checkpoint"):
