@@ -106,6 +106,17 @@ def test_a_report_that_raised_on_one_rank_makes_no_checkpoint() -> None:
     assert play.only(Commit).index == 3
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_on_one_rank_and_a_directory_on_the_other(first: int) -> None:
+    """Both hear of it at once, whoever was first: the rank of the directory waits in its call."""
+    play = Play().run()
+    for rank in (first, 1 - first):
+        play.report(rank, 1, "state" if rank == 0 else "directory")
+    assert troubles(play) == [(0, 1)]
+    answer = next(one for one in play.all(Answer) if one.rank == 1)
+    assert "different kinds of checkpoints (rank 0: state, rank 1: directory)" in str(answer.error)
+
+
 def test_one_failure_in_the_background_is_raised_once_by_each_rank() -> None:
     """Report 2 fails because rank 0 raised the error of report 1 in it: rank 1, which was ahead, has that error."""
     play = Play().run()

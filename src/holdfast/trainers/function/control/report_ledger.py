@@ -267,14 +267,16 @@ class ReportLedger:
         return None
 
     def committable(self) -> list[LedgerEntry]:
-        """Return the reports that can be committed now, in order."""
+        """Return the reports that can be committed now, or never, in order."""
         return [
             report
             for _, report in sorted(self.reports.items())
             if report.stage is Stage.OPEN
             and not self.waits_for_ranks(report)
-            and (report.is_durable or not report.in_parts)
-            and not report.coming
+            and (
+                (not report.coming and (report.is_durable or not report.in_parts))
+                or self.disagreement(report) is not None  # for which nothing has to be waited for
+            )
         ]
 
     def salvageable(self, dead: Iterable[int], lost: Container[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:

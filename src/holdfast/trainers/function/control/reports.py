@@ -492,7 +492,8 @@ class Reports:
             if rank in owner.finished:
                 self.undelivered.append((rank, error))
             else:
-                self.tell(rank, None if report.in_parts else report.entries[rank].call, report.index, error)
+                entry = report.entries[rank]  # the call of a state was answered when its save began
+                self.tell(rank, None if entry.kind in ("state", "values") else entry.call, report.index, error)
 
     def tell(self, rank: int, call: int | None, index: int, error: BaseException) -> None:
         """Let a rank know of an error: as the answer to its call, or as trouble that its next call raises."""
