@@ -234,6 +234,13 @@ def test_history_is_that_of_a_run_never_interrupted(lives: list[tuple[int, int, 
     assert [row["step"] for row in live_rows(written, attempts)] == lines[len(lives)]
 
 
+def test_rows_that_came_out_of_order() -> None:
+    """A writer that is started again gets what it was told before beside what is new."""
+    attempts = {1: Attempt(attempt=1, start_id="aaaa")}
+    rows = [{"attempt": 1, "step": step, "metrics": {}} for step in (1, 2, 5, 3, None, 6, 4)]
+    assert [row["step"] for row in live_rows(rows, attempts)] == [1, 2, 3, None, 4, 5, 6]
+
+
 def path(attempts: dict[int, Attempt], source: Attempt, at: int) -> set[int]:
     """The attempts on the line of ``source`` up to step ``at``."""
     found = set()

@@ -175,6 +175,19 @@ def test_no_workers_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         hf.report({})
 
 
+def test_a_validation_that_leaves_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has failed at once; nobody waits for it to run out of time."""
+
+    def train() -> None:
+        hf.report({"epoch": 0}, state={"epoch": 0}, validation=True)
+
+    def leave(_: hf.Checkpoint) -> dict[str, float]:
+        raise SystemExit(2)
+
+    assert make(tmp_path, train, workers=0, validation=leave).fit().checkpoint is not None
+    assert "the validation of checkpoint_000000 failed: SystemExit: 2" in capfd.readouterr().err
+
+
 def test_what_a_function_raises_here(tmp_path: Path) -> None:
     """The error has the exception itself as its cause; Ctrl-C ends the run and stays what it is."""
     wrong = ValueError("mine")

@@ -114,6 +114,18 @@ def test_storages_without_a_disk_get_copies(tmp_path: Path, sources: dict[int, P
     assert all(path.exists() != owned for path in sources.values())
 
 
+def test_many_tiny_owned_files_are_copied_together(root: Path, tmp_path: Path, client: WriterClient) -> None:
+    """A move takes two fsyncs, so 3000 of them took 17 s in place of 1 s; what is not tiny is moved as ever."""
+    files = {f"{number}.bin": bytes([number]) * 100 for number in range(40)} | {"big.pt": b"1" * 70_000}
+    source = kit.make_files(tmp_path / "source", files)
+    inodes = {name: (source / name).stat().st_ino for name in files}
+    take(client, LocalStorage(root), {0: source}, owned=True)
+    assert user_files(LocalStorage(root)) == files
+    same = {name for name in files if (root / "checkpoint_000001" / name).stat().st_ino == inodes[name]}
+    assert same == {"big.pt"}
+    assert not source.exists()
+
+
 def test_owned_files_are_moved_unless_others_hold_them(root: Path, tmp_path: Path, client: WriterClient) -> None:
     """A file with a second name is copied: whoever writes the other name does not change the checkpoint."""
     source = kit.make_files(tmp_path / "source", {"moved.pt": b"1" * 9000, "linked.pt": b"2" * 9000})

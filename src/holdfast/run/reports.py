@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from operator import itemgetter, le
 from typing import Any
 
 from holdfast._log import get_logger
@@ -331,7 +332,8 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
 
     The newest attempt that did anything is followed back through the checkpoints that each resumed from: of each
     ancestor only the rows up to the resume step count, and attempts off that path do not count at all. A later row of
-    the same step merges over the earlier one.
+    the same step merges over the earlier one. Returned in the order of steps: a writer that was started again has got
+    new rows before some that were repeated to it.
     """
     limits = lineage(attempts, {int(row["attempt"]) for row in rows})
     merged: dict[Any, dict[str, Any]] = {}
@@ -347,7 +349,11 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
             continue
         metrics = {**(earlier.get("metrics") or {}), **(row.get("metrics") or {})}
         merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
-    return list(merged.values())
+    live, place = list(merged.values()), -math.inf
+    places = [place := place if row.get("step") is None else row["step"] for row in live]
+    if all(map(le, places, places[1:])):
+        return live
+    return [row for _, row in sorted(zip(places, live, strict=True), key=itemgetter(0))]
 
 
 def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:

@@ -115,9 +115,9 @@ class Controller:
         told, blob = error_to_wire(error)
         self.send({"do": "answer", "call": call, "error": told}, blob)
 
-    def trouble(self, error: BaseException, index: int) -> None:
+    def trouble(self, error: BaseException, index: int, root: int | None = None) -> None:
         told, blob = error_to_wire(error)
-        self.send({"do": "trouble", "error": told, "index": index}, blob)
+        self.send({"do": "trouble", "error": told, "index": index, "root": index if root is None else root}, blob)
 
     def committed(self, index: int) -> None:
         self.send({"do": "committed", "index": index, "checkpoint": None})

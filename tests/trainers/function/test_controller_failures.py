@@ -340,6 +340,32 @@ def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
     assert play.only(Commit)
 
 
+def test_an_upload_function_that_hangs_is_a_hang() -> None:
+    """It is code of the user, as what is around it: silence has its limit, and the error says whose upload of what."""
+    play = Play(limits=WaitLimits(hang_s=30)).run()
+    for rank in range(2):
+        play.report(rank, 1, "uploaded", call=None, coming=True)
+    play.part(0, 1)
+    play.tick(after=30)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert str(error.failures[1]).startswith("checkpoint_upload_fn has not returned for report 1 of rank 1: give its")
+
+
+def test_a_name_is_free_again_when_its_report_is_lost() -> None:
+    """Rank 0 had begun to store it, and rank 1 died before it came to it."""
+    play = Play(policy=ONCE).run()
+    play.report(0, 1, "state", name="epoch-0")
+    play.exit(1, signal=signal.SIGKILL)
+    play.exit_all()
+    play.next_attempt().found().go()
+    for rank in range(2):
+        play.report(rank, 1, "state", name="epoch-0")
+        answer = play.only(Answer)
+        assert answer.error is None, answer.error
+
+
 LEFT = {"kind": "directory", "home": ".incoming-1/1-1", "path": "/scratch/x", "rank": 1, "owned": True}
 
 

@@ -84,6 +84,64 @@ def test_an_upload_says_in_the_end_where_it_is() -> None:
     ]
 
 
+def refuse(play: Play, rank: int, index: int, **cause: int) -> None:
+    """The call of a report raises on a rank."""
+    told, data = error_to_wire(HoldfastError("no files here"))
+    play.say(rank, data, on="part", index=index, error=told, **cause)
+    play.count(rank, index)
+
+
+def test_a_report_that_raised_on_one_rank_makes_no_checkpoint() -> None:
+    """Whoever was first: it would lack the files of that rank. The next report is whole again."""
+    play = Play().run()
+    play.report(0, 1)
+    refuse(play, 1, 1)
+    assert play.all(Commit) == []
+    refuse(play, 0, 2)
+    play.report(1, 2)
+    answer = play.only(Answer)
+    assert (answer.rank, str(answer.error)) == (1, "no files here")
+    play.report(0, 3)
+    play.report(1, 3)
+    assert play.only(Commit).index == 3
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_on_one_rank_and_a_directory_on_the_other(first: int) -> None:
+    """Both hear of it at once, whoever was first: the rank of the directory waits in its call."""
+    play = Play().run()
+    for rank in (first, 1 - first):
+        play.report(rank, 1, "state" if rank == 0 else "directory")
+    assert troubles(play) == [(0, 1)]
+    answer = next(one for one in play.all(Answer) if one.rank == 1)
+    assert "different kinds of checkpoints (rank 0: state, rank 1: directory)" in str(answer.error)
+
+
+def test_one_failure_in_the_background_is_raised_once_by_each_rank() -> None:
+    """Report 2 fails because rank 0 raised the error of report 1 in it: rank 1, which was ahead, has that error."""
+    play = Play().run()
+    for index in (1, 2):
+        play.report(1, index, call=None)
+    told, data = error_to_wire(HoldfastError("the bucket is gone"))
+    play.report(0, 1, call=None, coming=True, source=None)
+    play.say(0, data, on="part", index=1, error=told)
+    assert [one.header for one in play.all(Send)] == [{"do": "trouble", "index": 1, "root": 1}]
+    play.say(0, data, on="part", index=2, error=told, root=1)
+    assert [one.header for one in play.all(Send)] == [{"do": "trouble", "index": 2, "root": 1}]
+    assert play.only(Say).line == "report 2 makes no checkpoint: rank 0 raised the error of report 1 in it"
+    play.count(0, 2)
+    assert play.all(Commit) == []
+
+
+def test_a_source_that_cannot_be_is_an_error_of_its_report() -> None:
+    """The run goes on."""
+    play = Play(num_workers=1).run()
+    play.report(0, 1, source={"path": "here", "owned": False})
+    assert "'here': give an absolute path" in str(play.only(Answer).error)
+    play.report(0, 2)
+    assert play.only(Commit).index == 2
+
+
 def test_directories_that_are_on_their_way_are_waited_for() -> None:
     """All ranks are in, so no time runs for them; the commit follows the last word that one is there."""
     play = Play().run()

@@ -298,6 +298,17 @@ def test_linked_files_are_cloned_and_linked_directories_are_left_to_the_writer(s
     assert not take(of(source), place, 2, delete=False, asynchronous=True).safe
 
 
+def test_a_directory_with_links_stays_until_the_commit(source, place):
+    """From another place a link may lead nowhere, and its file may be written again: the caller waits."""
+    (source / "latest").symlink_to(source / "model.pt")
+    before = stamps(source)
+    taken = take(of(source), place, 1, delete=True, asynchronous=True)
+    assert (taken.path, taken.owned, taken.safe) == (str(source), False, False)
+    assert stamps(source) == before
+    taken.committed()
+    assert not source.exists()
+
+
 def test_a_real_clone_or_a_clear_no(source, tmp_path):
     """On this very file system: either the kernel clones, or nothing is left behind."""
     os.mkfifo(tmp_path / "pipe")

@@ -59,9 +59,9 @@ def test_other_ranks_only_count(root):
         hf.report({"loss": 10}, make(root.parent / "mine"))
         pair.controller.wait(lambda _: pair.controller.headers("report"))
         assert pair.controller.headers("rows") == []
-        assert pair.controller.headers("count")[-1]["upto"] == 10
+        assert pair.controller.headers("count")[-1]["upto"] == 11
         assert pair.controller.headers("report")[0] | {"time": 0} == {
-            "on": "report", "index": 11, "kind": "directory", "call": 1, "metrics": None, "time": 0, "name": None,
+            "on": "report", "index": 12, "kind": "directory", "call": 1, "metrics": None, "time": 0, "name": None,
             "validation": False, "source": {"path": str(root.parent / "mine"), "owned": False},
         }  # fmt: skip
 
@@ -84,15 +84,21 @@ def test_what_counts_as_a_metric(root):
         assert pair.controller.headers()[0]["rows"][0]["time"] > 1e9
 
 
-def test_a_refused_report_does_not_count(root):
-    """The call that was wrong did not happen: the next one has its number."""
+def test_a_report_that_raises_counts_and_fails_for_all(root):
+    """Else a rank that goes on after the error would give its next files to a report of others that came before."""
     with Pair(begin(root)) as pair:
         with pytest.raises(ConfigError, match="'model'"):
             hf.report({"model": torch.nn.Linear(1, 1)})
+        with pytest.raises(ConfigError, match="'model'"):
+            hf.report({"model": torch.nn.Linear(1, 1)}, make(root.parent / "mine"))
         with pytest.raises(CheckpointNotFoundError, match="rank 0"):
-            hf.report({}, hf.Checkpoint(root / "missing"))
-        hf.report({"loss": 1})
-        assert pair.controller.wait(lambda _: pair.controller.rows()) == [(1, {"loss": 1})]
+            hf.report({"loss": 3}, hf.Checkpoint(root / "missing"))
+        hf.report({"loss": 4})
+        rows = pair.controller.wait(lambda _: len(pair.controller.rows()) == 2 and pair.controller.rows())
+        assert rows == [(3, {"loss": 3}), (4, {"loss": 4})]
+        told = [(one["on"], one.get("index") or one.get("upto") or one["first"]) for one in pair.controller.headers()]
+        # The failure comes first: what all ranks have entered is committed.
+        assert told[:5] == [("count", 1), ("part", 2), ("count", 2), ("part", 3), ("rows", 3)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,13 +176,13 @@ def test_a_thread_may_report_while_another_waits_for_its_commit(root):
     ],
 )
 def test_wrong_arguments_are_named(root, options, match):
-    """Nothing has been told to anybody then."""
+    """Nothing but that has been told to anybody then."""
     with Pair(begin(root)) as pair:
         if options.get("checkpoint") is True:
             options = {**options, "checkpoint": make(root.parent / "mine")}
         with pytest.raises(ConfigError, match=match):
             hf.report({}, **options)
-        assert pair.controller.heard == []
+        pair.controller.wait(lambda heard: [one["on"] for one in heard] == ["part", "count"])
 
 
 def test_name_and_validation_are_passed_on(root):

@@ -10,8 +10,9 @@ import pytest
 from session_kit import START_ID, Pair, agreeable, begin, make, silent, trouble_at_a_question
 
 import holdfast as hf
-from holdfast.errors import ConfigError, StorageFullError
+from holdfast.errors import ConfigError, HoldfastError, StorageFullError
 from holdfast.trainers.function.config import CheckpointUploadMode
+from holdfast.trainers.function.worker import delivery
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -156,7 +157,7 @@ def test_trouble_in_the_background_surfaces_once(root, where):
 
 @pytest.mark.parametrize("call", ["directory", "values"])
 def test_trouble_stops_a_report_with_data_but_not_the_counting(root, call):
-    """The error comes in place of the new checkpoint; its report counts as one without."""
+    """The error comes in place of the new checkpoint: its report counts, and is one without on all ranks."""
     with Pair(begin(root, first_index=2), trouble_at_a_question(1)) as pair:
         hf.get_all_reported_checkpoints()
         with pytest.raises(StorageFullError, match="no space left"):
@@ -166,6 +167,10 @@ def test_trouble_stops_a_report_with_data_but_not_the_counting(root, call):
                 hf.save_checkpoint(epoch=1)
         (row,) = pair.controller.wait(lambda _: pair.controller.rows())
         assert row == (2, {"loss": 1} if call == "directory" else {})
+        assert [(one["index"], one["root"]) for one in pair.controller.headers("part")] == [(2, 1)]
+        pair.controller.trouble(StorageFullError("no space left"), index=3, root=1)  # of another rank, which raised it
+        hf.get_all_reported_checkpoints()
+        hf.report({})
         assert not list(root.iterdir())
 
 
@@ -259,6 +264,27 @@ def test_reports_after_an_upload_in_the_background_do_not_wait_for_it(root):
         assert [number for number, _ in rows] == [1, 2, 3]
         go.set()
         pair.session.drain()
+
+
+def test_an_upload_that_hangs_is_given_up(root, monkeypatch):
+    """Its report fails, by a name for everything; those behind it, and the end, do not wait for it."""
+    monkeypatch.setattr(delivery, "_UPLOAD_S", 0.1)
+    go = threading.Event()
+
+    def upload(_, name):
+        if "000001" in name:
+            go.wait(20)
+        return make(root / name)
+
+    options = {"checkpoint_upload_fn": upload, "checkpoint_upload_mode": ASYNC}
+    with Pair(begin(root, report_timeout_s=0.5)) as pair:
+        hf.report({}, make(root.parent / "mine"), **options)
+        hf.report({}, make(root.parent / "two"), **options)
+        with pytest.raises(HoldfastError, match=r"rank 0: checkpoint_upload_fn has not returned.*report 1 is given up"):
+            pair.session.drain()
+        pair.session.drain()
+        assert [("error" in one, one["index"]) for one in pair.controller.headers("part")] == [(True, 1), (False, 2)]
+        go.set()
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])

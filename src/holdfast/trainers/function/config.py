@@ -232,7 +232,8 @@ class FailureConfig:
     Attributes:
         max_failures: number of failures to recover from; -1: no limit.
         max_preemptions: the same for workers that had to go (SIGTERM), which do not count as failures.
-        hang_timeout_s: a worker that shows no sign of life for so long has failed; None: never.
+        hang_timeout_s: a worker that shows no sign of life for so long has failed; longer than a
+            ``checkpoint_upload_fn`` takes. None: never.
     """
 
     max_failures: int = 0

@@ -202,9 +202,10 @@ def take(checkpoint: Checkpoint, area: HandoffArea, index: int, *, delete: bool 
             )
         wanted = False
     incoming = area.incoming(index)
-    if wanted:
-        # What no checkpoint can hold is refused before the files are moved.
-        scan(IngestSource(rank=area.rank, path=path))
+    # What no checkpoint can hold is refused before the files are moved.
+    found = scan(IngestSource(rank=area.rank, path=path, owned=True)) if wanted else None
+    # Links would lead elsewhere from another place, and what they lead to can be changed: the caller waits.
+    if found is not None and all(file.movable for file in found.files):
         beside = None
         if area.is_sent or not area.apart:
             # Hidden, on the same file system.
@@ -214,7 +215,7 @@ def take(checkpoint: Checkpoint, area: HandoffArea, index: int, *, delete: bool 
             moved = _move(path, target)
             if moved:
                 return Taken(path=target, owned=True, safe=True, caller=path, moved=moved)
-    elif (asynchronous or area.apart) and incoming is not None and clone_tree(path, incoming):
+    elif not wanted and (asynchronous or area.apart) and incoming is not None and clone_tree(path, incoming):
         _take_metadata(path, incoming)
         return Taken(path=incoming, owned=True, safe=True, caller=path)
     if incoming is not None and area.apart:

@@ -127,7 +127,7 @@ class InlineEngine:
     def _run_task(self, task: int, blob: bytes) -> None:
         try:
             result = cloudpickle.dumps(cloudpickle.loads(blob)())
-        except Exception as error:  # noqa: BLE001 - a thread edge: the controller decides what it means
+        except BaseException as error:  # noqa: BLE001 - a thread edge: the controller decides what it means
             self._events.put(TaskEnded(task=task, result=None, error=error))
         else:
             self._events.put(TaskEnded(task=task, result=result, error=None))

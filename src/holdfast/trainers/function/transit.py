@@ -257,6 +257,7 @@ def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseExcep
     if blob:
         try:
             found = pickle.loads(blob)
+            str(found)  # whoever shows it must be able to
             error = found if isinstance(found, BaseException) else None
         except Exception as unreadable:  # noqa: BLE001 - its class may exist in the other process only
             _LOG.debug("%s could not be unpickled: %s", description.get("type"), unreadable)

@@ -159,13 +159,27 @@ class ReportLedger:
 
     @property
     def is_storing(self) -> bool:
-        """Whether workers, or their writers, still store parts of a report that is complete otherwise."""
+        """Whether workers, or their writers, still store parts of a report that is complete otherwise.
+
+        Not what a function of the user uploads: that may hang, as anything in train_func.
+        """
         for report in self.reports.values():
             # Of parts that are not stored yet: storages alone have to finish them.
             handed_over = report.in_parts and report.sealed | report.staged | report.durable >= report.entries.keys()
-            if not self.waits_for_ranks(report) and (report.coming or (handed_over and not report.is_durable)):
+            brought = any(report.entries[rank].kind == "directory" for rank in report.coming)
+            if not self.waits_for_ranks(report) and (brought or (handed_over and not report.is_durable)):
                 return True
         return False
+
+    @property
+    def uploading(self) -> dict[int, int]:
+        """The first report of each rank whose upload by a function of the user goes on in the background."""
+        found: dict[int, int] = {}
+        for index, report in sorted(self.reports.items()):
+            for rank in sorted(report.coming):
+                if report.entries[rank].kind == "uploaded":
+                    found.setdefault(rank, index)
+        return found
 
     def enter(self, rank: int, upto: int) -> None:
         """Note that ``rank`` has entered all reports up to ``upto``."""
@@ -253,14 +267,16 @@ class ReportLedger:
         return None
 
     def committable(self) -> list[LedgerEntry]:
-        """Return the reports that can be committed now, in order."""
+        """Return the reports that can be committed now, or never, in order."""
         return [
             report
             for _, report in sorted(self.reports.items())
             if report.stage is Stage.OPEN
             and not self.waits_for_ranks(report)
-            and (report.is_durable or not report.in_parts)
-            and not report.coming
+            and (
+                (not report.coming and (report.is_durable or not report.in_parts))
+                or self.disagreement(report) is not None  # for which nothing has to be waited for
+            )
         ]
 
     def salvageable(self, dead: Iterable[int], lost: Container[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:

@@ -69,15 +69,19 @@ class Reports:
         self._brought: dict[tuple[int, ...], int] = {}  # ranks that brought directories together -> first report
         self._answers: dict[tuple[int, int], Start] = {}
         self._asked: dict[tuple[int, int], int] = {}
+        self._roots: dict[int, int] = {}  # a report that failed -> the one before it whose failure was the cause
 
     def begin(self, ledger: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
+        for report in self.ledger.reports.values():
+            if report.directory is not None and report.stage is Stage.OPEN:
+                self.known.failed(report.directory)  # its name is free: nobody will complete it
         self.ledger, self.undelivered, self.attempt, self._start_id = ledger, [], attempt, start_id
         self.size, self.just_saved, self.agreed_failed = len(ledger.entered), [], False
         self.longest_s = None
         self.callbacks.begin(self.size)
         self._newest, self._parents, self._brought = parent, {}, {}
-        self._answers, self._asked = {}, {}
+        self._answers, self._asked, self._roots = {}, {}, {}
         self._fields = {
             "run_id": run_id,
             "attempt": attempt,
@@ -202,22 +206,35 @@ class Reports:
 
     def _part(self, rank: int, header: Mapping[str, Any], attachments: tuple[bytes, ...]) -> None:
         report = self.ledger.reports.get(header["index"])
-        if report is None:
+        if "error" in header:
+            self._part_failed(rank, header, error_from_wire(header["error"], attachments[0] if attachments else b""))
+        elif report is None:
             return  # it failed by a message of another rank
-        if header["on"] == "sealed":
+        elif header["on"] == "sealed":
             report.sealed.add(rank)
         elif header["on"] == "staged":
             report.staged.add(rank)
             if header.get("unfinished"):
                 report.left.add(rank)
-        elif "error" in header:
-            error = error_from_wire(header["error"], attachments[0] if attachments else b"")
-            self.fail(report, error, ranks=report.entries.keys() - {rank})  # the rank itself knows
         else:
             report.durable.add(rank)
             where = {key: header[key] for key in ("source", "location") if key in header}
             if where:
                 report.entries[rank] = replace(report.entries[rank], **where)
+
+    def _part_failed(self, rank: int, header: Mapping[str, Any], error: BaseException) -> None:
+        """Fail a report that a rank cannot bring its part of; it may be the first of all to say something of it."""
+        index, root = header["index"], header.get("root", header["index"])
+        if root != index:
+            self._roots[index] = root
+            self._out.append(
+                Say(line=f"report {index} makes no checkpoint: rank {rank} raised the error of report {root} in it")
+            )
+        report = self.ledger.reports.get(index)
+        if report is not None:
+            self.fail(report, error, ranks=report.entries.keys() - {rank})  # the rank itself knows
+        elif self.ledger.missing(index):
+            self.ledger.failed.setdefault(index, error)
 
     def _memory(self, index: int, values: bytes) -> None:
         report = self.ledger.reports.get(index)
@@ -334,12 +351,20 @@ class Reports:
             wait_s: how long parts of dead workers are waited for.
         """
         problem = self._problem(report)
-        if problem is None and report.directory is None:
+        ranks = tuple(sorted(report.entries))
+        sources: tuple[IngestSource, ...] = ()
+        if problem is None:
             locations = (entry.location for entry in report.entries.values())
             place = next((location for location in locations if location is not None), None)
             try:
-                wanted = report.name if place is None else place["name"]
-                report.directory = self.known.allocate(wanted, uploaded=place is not None)
+                sources = tuple(
+                    IngestSource(rank=rank, **entry.source)
+                    for rank in ranks
+                    if (entry := report.entries[rank]).kind == "directory" and entry.source is not None
+                )
+                if report.directory is None:
+                    wanted = report.name if place is None else place["name"]
+                    report.directory = self.known.allocate(wanted, uploaded=place is not None)
             except ConfigError as error:
                 problem = error
         if problem is not None or report.directory is None:
@@ -352,7 +377,6 @@ class Reports:
             # Before the commit: a later commit may be on its way already and must not delete this checkpoint.
             self._wanted.add(report.directory)
             self._protect()
-        ranks = tuple(sorted(report.entries))
         if report.in_parts:
             self._out.append(Commit(index=report.index, **job, writers=ranks, wait_s=wait_s))
             return
@@ -360,11 +384,6 @@ class Reports:
             self._brought[ranks] = report.index
             if self.uneven:
                 self._out.append(Say(line=self.uneven))
-        sources = tuple(
-            IngestSource(rank=rank, **entry.source)
-            for rank in ranks
-            if (entry := report.entries[rank]).kind == "directory" and entry.source is not None
-        )
         uploaded = len(sources) < len(ranks)
         self._out.append(Commit(index=report.index, **job, sources=sources, uploaded=uploaded))
 
@@ -461,14 +480,16 @@ class Reports:
             if rank in owner.finished:
                 self.undelivered.append((rank, error))
             else:
-                self.tell(rank, None if report.in_parts else report.entries[rank].call, report.index, error)
+                entry = report.entries[rank]  # the call of a state was answered when its save began
+                self.tell(rank, None if entry.kind in ("state", "values") else entry.call, report.index, error)
 
     def tell(self, rank: int, call: int | None, index: int, error: BaseException) -> None:
         """Let a rank know of an error: as the answer to its call, or as trouble that its next call raises."""
         if call is not None:
             self._out.append(Answer(rank=rank, call=call, error=error))
         else:
-            self._out.append(Send(rank=rank, header={"do": "trouble", "index": index}, error=error))
+            header = {"do": "trouble", "index": index, "root": self._roots.get(index, index)}
+            self._out.append(Send(rank=rank, header=header, error=error))
 
     def deleted(self, names: Iterable[str]) -> None:
         """Forget checkpoints that retention removed."""

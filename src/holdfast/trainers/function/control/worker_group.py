@@ -454,8 +454,15 @@ def find_trouble(
         f"rank {rank} {now - group.heard[rank]:.1f} s ago (report {reports.ledger.entered[rank]})"
         for rank in group.unfinished
     )
+    uploads = ", ".join(f"report {index} of rank {rank}" for rank, index in reports.ledger.uploading.items())
     return group.unfinished, WorkerHangError(
-        f"no worker has given a sign of life for {now - last_sign:.1f} s (hang_timeout_s={limits.hang_s:g}); last "
+        (
+            f"checkpoint_upload_fn has not returned for {uploads}: give its requests a time limit, or the run a "
+            "hang_timeout_s that is longer than an upload; "
+            if uploads
+            else ""
+        )
+        + f"no worker has given a sign of life for {now - last_sign:.1f} s (hang_timeout_s={limits.hang_s:g}); last "
         f"heard of {last}. Every report, with or without a checkpoint, is a sign of life"
     )
 

@@ -39,6 +39,7 @@ _LOG = get_logger("trainers.function")
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
 _ASYNC = CheckpointUploadMode.ASYNC
 _MAX_SENDING = 4
+_UPLOAD_S = 3600.0
 _SHORT = frozenset({float, str, bool, type(None)})
 _PLAIN = _SHORT | {int}
 _USUAL = 1 << 63
@@ -492,7 +493,8 @@ class Delivery:
         rank, placed = self._area.rank, checkpoint
         if request.upload is not None:
             name = request.name or f"checkpoint_{index:06d}-{self._area.start_id}"
-            placed = request.upload(checkpoint, name)
+            upload = partial(request.upload, checkpoint, name)
+            placed = self._in_time(upload, index) if request.mode is _ASYNC else upload()
             if not isinstance(placed, Checkpoint):
                 raise ConfigError(
                     f"rank {rank}: checkpoint_upload_fn returned {placed!r}, not a Checkpoint: it has to say where it "
@@ -503,6 +505,23 @@ class Delivery:
         if wanted and placed != checkpoint and checkpoint.storage.local_root is not None:
             remove_local(checkpoint.path)
         return {"location": describe_location(self._root(), name)}
+
+    def _in_time(self, upload: Callable[[], Checkpoint], index: int) -> Checkpoint:
+        """Call the caller's function on a thread of its own: if it hangs, only its report is lost.
+
+        Raises:
+            HoldfastError: it has not returned within an hour, or the limit of reports if that is longer.
+        """
+        limit_s = max(_UPLOAD_S, self._begin["report_timeout_s"])
+        thread = SerialExecutor("holdfast-upload")
+        called = thread.run(upload)
+        thread.close(wait=False)
+        if not wait([called], timeout=limit_s).done:
+            raise HoldfastError(
+                f"rank {self._area.rank}: checkpoint_upload_fn has not returned within {limit_s:g} s: report {index} "
+                "is given up; give its requests a time limit. If an upload takes longer, set HOLDFAST_REPORT_TIMEOUT_S"
+            )
+        return called.result()
 
     # -- states and values ---------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ class ControllerLink:
         self._unsettled: set[int] = set()  # reports that go on in the background
         self._undo: dict[int, Callable[[], object]] = {}  # of those that have taken files away
         self._done: dict[int, Callable[[], object]] = {}  # of those with work left after the commit
-        self._failed_here: set[int] = set()  # failures that the controller repeats are ignored
-        self._troubles: deque[BaseException] = deque()  # failures of background work that were not raised yet
+        self._known: set[int] = set()  # reports whose failure is told here: once, whatever else fails because of it
+        self._troubles: deque[tuple[int, BaseException]] = deque()  # (report, failure) that were not raised yet
         self._closed = self._gone = False
         self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
         self._thread.start()
@@ -81,6 +81,28 @@ class ControllerLink:
         """Enter a report without data; ``row`` is None where the metrics are not kept."""
         self.count += 1
         self._queue.add(self.count, row)
+
+    def skip(self) -> None:
+        """Enter a report of which nothing is kept."""
+        self.count += 1
+        self._queue.send({"on": "count", "upto": self.count})
+
+    def refuse(self, row: dict[str, Any] | None, error: BaseException, *, root: int | None = None) -> None:
+        """Enter a report whose call raises ``error`` here: it fails on all ranks, whose files would lack those of this.
+
+        Args:
+            row: what is kept of it all the same.
+            error: what the call raises.
+            root: the report that had failed before, whose error it is; None: it is one of this report.
+        """
+        index = self.count + 1
+        with self._changed:
+            self._known.add(index if root is None else root)
+        self._tell_failure(index, error, root)  # first: once all ranks have entered it, it is committed
+        if row is None:
+            self.skip()
+        else:
+            self.add(row)
 
     def call(self, header: dict[str, Any]) -> Future[Message]:
         """Enter a report that is answered."""
@@ -142,10 +164,8 @@ class ControllerLink:
             return
         with self._changed:
             ends_it = index in self._unsettled  # else the controller was first
-            if ends_it:
-                self._failed_here.add(index)
         if ends_it:
-            self._fail(index, error)
+            self._fail(index, error, root=index)
         self._tell_failure(index, error)
 
     def part_failed(self, index: int, error: BaseException) -> None:
@@ -153,9 +173,10 @@ class ControllerLink:
         self._tell_failure(index, error)
         self._settle(index)
 
-    def _tell_failure(self, index: int, error: BaseException) -> None:
+    def _tell_failure(self, index: int, error: BaseException, root: int | None = None) -> None:
         description, blob = error_to_wire(error)
-        self._queue.send({"on": "part", "index": index, "error": description}, (blob,))
+        cause = {} if root is None else {"root": root}
+        self._queue.send({"on": "part", "index": index, "error": description, **cause}, (blob,))
 
     def undo_all(self) -> None:
         """Put back the files of reports in the background that have not ended, those of the newest report first."""
@@ -192,10 +213,14 @@ class ControllerLink:
         if self._closed:
             raise SessionError("this session is over: train_func has ended on this worker")
 
+    def next_trouble(self) -> tuple[int, BaseException] | None:
+        """Take the oldest failure of background work that was not raised yet, with its report; None: there is none."""
+        return self._troubles.popleft() if self._troubles else None
+
     def raise_trouble(self) -> None:
-        """Raise the oldest failure of background work that was not raised yet, if there is one."""
-        if self._troubles:
-            raise self._troubles.popleft()
+        """Raise that failure, if there is one."""
+        if (found := self.next_trouble()) is not None:
+            raise found[1]
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -238,14 +263,16 @@ class ControllerLink:
                 self._calls[number] = future
         return number, future
 
-    def _fail(self, index: int, error: BaseException) -> None:
-        """End a report, and keep its failure for the next call."""
+    def _fail(self, index: int, error: BaseException, *, root: int) -> None:
+        """End a report, and keep its failure for the next call unless that of report ``root``, its cause, was told."""
         self._done.pop(index, None)
         undo = self._undo.pop(index, None)
         if undo is not None:  # first: a caller that gets the error finds the files in their place
             undo()
         with self._changed:
-            self._troubles.append(error)
+            if root not in self._known:
+                self._known.add(root)
+                self._troubles.append((root, error))
             self._unsettled.discard(index)
             self._changed.notify_all()
 
@@ -300,8 +327,7 @@ class ControllerLink:
                 done()
             self._settle(header["index"])
         elif header["do"] == "trouble":
-            if header["index"] not in self._failed_here:
-                self._fail(header["index"], _error(message))
+            self._fail(header["index"], _error(message), root=header["root"])
         elif not self.agreement.take(header):
             _LOG.debug("a message of unknown kind: %s", header["do"])
 

@@ -71,11 +71,14 @@ def report(
         delete_local_checkpoint_after_upload: None means True for ASYNC, False else. Without it the directory is never
             changed.
         checkpoint_upload_fn: uploads the files to the run's storage in place of the built-in way, and returns where
-            they are. In the background under ASYNC; the directory then has to stay until it is done.
+            they are. In the background under ASYNC, for an hour at most (``HOLDFAST_REPORT_TIMEOUT_S`` if that is
+            longer); the directory then has to stay until it is done.
         validation: run the trainer's validation function on this checkpoint. A dict gives it arguments,
             `ValidationTaskConfig` a time limit as well.
         model_files: with ``state``: small files committed beside it, for other libraries; see `holdfast.save`.
         values: metrics, in place of ``metrics``.
+
+    A call that raises counts too, and its report makes no checkpoint on any rank.
 
     Raises:
         ConfigError: an argument is wrong, or a value is no metric; names it.
@@ -267,20 +270,38 @@ class Session:
                 raise TypeError(f"report() got an unexpected keyword argument {min(unknown)!r}")
             self.report_metrics(metrics)
             return
-        request = check_request(metrics, checkpoint, **options)
-        score = self._begin["score"]
-        if self.rank == 0 and score is not None:
-            check_score(request.metrics, score["attribute"])
+        try:
+            request = check_request(metrics, checkpoint, **options)
+            score = self._begin["score"]
+            if self.rank == 0 and score is not None:
+                check_score(request.metrics, score["attribute"])
+        except Exception as error:
+            with self._lock:
+                self._link.check()
+                self._link.refuse(None, error)
+            raise
         with self._lock:
             self._check_data(request.metrics)
-            finish = self._delivery.enter(request, self._link.count + 1)
+            index = self._link.count + 1
+            try:
+                finish = self._delivery.enter(request, index)
+            except Exception as error:
+                if self._link.count < index:
+                    self._link.refuse(self._row(request.metrics), error)
+                raise
         # Outside of the lock: other threads may report while this one waits for its commit.
         if finish is not None:
             finish()
 
     def report_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Report without data."""
-        plain = plain_metrics(metrics)  # on every rank, so that a mistake shows on all of them
+        try:
+            plain = plain_metrics(metrics)  # on every rank, so that a mistake shows on all of them
+        except Exception:
+            with self._lock:
+                self._link.check()
+                self._link.skip()
+            raise
         row = self._row(plain)
         with self._lock:
             self._link.check()
@@ -289,13 +310,12 @@ class Session:
             self._link.raise_trouble()
 
     def _check_data(self, metrics: dict[str, Any] | None = None) -> None:
-        """Refuse a report with data if something earlier has failed; it then counts as a report without."""
+        """Refuse a report with data if something earlier has failed."""
         self._link.check()
-        try:
-            self._link.raise_trouble()
-        except BaseException:
-            self._link.add(self._row(metrics or {}))
-            raise
+        if (trouble := self._link.next_trouble()) is not None:
+            root, error = trouble
+            self._link.refuse(self._row(metrics or {}), error, root=root)
+            raise error
 
     def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row of a report without data; None on ranks whose metrics are not kept."""
@@ -313,7 +333,13 @@ class Session:
             if self.rank != 0:
                 self._link.add(self._row({}))
                 return
-            finish = self._delivery.save_values(values, self._link.count + 1)
+            index = self._link.count + 1
+            try:
+                finish = self._delivery.save_values(values, index)
+            except Exception as error:
+                if self._link.count < index:
+                    self._link.refuse(self._row({}), error)
+                raise
         if finish is not None:
             finish()
 
