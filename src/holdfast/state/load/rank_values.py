@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def _is_same(first: Any, other: Any, pairs: list[tuple[TensorRef, TensorRef]]) -
     if isinstance(first, ObjectNode) and isinstance(other, ObjectNode):
         return _is_same(first.state, other.state, pairs)
     if isinstance(first, TensorRef) and isinstance(other, TensorRef):
-        pairs.append((first, other))
+        pairs.append((replace(first), other))  # where the first itself is read to is not decided yet
         return True
     if type(first) is not type(other):
         return False
