@@ -68,6 +68,8 @@ def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):
     """All save the same step and leave with status 85, whoever got the signal; the same for rank 0's deadline."""
     ended = ranks.ranks(f"{CASES}:stop_one", str(tmp_path), which, int(sign))
     assert [one.status for one in ended] == [85, 85], ended
+    why = "the deadline" if not sign else "a signal to another rank" if which else sign.name
+    assert f"stopped by {why}: step " in ended[0].output
     (step,) = steps_of(tmp_path)
     assert hf.Checkpoint(tmp_path / f"step_{step:08d}").verify(deep=True).ok
     assert step >= (4 if sign else 1), "a slow machine may have spent the deadline on its start"
