@@ -30,13 +30,13 @@ class StateCopy:
         arena: has the copy, until the next save; None: elements of tensors are noted.
 
     Attributes:
-        is_spread: ranks hold parts of it: to take it apart again, all of them are needed.
+        needs_all: all ranks are needed to take it apart again.
     """
 
     def __init__(self, flat: Flat, layout: Layout | None = None, arena: Arena | None = None) -> None:
         self._tree, self._per_rank, self._names = flat.tree, flat.per_rank, flat.names
         self._layout, self._arena = layout, arena
-        self.is_spread = bool(flat.regions or flat.whole)
+        self.needs_all = flat.together or bool(flat.whole)
         self._samples = _samples(flat.tensors) if arena is None else []
 
     def changed(self, now: Flat, *, apart_from: str) -> list[str]:

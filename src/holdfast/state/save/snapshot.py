@@ -169,9 +169,9 @@ class Snapshotter:
         self._copied = StateCopy(self._flatten(state))
 
     def changed(self, state: Mapping[Any, Any], *, apart_from: str) -> list[str]:
-        """Return the names of what has changed since the last save, or `remember`; none of a state that is spread."""
+        """Return the names of what has changed since the last save, or `remember`; none if that needs all ranks."""
         was = self._copied
-        return was.changed(self._flatten(state), apart_from=apart_from) if was and not was.is_spread else []
+        return was.changed(self._flatten(state), apart_from=apart_from) if was and not was.needs_all else []
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
