@@ -20,7 +20,7 @@ from holdfast.storage.base import Storage
 
 from .messages import MirrorLimits, PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
 from .open_run import Run
-from .parts import commit_parts, is_committed
+from .parts import commit_parts, is_committed, say_stored_for_all
 from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
 from .ranks.saves import named_error
@@ -477,6 +477,7 @@ class Joint:
         if run is None:
             raise HoldfastError("a staged save needs an open run")
         parts = [PartSummary.from_json(part) for part in server.parts(pending.job.save_id)]
+        say_stored_for_all(parts)
         fields = {**pending.manifest, "writers": tuple(range(self._world_size))}
         run.stage_save(pending.job.directory, pending.job.save_id, assemble(pending.job.directory, fields, parts))
 

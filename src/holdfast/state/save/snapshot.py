@@ -36,7 +36,7 @@ from ..tree.groups import common_group
 from ..tree.names import Modules, parameter_names
 from .changes import StateCopy
 from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, copy_window, fingerprints, stage
+from .staging import AsideCopy, copy_window, sampled, stage
 
 if TYPE_CHECKING:
     from holdfast.model_files import ModelFiles
@@ -586,14 +586,8 @@ class Snapshotter:
         """
         if layout.division is None:
             return None
-        chosen = [
-            position
-            for position in layout.sampled
-            if position not in flat.whole and (wait or flat.tensors[position].is_cpu)
-        ]
-        digests = fingerprints([flat.tensors[position] for position in chosen])
-        samples = {_sample_name(flat, position): digest for position, digest in zip(chosen, digests, strict=True)}
-        return replace(layout.division, samples=samples).to_json()
+        samples, alone = (sampled(flat, positions, wait=wait) for positions in (layout.sampled, layout.alone))
+        return replace(layout.division, samples=samples, alone=alone).to_json()
 
     # -- layout and arena
 
@@ -793,8 +787,3 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
     parameter_names(state, modules)
     params = {id(param): param for module, _ in modules.values() for param in module.parameters()}
     return sum(param.nbytes for param in params.values() if param.is_cpu and param.requires_grad and param.grad is None)
-
-
-def _sample_name(flat: Flat, number: int) -> str:
-    region = flat.regions.get(number)
-    return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"

@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -30,9 +30,10 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..tree.arrays import move, move_small
+from ..tree.flatten import Flat
 from .plan import FileLayout, Layout
 
-__all__ = ["AsideCopy", "copy_window", "fingerprints", "stage"]
+__all__ = ["AsideCopy", "copy_window", "fingerprints", "sampled", "stage"]
 
 _CHUNK = 8 << 20  # large copies are handed out in pieces of this size
 _SHARE = 32 << 20  # below this a second thread costs more than it brings
@@ -327,6 +328,22 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
         for number, row in zip(numbers, rows.numpy(), strict=True):
             digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
     return digests
+
+
+def sampled(flat: Flat, positions: Iterable[int], *, wait: bool) -> dict[str, str]:
+    """Return `fingerprints` of some tensors by name; a box of one has its start behind the name.
+
+    Args:
+        flat: the state.
+        positions: of the tensors.
+        wait: for devices; else tensors there are left out.
+    """
+    tensors, regions = flat.tensors, flat.regions
+    chosen = [number for number in positions if number not in flat.whole and (wait or tensors[number].is_cpu)]
+    digests = fingerprints([tensors[number] for number in chosen])
+    starts = {number: list(regions[number].box.start) for number in chosen if number in regions}
+    names = [f"{flat.names[number]}{starts.get(number, '')}" for number in chosen]
+    return dict(zip(names, digests, strict=True))
 
 
 def _sample(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

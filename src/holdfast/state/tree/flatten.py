@@ -62,6 +62,8 @@ class Flat:
             which a rank holds several boxes has several positions with the same name.
         replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
         loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
+        alone: positions of tensors, in plain containers and in objects, of which one rank's come back on all ranks
+            although others may hold something else; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
@@ -80,6 +82,7 @@ class Flat:
     regions: dict[int, sharded.Region] = field(default_factory=dict)
     replicated: list[int] = field(default_factory=list)
     loose: list[int] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
     groups: set[tuple[int, ...]] = field(default_factory=set)
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     together: bool = False
@@ -318,8 +321,11 @@ class _Walker:
             self.flat.together |= not self.flat.regions.keys().isdisjoint(range(start, len(self.flat.names)))
         if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer):
             self.num_wholes += 1
-        elif place is not None and len(self.flat.per_rank) == num_own and self._is_small(start):
-            self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+        elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
+            if place is not None and self._is_small(start):
+                self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+            else:
+                self.flat.alone.extend(range(start, len(self.flat.names)))
         return node
 
     def _is_small(self, start: int) -> bool:
@@ -503,6 +509,8 @@ class _Walker:
         self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole})
         self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
+        elsewhere = {*self.flat.own, *regions, *self.flat.replicated}
+        self.flat.alone = sorted({*self.flat.loose, *self.flat.alone} - elsewhere)
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}
