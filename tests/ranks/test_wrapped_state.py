@@ -14,3 +14,10 @@ def test_an_object_with_sharded_state_goes_on_in_any_layout(ranks, tmp_path):
     lives = [ranks.checked(f"{CASES}:train", str(tmp_path), layout, world_size=size)[0] for layout, size in chain]
     for before, after in itertools.pairwise(lives):
         assert after["begun"] == before["ended"]
+
+
+def test_what_an_object_gives_on_rank_0_alone_comes_back_on_all(ranks, tmp_path):
+    """A ZeroRedundancyOptimizer behind an object, stopped and started again; by itself it is refused, with the way."""
+    whole = ranks.checked(f"{CASES}:zero", str(tmp_path / "whole"), 4)
+    ranks.checked(f"{CASES}:zero", str(tmp_path / "parts"), 2)
+    assert ranks.checked(f"{CASES}:zero", str(tmp_path / "parts"), 4) == whole

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import holdfast as hf
 
@@ -53,3 +55,33 @@ def train(root: str, layout: str) -> dict[str, Any]:
         app.optimizer.step()
         ck.step()
     return {"begun": begun, "ended": app.whole()}
+
+
+class Gathered:
+    """Gives everything on rank 0, and nothing elsewhere, as is usual around ``consolidate_state_dict``."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        self.optimizer.consolidate_state_dict(to=0)
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def zero(root: str, until: int) -> list[Any]:
+    """Train with an optimizer whose state is divided over the ranks, that of each parameter on one of them."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    with pytest.raises(hf.UnsupportedStateError, match="consolidate_state_dict"):
+        hf.save(f"{root}-refused", {"model": model, "optimizer": optimizer})
+    with hf.Checkpointer(root, {"model": model, "optimizer": Gathered(optimizer)}, every=1) as ck:
+        while ck.global_step < until:
+            model(torch.full((2, 3), 1.0 + ck.global_step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ck.step()
+    return [value.tolist() for value in model.state_dict().values()]

@@ -319,7 +319,8 @@ class _Walker:
         node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
         if kind == "object" and self.flat.regions:
             self.flat.together |= not self.flat.regions.keys().isdisjoint(range(start, len(self.flat.names)))
-        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer):
+        has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
+        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
             self.num_wholes += 1
         elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
             if place is not None and self._is_small(start):
