@@ -432,6 +432,34 @@ def test_a_loader_gone_through_twice_in_one_epoch_needs_two_names() -> None:
                     ck.step()
 
 
+class Damaged(torch.utils.data.Dataset):
+    """Three samples, of which the second cannot be read."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise ValueError(index)
+        return index
+
+
+def test_what_a_validation_loader_could_not_read_is_no_failure_of_the_next_loader() -> None:
+    """Both have a damaged sample at the same place, which the script leaves out: the training goes on behind it."""
+    trained = []
+    with hf.Checkpointer("memory://damaged", {"n": 0}, every=None) as ck:
+        for is_training in (False, True):
+            batches = ck.batches(DataLoader(Damaged(), 1))
+            for _ in range(4):
+                with contextlib.suppress(ValueError, StopIteration):
+                    trained.append(next(batches).item())
+                    if is_training:
+                        ck.step()
+                    else:
+                        trained.clear()
+    assert trained == [0, 2]
+
+
 @pytest.mark.parametrize(("kill_at", "late"), [(6, False), (8, False), (8, True)])
 def test_a_validation_loader_under_the_same_name_counts_no_epochs(
     kill_at: int, late: bool, caplog: pytest.LogCaptureFixture

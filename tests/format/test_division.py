@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.commit import PartSummary, commit
-from holdfast.format.division import Division, disagreement, sketch
+from holdfast.format.division import Division, disagreement, sketch, stored_for_all
 from holdfast.format.index import Index
 from holdfast.storage import MemoryStorage
 
@@ -73,6 +73,16 @@ def test_parts_that_go_together():
     other = {"structure": "cd", "loose": ["z"]}
     assert disagreement({0: group(0, 1), 1: group(0, 1), 2: group(2, 3, **other), 3: group(2, 3, **other)}) is None
     assert disagreement({0: group(loose=["a", "b"], num_ranks=2), 1: group(loose=["b"], num_ranks=2)}) is None
+
+
+def test_what_one_rank_stores_for_all_may_differ_and_is_named():
+    """Never a reason not to commit: who has other values than the first of those that have any is told."""
+    lost = {rank: Division(num_ranks=3, structure="", alone=alone) for rank, alone in enumerate(
+        ({"a": "1", "b": "1"}, {"a": "1", "b": "2"}, {"b": "2", "c": "3"})
+    )}  # fmt: skip
+    assert disagreement(lost) is None
+    assert stored_for_all({**lost, 3: None}) == {"b": [1, 2]}
+    assert {rank: Division.from_json(one.to_json()) for rank, one in lost.items()} == lost
 
 
 def test_of_many_names_only_those_that_could_have_been_chosen_are_compared():

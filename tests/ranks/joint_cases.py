@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast as hf
 from holdfast.checkpointer import boundaries, functions, run_session
@@ -364,16 +364,34 @@ def whole_tensors(root: str) -> dict[str, Any]:
     }
 
 
+class Wrapped:
+    """Gives a tensor that is spread over ranks."""
+
+    def __init__(self, spread: torch.Tensor) -> None:
+        self.spread = spread
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"spread": self.spread}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.spread = state["spread"]
+
+
 def change_after_the_last_save(root: str) -> list[str]:
-    """A life whose last step is saved changes weights, another one changes nothing; returns what is said."""
+    """Lives whose last step is saved change weights, nothing, and what only all ranks can ask; returns what is said."""
     said = logging.handlers.BufferingHandler(100)
     logging.getLogger("holdfast").addHandler(said)
-    for changes in (True, False):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for life in ("weights", "nothing", "wrapped"):
         state, model = ddp_state()
-        with hf.Checkpointer(f"{root}/{changes}", state, every=2, keep=None) as ck:
+        spread = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+        state["spread"] = Wrapped(spread) if life == "wrapped" else spread
+        with hf.Checkpointer(f"{root}/{life}", state, every=2, keep=None) as ck:
             while ck.global_step < 2:
                 ck.step(loss=one_step(state, ck.global_step))
-            if changes:
+            if life == "weights":
                 for parameter in model.parameters():
                     parameter.data.fill_(1.0)
+            if life != "nothing":
+                spread.to_local().fill_(1.0)
     return [record.getMessage() for record in said.buffer]

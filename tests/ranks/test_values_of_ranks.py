@@ -24,11 +24,16 @@ def test_each_rank_goes_on_with_its_own_values(ranks, tmp_path):
 
 
 def test_save_and_load_keep_them_too(ranks, tmp_path):
-    """`hf.save` of all ranks, `hf.load` with and without a live state; one process alone is told what it lacks."""
-    found = ranks.checked(f"{CASES}:functions", str(tmp_path))
-    for rank, one in enumerate(found):
+    """`hf.save` of all ranks, `hf.load` with and without a live state; one process alone is told what it lacks.
+
+    What comes back as rank 0's although others hold something else is said when it is saved.
+    """
+    outcomes = ranks.ranks(f"{CASES}:functions", str(tmp_path))
+    for rank, one in enumerate(outcome.checked() for outcome in outcomes):
         assert one["anew"] == one["into"] == [7 + rank, 100 * rank, [1, 2]]
         assert one["big"] == [0.0], "an object with more than 1 MiB of tensors is rank 0's"
+    said = [line for line in outcomes[0].output.splitlines() if "whose values alone are stored" in line]
+    assert [line.partition(": other values on rank 1 ")[0] for line in said] == ["holdfast: big/each/0, big/total"]
     (single,) = ranks.checked(f"{CASES}:alone", str(tmp_path), world_size=1)
     assert single["position"] == 0
     (words,) = single["words"]

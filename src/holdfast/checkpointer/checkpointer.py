@@ -284,7 +284,7 @@ class Checkpointer:
             left_by = "" if is_ours or kind is None else kind.__name__
             safe = session.stats.last_durable_step
             show_stop(
-                self._signals.received, safe, self.storage, exit_code, left_by=left_by,
+                course.pace.stopped_by, safe, self.storage, exit_code, left_by=left_by,
                 anew=self.options.resume == "never",
             )  # fmt: skip
         if kind is None and (course.pace.stop_asked or (course.left_for and course.pace.stop_wished)):

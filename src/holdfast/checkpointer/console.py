@@ -63,20 +63,17 @@ def show_interval(news: str) -> None:
     ResumeBlock(headline=news).show()
 
 
-def show_stop(
-    signal: str | None, step: int, storage: Storage, exit_code: int, *, left_by: str = "", anew: bool = False
-) -> None:
+def show_stop(why: str, step: int, storage: Storage, exit_code: int, *, left_by: str = "", anew: bool = False) -> None:
     """Print, on stderr, how a run ended that was asked to stop, and how to go on.
 
     Args:
-        signal: name of the signal; None for the deadline.
+        why: what asked it to: the name of a signal, "the deadline".
         step: newest step that is safe, -1 if there is none.
         storage: where the run is.
         exit_code: exit status of the process.
         left_by: what the body raised instead of stopping; the status is another one then.
         anew: the same command begins at step 0 again.
     """
-    why = signal or "the deadline"
     safe = f"step {step} is saved in {storage.uri}" if step >= 0 else f"there was nothing to save in {storage.uri}"
     headline = f"stopped by {why}: {safe}; the same command goes on from there (exit status {exit_code})"
     if anew:

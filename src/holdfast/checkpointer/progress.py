@@ -287,8 +287,10 @@ class Progress:
             )
         if not self._is_trained(name) and not before.has_data_of(loader):
             known: tuple[dict[str, Any], ...] = (self._live, self._drawn, self._trained, self._marks, self._draws)
-            for of_passes in known:
-                del of_passes[name]
+            for of_passes in (*known, self._failures):
+                of_passes.pop(name, None)
+            for names in (self._drawn_elsewhere, self._left, self._reopened):
+                names.discard(name)
             self._remind(
                 "ck.batches() gave all of a loader, nothing was trained on it, and another loader takes its turn under "
                 f"the name {name!r}: it counts as no epoch. A loader for evaluation needs no ck.batches(); a second "

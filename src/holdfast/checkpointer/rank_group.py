@@ -218,6 +218,14 @@ class DistributedSavePolicy(SavePolicy):
         self._team = team
         self._wants_save = self._wants_stop = self._wants_keep = False  # the others know, and it is not done yet
         self._keep_agreed = False
+        self._is_due = self._is_broken = False  # the deadline is near; another rank has left
+
+    @property
+    def stopped_by(self) -> str:
+        """As of one process; beside that, what another rank was asked, or its end."""
+        if not self.stopping or self._signals.received is not None or self._is_due:
+            return super().stopped_by
+        return "the end of another rank" if self._is_broken else "a signal to another rank"
 
     @property
     def stop_asked(self) -> bool:
@@ -242,6 +250,7 @@ class DistributedSavePolicy(SavePolicy):
         elif agreed is not None and agreed != "settle":
             return agreed
         if self._team.board.broken:
+            self._is_broken = True
             return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
         return "save" if self._due(float("-inf")) else agreed
 
@@ -289,7 +298,9 @@ class DistributedSavePolicy(SavePolicy):
         if self._signals.received is not None:
             return True
         # Ranks stop two or three steps after a rank asks.
-        return self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s)
+        if self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s):
+            self._is_due = True
+        return self._is_due
 
     def _agreed(self) -> Call:
         """Return what all ranks do at this step, if they agreed on it."""

@@ -158,12 +158,15 @@ class SavePolicy:
         """Whether this process was asked to stop, whatever the other ranks know of it."""
         return self.stopping or self._signals.received is not None
 
+    @property
+    def stopped_by(self) -> str:
+        """What asked the run to stop: the name of a signal, "the deadline"; "" if nothing did."""
+        return self._signals.received or ("the deadline" if self.stopping else "")
+
     def stop_details(self) -> dict[str, str]:
         """Say what asked the run to stop, for its history; nothing if nothing did."""
-        received = self._signals.received
-        if received is not None:
-            return {"stop": received}
-        return {"stop": "deadline"} if self.stopping else {}
+        why = self.stopped_by.removeprefix("the ")
+        return {"stop": why} if why else {}
 
     def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
         """Return, as cheaply as possible, whether the step just done may call for anything."""

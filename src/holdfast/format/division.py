@@ -18,7 +18,7 @@ from holdfast._ranks import rank_list
 
 from .digest import bytes_digest
 
-__all__ = ["Box", "Division", "disagreement", "flaw", "overlap", "sketch"]
+__all__ = ["Box", "Division", "disagreement", "flaw", "overlap", "sketch", "stored_for_all"]
 
 _LIMIT = 1 << 31
 _SKETCH = 64  # names of tensors in plain containers that are compared
@@ -40,6 +40,8 @@ class Division:
         loose: names of tensors in plain containers, which a single rank stores: those that come first in `sketch`; in
             the summaries only.
         num_loose: how many such tensors there are.
+        alone: as ``samples``, for some tensors of which those of one rank are stored for all, whatever others hold; in
+            the summaries only.
     """
 
     num_ranks: int
@@ -49,6 +51,7 @@ class Division:
     names: str = ""
     loose: tuple[str, ...] = ()
     num_loose: int = 0
+    alone: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Describe this division; what is empty is left out."""
@@ -61,6 +64,8 @@ class Division:
             row["names"] = self.names
         if self.loose:
             row["loose"] = [self.num_loose, *self.loose]
+        if self.alone:
+            row["alone"] = dict(self.alone)
         return row
 
     @classmethod
@@ -73,18 +78,20 @@ class Division:
         ranks, structure, alike = data["num_ranks"], data["structure"], data.get("alike")
         samples, names = data.get("samples", {}), data.get("names", "")
         num_loose, *loose = data.get("loose", [0])
+        alone = data.get("alone", {})
         fine = type(ranks) is int and 0 < ranks < _LIMIT and isinstance(structure, str) and isinstance(names, str)
-        fine = fine and isinstance(samples, dict) and type(num_loose) is int
+        fine = fine and isinstance(samples, dict) and isinstance(alone, dict) and type(num_loose) is int
         fine = fine and (
             alike is None or (isinstance(alike, (list, tuple)) and all(type(rank) is int for rank in alike))
         )
-        texts = [*loose, *(text for pair in samples.items() for text in pair)] if fine else [None]
+        pairs = [*samples.items(), *alone.items()] if fine else []
+        texts = [*loose, *(text for pair in pairs for text in pair)] if fine else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("division")
         group = None if alike is None else tuple(alike)
         return cls(
             num_ranks=ranks, structure=structure, alike=group, samples=samples, names=names, loose=tuple(loose),
-            num_loose=num_loose,
+            num_loose=num_loose, alone=alone,
         )  # fmt: skip
 
 
@@ -193,16 +200,11 @@ def _not_in(division: Division, model: Division) -> list[str]:
 
 def _other_values(by_writer: Mapping[int, Division]) -> str | None:
     """Find a tensor that ranks hold alike by its name, and not by its values."""
-    first: dict[str, tuple[int, str]] = {}
-    differing: dict[str, list[int]] = {}
-    for writer in sorted(by_writer):
-        for name, digest in by_writer[writer].samples.items():
-            if first.setdefault(name, (writer, digest))[1] != digest:
-                differing.setdefault(name, []).append(writer)
+    first, differing = _compared({writer: division.samples for writer, division in by_writer.items()})
     if not differing:
         return None
     names = list(differing)
-    model = first[names[0]][0]
+    model = first[names[0]]
     writers = sorted({writer for name in names for writer in differing[name]})
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     other = by_writer[writers[0]].alike
@@ -211,6 +213,23 @@ def _other_values(by_writer: Mapping[int, Division]) -> str | None:
         f"{_ranks(writers)} and rank {model} hold different values of {', '.join(map(repr, names[:_NAMED]))}{more}, "
         f"but parameters and their optimizer state are stored once for all ranks{advice}"
     )
+
+
+def stored_for_all(divisions: Mapping[int, Division | None]) -> dict[str, list[int]]:
+    """Return tensors of which one rank's are stored for all, with the writers that hold other values."""
+    by_writer = {writer: division.alone for writer, division in divisions.items() if division is not None}
+    return _compared(by_writer)[1]
+
+
+def _compared(by_writer: Mapping[int, Mapping[str, str]]) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Return the first writer that names each tensor, and for those with several digests the writers with another."""
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, list[int]] = {}
+    for writer in sorted(by_writer):
+        for name, digest in by_writer[writer].items():
+            if first.setdefault(name, (writer, digest))[1] != digest:
+                differing.setdefault(name, []).append(writer)
+    return {name: writer for name, (writer, _) in first.items()}, differing
 
 
 def _shape(division: Division) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from .ranks.agreement import named_error
 from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
 from .ranks.server import ControlServer
-from .save import commit_parts, is_committed
+from .save import commit_parts, is_committed, say_stored_for_all
 
 if TYPE_CHECKING:
     from .uploads.staged_run import StagedParts
@@ -477,6 +477,7 @@ class Joint:
         if run is None:
             raise HoldfastError("a staged save needs an open run")
         parts = [PartSummary.from_json(part) for part in server.parts(pending.job.save_id)]
+        say_stored_for_all(parts)
         fields = {**pending.manifest, "writers": tuple(range(self._world_size))}
         run.stage_save(pending.job.directory, pending.job.save_id, assemble(pending.job.directory, fields, parts))
 

@@ -35,6 +35,7 @@ from holdfast.format.commit import (
     read_manifest,
     remove,
 )
+from holdfast.format.division import stored_for_all
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import MANIFEST_NAME, join, save_id_of
 from holdfast.format.parts import (
@@ -61,8 +62,16 @@ from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous
 
 __all__ = [
-    "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",
-    "probe", "stored_part",
+    "SaveRunner",
+    "Task",
+    "certainly_uncommitted",
+    "commit_parts",
+    "committed_already",
+    "is_committed",
+    "outcome",
+    "probe",
+    "say_stored_for_all",
+    "stored_part",
 ]  # fmt: skip
 
 _LOG = get_logger("writer")
@@ -404,6 +413,8 @@ def _no_window(_: WindowSource, window: Window) -> None:
 
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
 _LOOK_S = (0.02, 0.5)
+_NAMED = 5  # tensors and ranks spelled out in a warning
+_said: set[str] = set()  # tensors that this process has warned of
 _AT_ONCE = 256  # part files: of ten thousand neither the bytes nor what they say has to be in memory all at once
 
 
@@ -441,6 +452,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
             parts = _collect(storage, job)
             seconds["wait"] = time.perf_counter() - start
             manifest, replaced = _prepare(storage, job, run, parts)
+            say_stored_for_all(parts)
             void = None if run is None else run.void_at(job.directory)
             is_sent = True
             data = commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
@@ -458,6 +470,24 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
         _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
     return outcome(job.directory, manifest, run, seconds=seconds, data=data, kind="ranks")
+
+
+def say_stored_for_all(parts: Sequence[PartSummary]) -> None:
+    """Log, once for each tensor, what ranks hold otherwise than the rank whose values are stored."""
+    found = {
+        name: writers
+        for name, writers in stored_for_all({part.writer: part.division for part in parts}).items()
+        if name not in _said
+    }
+    _said.update(found)
+    if names := sorted(found):
+        others = rank_list(sorted({writer for writers in found.values() for writer in writers}), most=_NAMED)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        _LOG.warning(
+            "%s%s: other values on %s than on rank 0, whose values alone are stored: every rank gets those when it "
+            "loads them. Put what each rank is to get back into holdfast.PerRank(...)",
+            ", ".join(names[:_NAMED]), more, others,
+        )  # fmt: skip
 
 
 def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:

@@ -352,8 +352,10 @@ def _place_alike(plan: MatchPlan, saved: Any, live: Any) -> None:
     if isinstance(saved, ObjectNode):
         saved = saved.state
     if isinstance(saved, TensorRef):
-        if saved.value is None and is_spread(live) and hasattr(live, "to_local"):
-            target = torch.empty_like(live, device=plan.home_of(live))
+        if saved.value is None and is_spread(live):
+            from ..tree.sharded import empty_alike  # not above: most states have no such tensor
+
+            target = empty_alike(live, plan.home_of(live))
             if plan.targets.add(saved.name, target) is None:  # else the object gets the whole tensor, and may refuse it
                 saved.value = target
     elif isinstance(saved, Mapping) and isinstance(live, Mapping):

@@ -15,7 +15,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -289,7 +289,7 @@ def _is_same(first: Any, other: Any, pairs: list[tuple[TensorRef, TensorRef]]) -
     if isinstance(first, ObjectNode) and isinstance(other, ObjectNode):
         return _is_same(first.state, other.state, pairs)
     if isinstance(first, TensorRef) and isinstance(other, TensorRef):
-        pairs.append((first, other))
+        pairs.append((replace(first), other))  # where the first itself is read to is not decided yet
         return True
     if type(first) is not type(other):
         return False

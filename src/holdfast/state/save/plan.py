@@ -49,6 +49,7 @@ _FROZEN = ".frozen"
 # sharded state needs two indexes: its own and that of rank 0.
 _SMALL = 64
 _SAMPLED = 64  # tensors whose values the ranks compare
+_OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm: they differ, and may
 _SAMPLED_ALIKE = 256  # the same where ranks hold different tensors: of the names they have in common
 
 
@@ -66,6 +67,7 @@ class Signature:
     replicated: list[int]
     regions: dict[int, Region]
     loose: list[int] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
 
 
 def signature(flat: Flat) -> Signature:
@@ -81,6 +83,7 @@ def signature(flat: Flat) -> Signature:
         flat.replicated,
         flat.regions,
         flat.loose,
+        flat.alone,
     )
 
 
@@ -96,6 +99,7 @@ def fits(sig: Signature, flat: Flat) -> bool:
         and sig.replicated == flat.replicated
         and sig.own == flat.own
         and sig.loose == flat.loose
+        and sig.alone == flat.alone
         and sig.regions == flat.regions
         and sig.aliases == _aliases(flat)
     )
@@ -186,7 +190,8 @@ class Layout:
         arena_bytes: size of an arena that holds all files.
         tensor_bytes: bytes of all tensors that are written, ties counted once.
         division: how the state is divided over the ranks; None for a rank that saves alone.
-        sampled: positions of tensors whose values the ranks compare.
+        sampled: positions of tensors whose values the ranks compare: they have to be the same.
+        alone: the same of tensors of which one rank's are stored: it is said if they are not.
         leader: the rank that stores what is not divided, for all ranks that hold the same.
         indexes: name of a safetensors index that this rank writes -> its text, with ``{save_id}`` in the file names.
     """
@@ -199,6 +204,7 @@ class Layout:
     tensor_bytes: int
     division: Division | None = None
     sampled: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
     leader: int = 0
     indexes: dict[str, str] = field(default_factory=dict)
 
@@ -296,9 +302,11 @@ def plan(
         end += file.padded
     offsets = [files[number].arena_offset + at if number >= 0 else -1 for number, at in place]
     tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
-    sampled = () if share is None else share.sampled
-    leader = 0 if alike is None else alike[0]
-    return Layout(structure, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader, indexes)
+    sampled, alone = ((), ()) if share is None else (share.sampled, share.alone)
+    leader, num_bytes = 0 if alike is None else alike[0], max(end, BLOCK)
+    return Layout(
+        structure, files, offsets, sizes, num_bytes, tensor_bytes, division, sampled, alone, leader, indexes
+    )  # fmt: skip
 
 
 def _files(
@@ -519,12 +527,14 @@ class Assignment:
         aliases: position of a tied tensor -> position of the tensor that it writes for both.
         division: what all ranks must have derived alike.
         sampled: positions of tensors to be compared between the ranks that hold the same.
+        alone: the same of those of which one rank's are stored for all.
     """
 
     writes: frozenset[int]
     aliases: dict[int, int]
     division: Division
     sampled: tuple[int, ...]
+    alone: tuple[int, ...]
 
 
 def divide(
@@ -619,6 +629,7 @@ def share_of(
     else:
         mine = [position for position in sig.loose if position in writes]
         sampled = _sampled_alike([*divided, *boxes, *shared_boxes, *mine], sig)
+    alone = {sig.names[position]: position for position in sig.alone if sizes[position] and alike is None}
     return Assignment(
         writes=frozenset(writes),
         aliases={number: head for number, head in aliases.items() if head in writes},
@@ -631,6 +642,7 @@ def share_of(
             num_loose=len(sig.loose),
         ),
         sampled=sampled,
+        alone=tuple(alone[name] for name in sketch(name for name in alone if not name.endswith(_OF_BATCHES))),
     )
 
 

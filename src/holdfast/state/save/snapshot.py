@@ -33,7 +33,7 @@ from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.objects import Modules, parameter_names
 from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, StateCopy, copy_window, fingerprints, stage
+from .staging import AsideCopy, StateCopy, copy_window, sampled, stage
 
 if TYPE_CHECKING:
     from holdfast.model_files import ModelFiles
@@ -166,9 +166,9 @@ class Snapshotter:
         self._copied = StateCopy(self._flatten(state))
 
     def changed(self, state: Mapping[Any, Any], *, apart_from: str) -> list[str]:
-        """Return the names of what has changed since the last save, or `remember`; none of a state that is spread."""
+        """Return the names of what has changed since the last save, or `remember`; none if that needs all ranks."""
         was = self._copied
-        return was.changed(self._flatten(state), apart_from=apart_from) if was and not was.is_spread else []
+        return was.changed(self._flatten(state), apart_from=apart_from) if was and not was.needs_all else []
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
@@ -583,14 +583,8 @@ class Snapshotter:
         """
         if layout.division is None:
             return None
-        chosen = [
-            position
-            for position in layout.sampled
-            if position not in flat.whole and (wait or flat.tensors[position].is_cpu)
-        ]
-        digests = fingerprints([flat.tensors[position] for position in chosen])
-        samples = {_sample_name(flat, position): digest for position, digest in zip(chosen, digests, strict=True)}
-        return replace(layout.division, samples=samples).to_json()
+        samples, alone = (sampled(flat, positions, wait=wait) for positions in (layout.sampled, layout.alone))
+        return replace(layout.division, samples=samples, alone=alone).to_json()
 
     # -- layout and arena
 
@@ -794,8 +788,3 @@ def _gradient_bytes(state: Mapping[Any, Any]) -> int:
     parameter_names(state, modules)
     params = {id(param): param for module, _ in modules.values() for param in module.parameters()}
     return sum(param.nbytes for param in params.values() if param.is_cpu and param.requires_grad and param.grad is None)
-
-
-def _sample_name(flat: Flat, number: int) -> str:
-    region = flat.regions.get(number)
-    return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"

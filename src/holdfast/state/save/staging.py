@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..tree.arrays import move, move_small
 from ..tree.flatten import Flat
 from .plan import FileLayout, Layout
 
-__all__ = ["AsideCopy", "StateCopy", "copy_window", "fingerprints", "stage"]
+__all__ = ["AsideCopy", "StateCopy", "copy_window", "fingerprints", "sampled", "stage"]
 
 _CHUNK = 8 << 20  # large copies are handed out in pieces of this size
 _SHARE = 32 << 20  # below this a second thread costs more than it brings
@@ -332,6 +332,22 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
     return digests
 
 
+def sampled(flat: Flat, positions: Iterable[int], *, wait: bool) -> dict[str, str]:
+    """Return `fingerprints` of some tensors by name; a box of one has its start behind the name.
+
+    Args:
+        flat: the state.
+        positions: of the tensors.
+        wait: for devices; else tensors there are left out.
+    """
+    tensors, regions = flat.tensors, flat.regions
+    chosen = [number for number in positions if number not in flat.whole and (wait or tensors[number].is_cpu)]
+    digests = fingerprints([tensors[number] for number in chosen])
+    starts = {number: list(regions[number].box.start) for number in chosen if number in regions}
+    names = [f"{flat.names[number]}{starts.get(number, '')}" for number in chosen]
+    return dict(zip(names, digests, strict=True))
+
+
 def _sample(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
     if tensor.is_complex():
@@ -352,13 +368,13 @@ class StateCopy:
         arena: has the copy, until the next save; None: elements of tensors are noted.
 
     Attributes:
-        is_spread: ranks hold parts of it: to take it apart again, all of them are needed.
+        needs_all: all ranks are needed to take it apart again.
     """
 
     def __init__(self, flat: Flat, layout: Layout | None = None, arena: Arena | None = None) -> None:
         self._tree, self._per_rank, self._names = flat.tree, flat.per_rank, flat.names
         self._layout, self._arena = layout, arena
-        self.is_spread = bool(flat.regions or flat.whole)
+        self.needs_all = flat.together or bool(flat.whole)
         self._samples = _samples(flat.tensors) if arena is None else []
 
     def changed(self, now: Flat, *, apart_from: str) -> list[str]:

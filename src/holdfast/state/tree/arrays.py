@@ -265,7 +265,8 @@ def check_module(module: nn.Module, path: str) -> None:
                 f"{path}: {type(child).__name__} (FSDP1) keeps slices of flattened parameters: use "
                 "torch.distributed.fsdp.fully_shard, or give {'model': get_model_state_dict(model), 'optimizer': "
                 "get_optimizer_state_dict(model, optimizer)} of torch.distributed.checkpoint.state_dict, and hand what "
-                "was loaded to set_model_state_dict and set_optimizer_state_dict"
+                "was loaded to set_model_state_dict and set_optimizer_state_dict; in a run give one object whose "
+                "state_dict calls get_state_dict, and whose load_state_dict calls set_state_dict"
             )
 
 

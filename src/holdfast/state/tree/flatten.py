@@ -60,9 +60,12 @@ class Flat:
             which a rank holds several boxes has several positions with the same name.
         replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
         loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
+        alone: positions of tensors, in plain containers and in objects, of which one rank's come back on all ranks
+            although others may hold something else; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
+        together: the ``state_dict`` of an object has given parts of tensors: it may use collectives.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -77,8 +80,10 @@ class Flat:
     regions: dict[int, sharded.Region] = field(default_factory=dict)
     replicated: list[int] = field(default_factory=list)
     loose: list[int] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
     groups: set[tuple[int, ...]] = field(default_factory=set)
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
+    together: bool = False
     dropped: list[str] = field(default_factory=list)
 
 
@@ -310,10 +315,16 @@ class _Walker:
             self.inner.append(range(start, len(self.flat.names)))
         self.place = place
         node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
-        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer):
+        if kind == "object" and self.flat.regions:
+            self.flat.together |= not self.flat.regions.keys().isdisjoint(range(start, len(self.flat.names)))
+        has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
+        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
             self.num_wholes += 1
-        elif place is not None and len(self.flat.per_rank) == num_own and self._is_small(start):
-            self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+        elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
+            if place is not None and self._is_small(start):
+                self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+            else:
+                self.flat.alone.extend(range(start, len(self.flat.names)))
         return node
 
     def _is_small(self, start: int) -> bool:
@@ -499,6 +510,8 @@ class _Walker:
         self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole})
         self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
+        elsewhere = {*self.flat.own, *regions, *self.flat.replicated}
+        self.flat.alone = sorted({*self.flat.loose, *self.flat.alone} - elsewhere)
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.errors import UnsupportedStateError
+
 from .arrays import reshard
 from .values import PerRank
 
@@ -352,9 +354,19 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
 
     Args:
         state: the state of this rank; other ranks call this with theirs.
-        takes: tells by the name of an object whether to ask it; default: all are asked.
+        takes: tells by the name of an object whether to ask it; default: all are asked, to be saved.
+
+    Raises:
+        UnsupportedStateError: an object is of a kind that cannot be asked on all ranks.
     """
     objects = {name: item for name, item in _objects(state, "", ()) if takes is None or takes(name)}
+    for name, item in objects.items() if takes is None else ():
+        if type(item).__name__ == "ZeroRedundancyOptimizer":
+            raise UnsupportedStateError(
+                f"{name}: a ZeroRedundancyOptimizer gathers its state only when it is asked to: give an object whose "
+                "state_dict() calls consolidate_state_dict(to=0) on all ranks, and returns the optimizer's "
+                "state_dict() on rank 0 and {} on the others, and whose load_state_dict() is the optimizer's"
+            )
     return {name: (objects[name], objects[name].state_dict()) for name in sorted(objects)}
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "APART", "Alike", "Cut", "Held", "Parts", "Placement", "Region", "Regions", "common_group", "group_of", "held",
-    "local_parts", "parallel_group", "ranks_alike", "spread_of", "stand_in",
+    "APART", "Alike", "Cut", "Held", "Parts", "Placement", "Region", "Regions", "common_group", "empty_alike",
+    "group_of", "held", "local_parts", "parallel_group", "ranks_alike", "spread_of", "stand_in",
 ]  # fmt: skip
 
 APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
@@ -149,6 +149,16 @@ def _of_shards(value: Any) -> Parts:
     rows: Parts = [(Region(shape, _shard_box(shard), spread), shard.tensor.detach()) for shard in value.local_shards()]
     nothing = (0,) * len(shape)
     return rows or [(Region(shape, Box(nothing, nothing), spread), torch.empty(nothing, dtype=value.dtype))]
+
+
+def empty_alike(value: Any, device: torch.device) -> Any:
+    """Return a tensor with memory of its own that is spread over the ranks as ``value`` is."""
+    if not hasattr(value, "local_shards"):
+        return torch.empty_like(value, device=device)
+    shards = [type(one)(torch.empty_like(one.tensor, device=device), one.metadata) for one in value.local_shards()]
+    return value._init_from_local_shards_and_global_metadata(
+        shards, value.metadata(), process_group=value._process_group
+    )
 
 
 def _part(local: torch.Tensor, box: Box, at: tuple[int, ...]) -> torch.Tensor:

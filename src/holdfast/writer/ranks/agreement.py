@@ -235,7 +235,8 @@ class JointSaves:
             parts.append(f"the part of {rank_list(writing)} is not durable yet")
         return (
             f"{_place(state.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. Every rank has to "
-            "make every save; for a save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
+            "make every save, and to call ck.report() too, which saves a step for a metric that keep= ranks by; for a "
+            "save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
         )
 
 

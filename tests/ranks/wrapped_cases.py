@@ -1,0 +1,87 @@
+"""Model and optimizer behind one object, as torch's guide to its distributed checkpoints has it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import holdfast as hf
+
+
+class App:
+    """Gives what each rank holds, by torch's own functions; these use collectives."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def whole(self) -> list[Any]:
+        """Return weights and momenta of all ranks put together, as JSON."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
+        momenta = {name: kept["momentum_buffer"] for name, kept in optimizer["state"].items()}
+        return [{name: value.tolist() for name, value in sorted(one.items())} for one in (model, momenta)]
+
+
+def train(root: str, layout: str) -> dict[str, Any]:
+    """Go on where another layout has ended, make a step, leave."""
+    warnings.simplefilter("ignore")  # torch's, about the tensors of FSDP1
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(5, 7)
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif layout == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif layout == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    app = App(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with hf.Checkpointer(root, {"app": app}, every=1) as ck:
+        begun = app.whole() if ck.global_step else None
+        model(torch.full((2, 5), 1.0 + ck.global_step)).square().sum().backward()
+        app.optimizer.step()
+        ck.step()
+    return {"begun": begun, "ended": app.whole()}
+
+
+class Gathered:
+    """Gives everything on rank 0, and nothing elsewhere, as is usual around ``consolidate_state_dict``."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        self.optimizer.consolidate_state_dict(to=0)
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def zero(root: str, until: int) -> list[Any]:
+    """Train with an optimizer whose state is divided over the ranks, that of each parameter on one of them."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    with pytest.raises(hf.UnsupportedStateError, match="consolidate_state_dict"):
+        hf.save(f"{root}-refused", {"model": model, "optimizer": optimizer})
+    with hf.Checkpointer(root, {"model": model, "optimizer": Gathered(optimizer)}, every=1) as ck:
+        while ck.global_step < until:
+            model(torch.full((2, 3), 1.0 + ck.global_step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ck.step()
+    return [value.tolist() for value in model.state_dict().values()]
