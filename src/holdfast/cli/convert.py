@@ -265,6 +265,9 @@ def _print(done: AverageResult) -> None:
         say(out, f"  left out: {', '.join(done.left_out)}", "dim")
 
 
+# ---- diff
+
+
 _LISTED = 20
 _COLUMNS = (
     ("tensor", "left"), ("differ", "right"), ("of", "right"), ("norm", "right"), ("relative", "right"),

@@ -326,6 +326,9 @@ def _trained_rows(catalog: Catalog) -> list[dict[str, Any]]:
     return rows
 
 
+# ---- latest, best, watch
+
+
 @click.command()
 @click.argument("run", type=PATH)
 @click.option("--wait", is_flag=True, help="If there is none yet, wait for the first, until the run has ended.")

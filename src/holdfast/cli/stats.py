@@ -342,6 +342,9 @@ def _number(value: float) -> str:
     return repr(value)
 
 
+# ---- page
+
+
 @click.command()
 @click.argument("runs", type=PATH, metavar="[RUN]...", nargs=-1)
 @click.option(

@@ -106,8 +106,8 @@ def reach(path: str) -> Storage:
     """
     storage = resolve(path)
     if places := storage.credentials_missing_in():
-        where = f"{storage.uri} in {', '.join(places)}"
-        note(f"no credentials for {where}; going on with the role of this machine, if it has one")
+        said = f"no credentials for {storage.uri} in {', '.join(places)}"
+        note(f"{said}; going on with the role of this machine, if it has one")
     return storage
 
 

@@ -257,6 +257,9 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
         out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))
 
 
+# ---- doctor
+
+
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 

@@ -511,6 +511,9 @@ def _problem(checkpoint: Checkpoint, meeting: Meeting) -> str | None:
     return None if checked.ok else "; ".join(checked.problems)
 
 
+# ---- of all ranks
+
+
 _NEW = "new"
 
 

@@ -401,6 +401,9 @@ def _move_file_aside(target: Checkpoint) -> None:
         move_aside(path)
 
 
+# ---- the plugin
+
+
 _ADVICE = "save_hyperparameters(ignore=[name]) leaves a value out; unsupported='drop' all that cannot be stored"
 
 

@@ -183,6 +183,9 @@ def fill(view: memoryview, window: Box, part: BoxReader, itemsize: int) -> None:
     whole[spot] = np.frombuffer(data, np.uint8).reshape(*common.shape, itemsize)
 
 
+# ---- files of an export
+
+
 _BUFFER = 1 << 20  # bytes; a multiple of the block size of storages
 Sink = Callable[[memoryview], None]
 
@@ -285,6 +288,9 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
             self._writer.abort()
             raise
         self._writer.close()
+
+
+# ---- files of a checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

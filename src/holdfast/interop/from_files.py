@@ -226,6 +226,9 @@ def _by_shape(wanted: list[tuple[int, ...] | None], shapes: Mapping[str, tuple[i
     return [names[0] for names in candidates]
 
 
+# ---- safetensors, and the folders of Hugging Face
+
+
 # Names of dtypes in all versions of safetensors -> those of torch; `DTYPES` has the names of version 0.5.
 _TORCH = {
     **{short: name for name, (short, _) in DTYPES.items()},

@@ -219,6 +219,9 @@ class _Chunk:
             self._data = memoryview(b"".join(tensor_bytes(whole)))
 
 
+# ---- DeepSpeed
+
+
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Files with other parts of a model: mixtures of experts, and pipelines.

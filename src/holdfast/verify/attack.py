@@ -415,6 +415,9 @@ def _in_words(num_files: int) -> str:
     return {0: "no file", 1: "1 file"}.get(num_files, f"{num_files} files")
 
 
+# ---- the judgement
+
+
 OUTCOMES = {
     "newest": "went on from the newest checkpoint",
     "older, said": "went on from an older one, and said so",

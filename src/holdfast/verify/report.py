@@ -442,6 +442,9 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
 }
 
 
+# ---- the report
+
+
 _VERDICTS = {
     "starts over": "starts over", "cannot resume": "cannot resume", "no training": "ends without training",
     "not repeatable": "not repeatable", "goes back": "goes back",

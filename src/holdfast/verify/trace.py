@@ -226,6 +226,9 @@ def stages(steps: Sequence[Step]) -> list[int]:
     return [number for number in range(1, len(steps)) if steps[number]["ep"] != steps[number - 1]["ep"]]
 
 
+# ---- how the rows of lives compare
+
+
 Item = tuple[str, str, str]
 """Path of an item, its digest in the uninterrupted run, and in the other run."""
 
