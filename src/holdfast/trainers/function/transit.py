@@ -33,6 +33,7 @@ from holdfast.writer.messages import error_from_json
 
 __all__ = [
     "TravellingSecrets",
+    "add_note",
     "checkpoint_at",
     "describe_location",
     "error_from_wire",
@@ -284,6 +285,12 @@ def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseExcep
     if description.get("traceback"):
         error.__cause__ = RemoteTraceback(description["traceback"])
     return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that is shown below the traceback of an error, wherever it travels; nothing before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
 
 
 def _words(error: BaseException) -> str:
