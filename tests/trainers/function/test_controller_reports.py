@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from scripted import Play, kept, location
 
@@ -125,7 +127,11 @@ def test_one_failure_in_the_background_is_raised_once_by_each_rank() -> None:
     told, data = error_to_wire(HoldfastError("the bucket is gone"))
     play.report(0, 1, call=None, coming=True, source=None)
     play.say(0, data, on="part", index=1, error=told)
-    assert [one.header for one in play.all(Send)] == [{"do": "trouble", "index": 1, "root": 1}]
+    (trouble,) = play.all(Send)
+    assert trouble.header == {"do": "trouble", "index": 1, "root": 1}
+    if sys.version_info >= (3, 11):
+        assert trouble.error is not None
+        assert trouble.error.__notes__ == ["holdfast: on rank 0, in report 1"]
     play.say(0, data, on="part", index=2, error=told, root=1)
     assert [one.header for one in play.all(Send)] == [{"do": "trouble", "index": 2, "root": 1}]
     assert play.only(Say).line == "report 2 makes no checkpoint: rank 0 raised the error of report 1 in it"

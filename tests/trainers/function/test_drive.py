@@ -110,6 +110,19 @@ def test_a_failed_worker_starts_again(tmp_path: Path) -> None:
     assert second.resumed_from == "checkpoint_000000"
 
 
+def test_a_slow_callback_is_no_hang(tmp_path: Path) -> None:
+    """The driver hears no worker meanwhile: that time does not count as their silence."""
+
+    class Slow:
+        def after_report(self, *_: Any) -> None:
+            threading.Event().wait(0.6)
+
+    options = {"callbacks": [Slow()]}
+    limits = WaitLimits(hang_s=0.5)
+    driver = make(tmp_path / "run", reports(tmp_path), options=options, limits=limits, has_callbacks=True)
+    assert drive(driver).state is RunState.FINISHED
+
+
 def test_a_run_that_gives_up(tmp_path: Path) -> None:
     """The error comes back with the exception itself; the index has it in words."""
 

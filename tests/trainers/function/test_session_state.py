@@ -258,7 +258,7 @@ def test_a_uniform_prefix_of_wrapped_models_is_left_out(root):
 
 
 def test_the_score_comes_from_the_values(root):
-    """Missing or no number: an error at the call on rank 0, before anybody is told."""
+    """Missing or no number: an error at the call on rank 0; it counts, as it does on the other ranks."""
     strategy = {"num_to_keep": 2, "attribute": "acc", "order": "max"}
     with Committer(root) as script, pair_of(root, script, strategy=strategy) as pair:
         hf.save_checkpoint(acc=torch.tensor(0.5), epoch=1)
@@ -270,6 +270,7 @@ def test_the_score_comes_from_the_values(root):
         with pytest.raises(ValueError, match="has to be a number"):
             hf.save_checkpoint(acc="good")
         assert len(pair.controller.headers("report")) == 1
+        assert [one["upto"] for one in pair.controller.wait(lambda _: pair.controller.headers("count")[1:])] == [3]
     with Committer(root) as script, pair_of(root, script, 1, 2, strategy=strategy) as pair:
         pair.session.save_checkpoint(epoch=2)
     config = {"attribute": "acc", "order": "max"}

@@ -32,9 +32,9 @@ from holdfast.storage.resolve import from_description
 from holdfast.writer.messages import error_from_json
 
 __all__ = [
-    "TravellingSecrets", "checkpoint_at", "describe_location", "error_from_wire", "error_to_wire", "learn_secrets",
-    "open_root", "pack_call", "pack_checkpoint", "pack_result", "pack_secrets", "pack_value", "run_validation",
-    "takes_config", "unpack_call", "unpack_checkpoint", "unpack_result",
+    "TravellingSecrets", "add_note", "checkpoint_at", "describe_location", "error_from_wire", "error_to_wire",
+    "learn_secrets", "open_root", "pack_call", "pack_checkpoint", "pack_result", "pack_secrets", "pack_value",
+    "run_validation", "takes_config", "unpack_call", "unpack_checkpoint", "unpack_result",
 ]  # fmt: skip
 
 _MAX_PICKLE = 8 << 20  # an exception that holds a model travels in words only
@@ -270,6 +270,12 @@ def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseExcep
     if description.get("traceback"):
         error.__cause__ = RemoteTraceback(description["traceback"])
     return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that is shown below the traceback of an error, wherever it travels; nothing before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
 
 
 def _words(error: BaseException) -> str:

@@ -135,6 +135,7 @@ class Driver:
         self._contents: RunContents | None = None  # at the last look
         self._announced = False
         self._begun = time.monotonic()
+        self._in_callbacks_s = 0.0
         self._tasks: dict[int, Validate] = {}
         self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
@@ -166,7 +167,7 @@ class Driver:
 
     def run(self) -> End:
         """Go on until the run has ended; say how."""
-        self._carry_out(self.controller.start(time.monotonic()))
+        self._carry_out(self.controller.start(self._now()))
         while self._end is None:
             for event in self._engine.events(self._patience()):
                 if isinstance(event, TaskEnded):
@@ -224,10 +225,14 @@ class Driver:
         if self._inputs:
             return 0.0
         deadline = self.controller.deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return None if deadline is None else max(0.0, deadline - self._now())
 
     def _take(self, given: Input) -> None:
-        self._carry_out(self.controller.handle(given, time.monotonic()))
+        self._carry_out(self.controller.handle(given, self._now()))
+
+    def _now(self) -> float:
+        """Return the controller's time, which stands still in callbacks: no worker is heard then."""
+        return time.monotonic() - self._in_callbacks_s
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -402,6 +407,7 @@ class Driver:
             checkpoint_at(value) if name == "checkpoint" and value is not None else value
             for name, value in action.arguments.items()
         ]
+        begun = time.monotonic()
         for callback in self._options.callbacks:
             hook = getattr(callback, action.hook, None)
             if callable(hook):
@@ -409,6 +415,7 @@ class Driver:
                     hook(self._options.context, *arguments)
                 except Exception:  # noqa: BLE001 - the user's code must not end a training that may have run for days
                     _LOG.exception("%s of %r failed; training goes on", action.hook, callback)
+        self._in_callbacks_s += time.monotonic() - begun
 
 
 class Stops:

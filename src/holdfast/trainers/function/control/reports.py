@@ -16,7 +16,7 @@ from holdfast.run.record import Record
 from holdfast.writer.messages import IngestSource, SaveResult
 
 from ..config import TIMESTAMP, without_marks
-from ..transit import error_from_wire
+from ..transit import add_note, error_from_wire
 from .actions import Action, Answer, Commit, LateMetrics, Note, Protect, Say, Send, StopValidation, StoreRows, Validate
 from .checkpoints import WANTED, KnownCheckpoints, Start, UnwrittenValues, Validations, choose_start, status_of
 from .plan import RunSpec, is_worth_writing
@@ -225,7 +225,9 @@ class Reports:
     def _part_failed(self, rank: int, header: Mapping[str, Any], error: BaseException) -> None:
         """Fail a report that a rank cannot bring its part of; it may be the first of all to say something of it."""
         index, root = header["index"], header.get("root", header["index"])
-        if root != index:
+        if root == index:
+            add_note(error, f"holdfast: on rank {rank}, in report {index}")
+        elif index not in self._roots:
             self._roots[index] = root
             self._out.append(
                 Say(line=f"report {index} makes no checkpoint: rank {rank} raised the error of report {root} in it")

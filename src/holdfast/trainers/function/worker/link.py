@@ -19,7 +19,7 @@ from holdfast._log import get_logger
 from holdfast.errors import SessionError
 from holdfast.writer.frames import Channel, Message
 
-from ..transit import error_from_wire, error_to_wire
+from ..transit import add_note, error_from_wire, error_to_wire
 
 __all__ = ["Agreement", "ControllerLink", "ReportQueue", "end_process"]
 
@@ -165,6 +165,7 @@ class ControllerLink:
         with self._changed:
             ends_it = index in self._unsettled  # else the controller was first
         if ends_it:
+            add_note(error, f"holdfast: in the background, after the call of report {index}")
             self._fail(index, error, root=index)
         self._tell_failure(index, error)
 

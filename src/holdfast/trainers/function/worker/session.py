@@ -338,7 +338,7 @@ class Session:
                 finish = self._delivery.save_values(values, index)
             except Exception as error:
                 if self._link.count < index:
-                    self._link.refuse(self._row({}), error)
+                    self._link.refuse(None, error)  # values make no row
                 raise
         if finish is not None:
             finish()
