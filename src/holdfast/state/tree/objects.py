@@ -20,7 +20,7 @@ from holdfast.errors import UnsupportedStateError
 from .optimizers import is_plain
 from .values import PerRank
 
-__all__ = ["ask_in_order", "is_metric", "metric_state", "restore_metric", "state_of"]
+__all__ = ["ask_in_order", "has_objects", "is_metric", "metric_state", "restore_metric", "state_of"]
 
 _PLAIN = (torch.Tensor, int, float, str, bytes, type(None))
 _Asked = dict[str, tuple[Any, Any]]
@@ -45,6 +45,11 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
                 "state_dict() on rank 0 and {} on the others, and whose load_state_dict() is the optimizer's"
             )
     return {name: (objects[name], objects[name].state_dict()) for name in sorted(objects)}
+
+
+def has_objects(value: Any) -> bool:
+    """Tell whether there are objects in a value that keep their state themselves."""
+    return next(_objects(value, "", ()), None) is not None
 
 
 def state_of(value: Any, asked: _Asked, name: str) -> Any:
