@@ -143,7 +143,7 @@ def test_what_is_bad_for_one_rank_is_bad_for_all(ranks, tmp_path):
 def test_what_changes_after_the_last_save_of_several_ranks_is_said(ranks, tmp_path):
     """They save a step once, for no rank knows whether the others have changed something: rank 0 says it, once.
 
-    An object that gives parts of tensors is not asked: its ``state_dict`` may wait for ranks that have left.
+    No object is asked for its state: its ``state_dict`` may use collectives, and wait for ranks that have left.
     """
     first, other = ranks.checked(f"{CASES}:change_after_the_last_save", str(tmp_path))
     assert [text.partition(" (")[0] for text in first] == ["holdfast: model, spread changed after step 2 was saved"]

@@ -173,7 +173,7 @@ class Rendezvous:
                 raise HoldfastError(
                     f"{rank_list(missing)} did not come within {timeout_s:g} s ({topic}): all ranks have to make "
                     "the same calls in the same order; what only some of them do (`if rank == 0:`) has to be "
-                    "holdfast.save(..., ranks='this')"
+                    "holdfast.save(..., ranks='this'). If they do, it has died or hangs: its own output says more"
                 )
             if missing:
                 time.sleep(pause_s)

@@ -31,7 +31,7 @@ from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
-from ..tree.objects import Modules, parameter_names
+from ..tree.objects import Modules, has_objects, parameter_names
 from .plan import FileLayout, Layout, fits, plan, signature
 from .staging import AsideCopy, StateCopy, copy_window, sampled, stage
 
@@ -166,9 +166,14 @@ class Snapshotter:
         self._copied = StateCopy(self._flatten(state))
 
     def changed(self, state: Mapping[Any, Any], *, apart_from: str) -> list[str]:
-        """Return the names of what has changed since the last save, or `remember`; none if that needs all ranks."""
-        was = self._copied
-        return was.changed(self._flatten(state), apart_from=apart_from) if was and not was.needs_all else []
+        """Return the names of what has changed since the last save, or `remember`; of several ranks not of objects."""
+        if (was := self._copied) is None:
+            return []
+        within = None
+        if self.world_size > 1:  # an object may use collectives, and the others may have left
+            state = {key: value for key, value in state.items() if not has_objects(value)}
+            within = frozenset(map(str, state))
+        return was.changed(self._flatten(state), apart_from=apart_from, within=within)
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""

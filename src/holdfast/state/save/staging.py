@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -357,48 +357,46 @@ def _sample(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 class StateCopy:
-    """A state as it was when it was saved or loaded, so that a change since then is noticed. Holds none of its tensors.
-
-    It is asked once, where a run is left whose last step is saved already. Where the copy still lies in its arena,
-    bytes are compared; else some elements of each tensor, as of a state that was loaded or went through windows.
+    """A state as it was when it was saved or loaded. Holds none of its tensors.
 
     Args:
         flat: the state.
         layout: where its tensors lie in ``arena``.
         arena: has the copy, until the next save; None: elements of tensors are noted.
-
-    Attributes:
-        needs_all: all ranks are needed to take it apart again.
     """
 
     def __init__(self, flat: Flat, layout: Layout | None = None, arena: Arena | None = None) -> None:
         self._tree, self._per_rank, self._names = flat.tree, flat.per_rank, flat.names
         self._layout, self._arena = layout, arena
-        self.needs_all = flat.together or bool(flat.whole)
+        self._whole = frozenset(flat.names[number] for number in flat.whole)
         self._samples = _samples(flat.tensors) if arena is None else []
 
-    def changed(self, now: Flat, *, apart_from: str) -> list[str]:
+    def changed(self, now: Flat, *, apart_from: str, within: Container[str] | None = None) -> list[str]:
         """Return the top-level names of what is no longer as it was, sorted.
 
         Args:
-            now: the same state, taken apart again.
+            now: the same state, or a part of it, taken apart again.
             apart_from: a top-level name that does not count.
+            within: top-level names that are in ``now``; None: all.
         """
         found = _differing(self._tree, now.tree) | _differing(self._per_rank, now.per_rank)
-        before = {name: number for number, name in enumerate(self._names)}
+        before: dict[str, deque[int]] = {}  # boxes of one tensor share its name, and keep their order
+        for number, name in enumerate(self._names):
+            before.setdefault(name, deque()).append(number)
         found |= before.keys() ^ set(now.names)
-        is_alike = now.names == self._names  # then boxes of one tensor, which share its name, have their places
         samples = _samples(now.tensors) if self._arena is None else []
         for number, name in enumerate(now.names):
-            if (was := number if is_alike else before.get(name)) is None:
+            if name in self._whole or not before.get(name):
                 continue
+            was = before[name].popleft()
             if samples:
                 is_same = samples[number] == self._samples[was]
             else:
                 is_same = self._has_bytes(was, now.tensors[number])
             if not is_same:
                 found.add(name)
-        return sorted({name.partition("/")[0] for name in found} - {apart_from})
+        names = {name.partition("/")[0] for name in found} - {apart_from}
+        return sorted(name for name in names if within is None or name in within)
 
     def _has_bytes(self, number: int, tensor: torch.Tensor) -> bool:
         """Tell whether the arena has the bytes of a tensor; True of one that has no place of its own there."""

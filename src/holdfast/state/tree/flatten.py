@@ -65,7 +65,6 @@ class Flat:
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
-        together: the ``state_dict`` of an object has given parts of tensors: it may use collectives.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -83,7 +82,6 @@ class Flat:
     alone: list[int] = field(default_factory=list)
     groups: set[tuple[int, ...]] = field(default_factory=set)
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
-    together: bool = False
     dropped: list[str] = field(default_factory=list)
 
 
@@ -315,8 +313,6 @@ class _Walker:
             self.inner.append(range(start, len(self.flat.names)))
         self.place = place
         node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
-        if kind == "object" and self.flat.regions:
-            self.flat.together |= not self.flat.regions.keys().isdisjoint(range(start, len(self.flat.names)))
         has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
         if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
             self.num_wholes += 1

@@ -32,7 +32,8 @@ from .values import PerRank
 
 __all__ = [
     "IMPLEMENTATION_FLAGS", "OTHER_STATE", "Modules", "apply_groups", "ask_in_order", "by_param_name",
-    "canonical_keys", "empty_beside", "is_metric", "is_plain", "live_names", "metric_state", "odd_layouts",
+    "canonical_keys", "empty_beside", "has_objects", "is_metric", "is_plain", "live_names",
+    "metric_state", "odd_layouts",
     "parameter_names", "restore_metric", "shared_names", "state_device", "state_of", "stored_parameters",
     "to_named", "to_positions", "unwrap", "without_tokens",
 ]  # fmt: skip
@@ -368,6 +369,11 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
                 "state_dict() on rank 0 and {} on the others, and whose load_state_dict() is the optimizer's"
             )
     return {name: (objects[name], objects[name].state_dict()) for name in sorted(objects)}
+
+
+def has_objects(value: Any) -> bool:
+    """Tell whether there are objects in a value that keep their state themselves."""
+    return next(_objects(value, "", ()), None) is not None
 
 
 def state_of(value: Any, asked: _Asked, name: str) -> Any:
