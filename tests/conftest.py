@@ -53,12 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: files.index(item.path))
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of tests are a large heap: a collection in a process forked from this one would copy all of it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _UNTIL is not None and time.time() > _UNTIL:
         pytest.skip("no time left (HOLDFAST_TEST_UNTIL)")
@@ -71,6 +65,13 @@ _CASES = (
     "crash/crash_scenarios", "crash/sleeper_scenarios", "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases",
     "ranks/rescue_cases", "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_heap() -> None:
+    """What is there before the tests of a module is large: collections in forks of this process would copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
