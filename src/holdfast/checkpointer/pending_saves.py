@@ -23,20 +23,9 @@ from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
 
 __all__ = [
-    "ANSWER_MARGIN_S",
-    "MAX_LOST",
-    "TRANSIENT_ERRORS",
-    "LostSaves",
-    "NoteSender",
-    "PendingSaves",
-    "RunSave",
-    "SaveCosts",
-    "Stats",
-    "StepClock",
-    "failed",
-    "passing_error",
-    "state_of",
-]
+    "ANSWER_MARGIN_S", "MAX_LOST", "TRANSIENT_ERRORS", "LostSaves", "NoteSender", "PendingSaves", "RunSave",
+    "SaveCosts", "Stats", "StepClock", "failed", "passing_error", "state_of",
+]  # fmt: skip
 
 TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
 """The errors after which training may go on."""

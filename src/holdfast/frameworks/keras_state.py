@@ -25,16 +25,8 @@ from .array_views import array_of, tensor_of
 from .reporting import scalars
 
 __all__ = [
-    "Counters",
-    "FitRun",
-    "Position",
-    "Variables",
-    "capture",
-    "other_optimizers",
-    "restore",
-    "seeds",
-    "set_seeds",
-]
+    "Counters", "FitRun", "Position", "Variables", "capture", "other_optimizers", "restore", "seeds", "set_seeds",
+]  # fmt: skip
 
 _LOG = get_logger("keras")
 _open: weakref.WeakValueDictionary[str, FitRun] = weakref.WeakValueDictionary()

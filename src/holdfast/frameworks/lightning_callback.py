@@ -20,13 +20,9 @@ from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
 
 __all__ = [
-    "HoldfastCallback",
-    "RayDDPStrategy",
-    "RayDeepSpeedStrategy",
-    "RayFSDPStrategy",
-    "RayLightningEnvironment",
+    "HoldfastCallback", "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment",
     "prepare_trainer",
-]
+]  # fmt: skip
 
 
 class HoldfastCallback(Grafted):

@@ -62,16 +62,8 @@ from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous
 
 __all__ = [
-    "SaveRunner",
-    "Task",
-    "certainly_uncommitted",
-    "commit_parts",
-    "committed_already",
-    "is_committed",
-    "outcome",
-    "probe",
-    "say_stored_for_all",
-    "stored_part",
+    "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",
+    "probe", "say_stored_for_all", "stored_part",
 ]  # fmt: skip
 
 _LOG = get_logger("writer")
