@@ -18,7 +18,7 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.functions import load as _load
 from .errors import StateMismatchError, UnsupportedStateError
-from .frameworks.array_views import array_of, tensor_of
+from .state.tree.arrays import array_of, tensor_of
 
 __all__ = ["Pytree", "load"]
 

@@ -24,7 +24,7 @@ from holdfast.run.heartbeat import upkeep
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.journal import Journal, JournalEvent, events_from
 from holdfast.run.reports import SEGMENT_BYTES, read_history
-from holdfast.run.status import run_state
+from holdfast.run.view import run_state
 from holdfast.storage import LocalStorage, resolve
 from holdfast.testing import FaultyOps, FaultyStorage
 

@@ -30,7 +30,7 @@ from holdfast.run.data_ring import FOLDER, read_rings
 from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics
 from holdfast.run.retention import is_number
-from holdfast.run.status import refuse_checkpoint, run_state
+from holdfast.run.view import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option

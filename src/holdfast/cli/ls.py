@@ -22,7 +22,7 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number
-from holdfast.run.status import run_state, runs_below
+from holdfast.run.view import run_state, runs_below
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking

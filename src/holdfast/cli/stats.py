@@ -16,7 +16,7 @@ from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.status import run_state, runs_below
+from holdfast.run.view import run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 

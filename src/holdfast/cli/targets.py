@@ -22,7 +22,7 @@ from holdfast.run.metrics import flat_metrics
 from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.rollbacks import bad_steps
-from holdfast.run.status import refuse_checkpoint
+from holdfast.run.view import refuse_checkpoint
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 

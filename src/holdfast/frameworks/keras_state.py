@@ -19,9 +19,9 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.checkpointer import Checkpointer
 from holdfast.errors import ConfigError, StateMismatchError
 from holdfast.state.tree import rng
+from holdfast.state.tree.arrays import array_of, tensor_of
 from holdfast.state.tree.values import PerRank
 
-from .array_views import array_of, tensor_of
 from .reporting import scalars
 
 __all__ = [

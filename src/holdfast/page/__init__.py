@@ -37,7 +37,7 @@ from holdfast.run.record import Record
 from holdfast.run.reports import live_attempts, live_rows
 from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks
-from holdfast.run.status import refuse_checkpoint, run_state, runs_below
+from holdfast.run.view import refuse_checkpoint, run_state, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, to be looked at: list, newest, best, candidates for a resume.
+"""The checkpoints of one run, to be looked at: list, newest, best, candidates for a resume; and its state in words.
 
 Directories under the run are listed (names only), rows cached in run.json are believed for names that exist, and
 manifests are read only for names without a row and for checkpoints about to be used. So opening a run stays fast
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +23,20 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    HoldfastError,
     IncompleteCheckpointError,
     StorageError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
 from holdfast.storage.base import Storage
-from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.local_storage import LocalStorage, door_of
 from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import together
 
 from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
-from .index import RunIndex
+from .index import RUN_FILE, RunIndex
 from .metrics import metric_value
 from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
 from .record import Record, pack, read_sidecar, record_from_manifest, unpack
@@ -43,7 +45,7 @@ from .remains import is_remains, listed_at_once
 if TYPE_CHECKING:
     from .rollbacks import Rollback
 
-__all__ = ["RunView", "to_judge"]
+__all__ = ["RunStatus", "RunView", "refuse_checkpoint", "run_state", "runs_below", "to_judge"]
 
 _log = get_logger("catalog")
 _OWN = {REPORTS, LOGS}
@@ -528,3 +530,83 @@ class RunView:
 def to_judge(record: Record) -> tuple[str, int, int, Mapping[str, Any]]:
     """Return what `rollbacks.choose` judges."""
     return record.name, record.attempt, record.step, record.metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The state of a run as a word and as a short text.
+
+    Attributes:
+        word: "training", "silent" (an owner elsewhere that may be dead), "finished", "stopped", "died" or "new".
+        text: who trains it and where, or how its last attempt ended; untrusted text from files.
+        owner: the process that writes to the run, by lease.json, with ``alive`` added (`owner_of`); None without one.
+        heard: when the owner was last heard of, in seconds since 1970 by the clock of the storage; None without one.
+    """
+
+    word: str
+    text: str
+    owner: Mapping[str, Any] | None = None
+    heard: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run may change by itself."""
+        return self.word in ("training", "silent")
+
+
+def runs_below(storage: Storage, names: Sequence[str] | None = None) -> list[tuple[str, Storage]]:
+    """Return the runs directly below a folder by name, those that a symbolic link of a local folder leads to as well.
+
+    Inside of a run no link is ever followed. A folder of runs is the reader's own, and only looked at.
+
+    Args:
+        storage: the folder.
+        names: of the directories in it that may be runs, if the caller has listed them.
+    """
+    if names is None:
+        names = [info.path.rstrip("/") for info in storage.list("", recursive=False) if info.path.endswith("/")]
+    found = [(name, storage.child(name)) for name in sorted(names) if storage.exists(f"{name}/{RUN_FILE}")]
+    root = storage.local_root
+    if root is not None and root.is_dir():
+        with os.scandir(root) as entries:
+            links = [entry.name for entry in entries if entry.is_symlink() and entry.name[0] != "." and entry.is_dir()]
+        linked = [(name, LocalStorage(root / name)) for name in links if (root / name / RUN_FILE).is_file()]
+        found = sorted({**dict(found), **dict(linked)}.items())
+    return found
+
+
+def refuse_checkpoint(storage: Storage, error: type[HoldfastError]) -> None:
+    """Refuse a checkpoint where a run is asked for.
+
+    Raises:
+        HoldfastError: it is one; of the class ``error``.
+    """
+    if storage.exists(MANIFEST_NAME):
+        raise error(f"{storage.uri} is a checkpoint: give its run, the directory above it")
+
+
+def run_state(view: RunView) -> RunStatus:
+    """Look at the lease and the attempts of a run.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    from .lease import STALE_S, owner_of  # not above: who only reads checkpoints asks for no owner
+
+    index = view.index
+    owner, heard = owner_of(view.storage)
+    if owner is not None and owner["alive"] is not False:
+        is_fresh = heard is not None and time.time() - heard < STALE_S
+        where = f"process {owner.get('trainer_pid')} on {owner.get('host')}"
+        return RunStatus(
+            word="training" if owner["alive"] or is_fresh else "silent", text=where, owner=owner, heard=heard
+        )
+    if index.has_finished:
+        return RunStatus(word="finished", text="training has come to its end", owner=owner, heard=heard)
+    current = index.current
+    if current is None:
+        return RunStatus(word="new", text="it has never been trained", owner=owner, heard=heard)
+    if current.reason:
+        return RunStatus(word="stopped", text=current.reason, owner=owner, heard=heard)
+    text = f"attempt {current.attempt} ended without a word"
+    return RunStatus(word="died", text=text, owner=owner, heard=heard)

@@ -19,8 +19,8 @@ import torch
 from object_kit import moto_bucket
 
 import holdfast as hf
-from holdfast.frameworks.array_views import array_of, tensor_of
 from holdfast.jax import Pytree, load
+from holdfast.state.tree.arrays import array_of, tensor_of
 
 
 class Moments(NamedTuple):

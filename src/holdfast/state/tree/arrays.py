@@ -7,6 +7,7 @@ torch's distributed package is not imported for that: before some other code imp
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
+from holdfast.format.tensor_file import item_size
 
 __all__ = [
-    "all_dense", "array_from_tensor", "array_to_tensor", "check_module", "check_tensor", "decode_torch_value",
-    "dtype_name", "dtype_of", "encode_torch_value", "is_array", "is_dense", "is_spread", "local_of", "local_tensor",
-    "move", "move_small", "reshard", "same_bits", "spread_types",
+    "all_dense", "array_from_tensor", "array_of", "array_to_tensor", "check_module", "check_tensor",
+    "decode_torch_value", "dtype_name", "dtype_of", "encode_torch_value", "is_array", "is_dense", "is_spread",
+    "local_of", "local_tensor", "move", "move_small", "reshard", "same_bits", "spread_types", "tensor_of",
 ]  # fmt: skip
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -194,6 +196,48 @@ def array_from_tensor(tensor: torch.Tensor, node: Mapping[str, Any]) -> Any:
         return tensor.reshape(-1).numpy().view(dtype).reshape([int(size) for size in node["sh"]])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CorruptCheckpointError(f"a stored array cannot be rebuilt: {error}") from error
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """Return a tensor over an array's memory if that can be, else a copy on the CPU. Nobody may write to it.
+
+    Args:
+        array: of NumPy, or anything that DLPack or NumPy reads.
+
+    Raises:
+        UnsupportedStateError: torch has no such dtype.
+    """
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        try:
+            found: torch.Tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
+            return found
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+            pass  # a dtype or a layout that DLPack lacks
+    values = np.asarray(array)
+    if not values.flags.writeable or not values.flags.c_contiguous:
+        values = np.array(values, order="C")
+    if values.dtype.isbuiltin == 1:
+        return torch.from_numpy(values)
+    dtype = getattr(torch, values.dtype.name, None)
+    if not isinstance(dtype, torch.dtype) or item_size(values.dtype.name) != values.itemsize:
+        raise UnsupportedStateError(
+            f"an array of {values.dtype.name} cannot be saved: torch has no such dtype; cast it"
+        )
+    return torch.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype).reshape(values.shape)
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """Return a NumPy array over a tensor of the CPU; dtypes that NumPy lacks are those of the package ml_dtypes."""
+    import numpy as np
+
+    try:
+        return tensor.numpy()
+    except TypeError:
+        dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype_name(tensor.dtype)))
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return flat.view(dtype).reshape(tensor.shape)
 
 
 def _bind(library: Any) -> Any:
