@@ -82,7 +82,9 @@ def show_stop(why: str, step: int, storage: Storage, exit_code: int, *, left_by:
             f"there (exit status {exit_code})"
         )
     if left_by:
-        headline = f"{why} asked to stop, but {left_by} left the body first: {safe}; the exit status is not {exit_code}"
+        headline = (
+            f"to be stopped by {why}, but {left_by} left the body first: {safe}; the exit status is not {exit_code}"
+        )
     ResumeBlock(headline=headline).show()
 
 
