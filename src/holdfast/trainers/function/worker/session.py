@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,13 +283,8 @@ class Session:
             raise
         with self._lock:
             self._check_data(request.metrics)
-            index = self._link.count + 1
-            try:
-                finish = self._delivery.enter(request, index)
-            except Exception as error:
-                if self._link.count < index:
-                    self._link.refuse(self._row(request.metrics), error)
-                raise
+            with self._counting(request.metrics):
+                finish = self._delivery.enter(request, self._link.count + 1)
         # Outside of the lock: other threads may report while this one waits for its commit.
         if finish is not None:
             finish()
@@ -317,6 +313,17 @@ class Session:
             self._link.refuse(self._row(metrics or {}), error, root=root)
             raise error
 
+    @contextmanager
+    def _counting(self, metrics: dict[str, Any] | None) -> Iterator[None]:
+        """Let a report of which the body raises count, with its metrics, and fail on all ranks."""
+        index = self._link.count + 1
+        try:
+            yield
+        except Exception as error:
+            if self._link.count < index:
+                self._link.refuse(None if metrics is None else self._row(metrics), error)
+            raise
+
     def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row of a report without data; None on ranks whose metrics are not kept."""
         wanted = self.rank == 0 or self._begin.get("all_metrics")
@@ -333,13 +340,8 @@ class Session:
             if self.rank != 0:
                 self._link.add(self._row({}))
                 return
-            index = self._link.count + 1
-            try:
-                finish = self._delivery.save_values(values, index)
-            except Exception as error:
-                if self._link.count < index:
-                    self._link.refuse(None, error)  # values make no row
-                raise
+            with self._counting(None):  # values make no row
+                finish = self._delivery.save_values(values, self._link.count + 1)
         if finish is not None:
             finish()
 
