@@ -64,7 +64,7 @@ class Intake:
         self._tables: dict[str, bytes] = {}  # source -> chunk digests
         self._seconds = {"scan": 0.0, "digest": 0.0, "write": 0.0, "commit": 0.0}
         self._written = 0
-        self._copies_tiny = False  # many tiny files are copied: then they become durable together, at once
+        self._copied_bytes = -1  # up to this size files are copied that could be moved
         # What of ours may be there by now, and by which paths; None if nothing may be touched.
         self._begun: tuple[MergePlan, tuple[str, ...]] | None = None
         self._is_sent = False  # the manifest
@@ -123,7 +123,8 @@ class Intake:
             # leaves this directory alone. If somebody has by now, files of these names are his.
             run.verify()
         self._begun = plan, paths
-        self._copies_tiny = sum(item.movable and item.size <= _TINY_BYTES for item in plan.items) > _MANY
+        if sum(item.movable and item.size <= _TINY_BYTES for item in plan.items) > _MANY:
+            self._copied_bytes = _TINY_BYTES  # many copies become durable together, at once
         listing = FileList(job.save_id, plan.writers)
         with self._timed("write"):
             self._copy_incoming(plan, begun=found is not None)
@@ -228,7 +229,7 @@ class Intake:
                 # It was moved before the crash.
                 return b"" if item.entry is not None else self._copier.digest_object(storage, target)
             storage.delete(target)
-        if item.movable and not (self._copies_tiny and item.size <= _TINY_BYTES):
+        if item.movable and item.size > self._copied_bytes:
             with self._held(item) as source, opened(source, item.size) as fd:
                 moving = self._side.run(lambda: storage.adopt(source, target))
                 try:
