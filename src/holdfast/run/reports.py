@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from operator import itemgetter, le
+from operator import itemgetter
 from typing import Any
 
 from holdfast._log import get_logger
@@ -351,8 +351,6 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
         merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
     live, place = list(merged.values()), -math.inf
     places = [place := place if row.get("step") is None else row["step"] for row in live]
-    if all(map(le, places, places[1:])):
-        return live
     return [row for _, row in sorted(zip(places, live, strict=True), key=itemgetter(0))]
 
 
