@@ -506,8 +506,9 @@ class _Walker:
         self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole})
         self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
-        elsewhere = {*self.flat.own, *regions, *self.flat.replicated}
-        self.flat.alone = sorted({*self.flat.loose, *self.flat.alone} - elsewhere)
+        if self.flat.loose or self.flat.alone:  # seldom, and this is done at each save
+            alone = {*self.flat.loose, *self.flat.alone}
+            self.flat.alone = sorted(alone.difference(self.flat.own, regions, self.flat.replicated))
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}
