@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast._log import get_logger
 from holdfast._optional import require
 from holdfast.checkpoint.handle import Checkpoint, locate
 from holdfast.checkpointer.announce import Announcer
@@ -22,8 +21,6 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.loop.callbacks import Callback
 
 __all__ = ["Tracker", "WandbArtifacts", "finite", "numbers"]
-
-_LOG = get_logger("trackers")
 
 
 class Tracker(Callback):

@@ -20,7 +20,6 @@ __all__ = ["EARLY", "Finding", "Match", "compare_fresh", "find_state", "from_che
 EARLY = 16
 """So many steps may be made before a checkpoint is loaded: to warm up, to measure, to give an optimizer its state."""
 _ROUNDED = 0.02  # relative: bfloat16 keeps 8 bits
-_FEW = 3  # steps of which the data are looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,6 @@ _STEP = 32 << 20
 # From linux/mman.h; the mmap module names neither, and its own madvise keeps the interpreter lock.
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
-_DONTFORK = 10
 _NUMBERS = itertools.count(1)
 _LIVE: weakref.WeakSet[Arena] = weakref.WeakSet()
 

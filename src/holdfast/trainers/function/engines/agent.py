@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast._log import get_logger
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
@@ -36,7 +35,6 @@ from .supervisor import Child, Supervisor, threads_for
 __all__ = ["BEAT_S", "Agent", "AgentCall", "connect", "join_cluster", "look_at_storage", "run_agent"]
 
 
-_LOG = get_logger("trainers.function")
 BEAT_S = 2.0
 _CONNECT_S = 30.0
 _KEEP = 8  # both sides count in the same way

@@ -14,7 +14,6 @@ from pathlib import PurePosixPath
 from string import Formatter
 from typing import Any, NamedTuple, cast
 
-from holdfast._log import get_logger
 from holdfast._ranks import RankInfo
 from holdfast.errors import (
     CheckpointError,
@@ -245,7 +244,6 @@ def is_later(found: re.Match[str], now: Timestamp) -> bool | None:
     return same_epoch and any(groups[name] > now.count(name) for name in within)
 
 
-_LOG = get_logger("trainers.loop")
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",
