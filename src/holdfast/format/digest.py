@@ -19,7 +19,7 @@ from holdfast.storage.base import FileReader
 __all__ = [
     "CHUNK", "DIGEST_BYTES", "ChunkHasher", "DigestFile", "Digests", "bytes_digest", "check_blanks", "check_object",
     "chunk_digests", "close_by_blanks", "close_object", "digested", "file_digest", "num_chunks", "table_at",
-    "table_bytes", "verify_chunk",
+    "table_bytes",
 ]  # fmt: skip
 
 CHUNK = 65536
@@ -58,11 +58,6 @@ def chunk_digests(view: memoryview | bytes) -> bytes:
 def file_digest(table: bytes) -> str:
     """Return the digest of a file from its chunk table, as ``xxh3:<hex>``."""
     return "xxh3:" + xxh3_128_hexdigest(table)
-
-
-def verify_chunk(view: memoryview | bytes, table: bytes, number: int) -> bool:
-    """Tell whether ``view`` is chunk ``number`` of the file that ``table`` belongs to."""
-    return chunk_digests(view) == table[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
 
 
 def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memoryview, bytes]]:
