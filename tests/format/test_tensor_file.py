@@ -65,6 +65,19 @@ def test_safetensors_opens_what_we_write(tmp_path):
         assert entries[name].offset == file.offsets[list(tensors).index(name)]
 
 
+def test_small_tensors_do_not_move_large_ones_off_the_cache_lines():
+    """Adam's step counts lie behind its moments, whatever the order of the state and the width of their elements."""
+    rows = []
+    for layer in range(3):
+        rows += [(f"{layer}.step", "float64", (), 8), (f"{layer}.exp_avg", "float32", (5, 16), 320)]
+        rows += [(f"{layer}.half", "float16", (64,), 128), (f"{layer}.odd", "float32", (3,), 12)]
+    file = lay_out(rows)
+    large = [file.offsets[number] for number, (*_, nbytes) in enumerate(rows) if nbytes % 64 == 0]
+    assert [offset % 64 for offset in large] == [0] * 6
+    assert max(large) < min(set(file.offsets) - {*large})
+    assert all(file.offsets[number] % item_size(dtype) == 0 for number, (_, dtype, *_) in enumerate(rows))
+
+
 def test_reads_what_safetensors_writes(tmp_path):
     """The reader takes files of the library itself."""
     torch = pytest.importorskip("torch")

@@ -221,19 +221,23 @@ class _Rows:
         widths: dict[str, int | None] = {}
         # Most shapes occur many times: each is checked once, and the checked tuple is kept.
         shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
-        for name, dtype, dims, piece_rows, *_ in rows:
-            known = shapes.get(tuple(dims))
+        for row in rows:
+            name, dtype, dims, piece_rows = row if len(row) == 4 else row[:4]
+            shape = tuple(dims)
+            known = shapes.get(shape)
             if known is None:
-                shape = tuple(dims)
                 if not _is_box(shape) or prod(size or 1 for size in shape) > _MAX_ELEMENTS:
                     raise _corrupt(self.where, f"tensor {brief(name, 80)!r} has the shape {brief(dims, 80)}")
                 known = shapes[shape] = (shape, prod(shape))
             if type(name) is not str or type(dtype) is not str or name in tensors:
                 raise _corrupt(self.where, f"tensor {brief(name, 80)!r} is malformed or listed twice")
-            if dtype not in widths:
-                widths[dtype] = item_size(dtype)
-            width = widths[dtype]
-            pieces = tuple([self.piece(row, name, known, width) for row in piece_rows])
+            width = widths.get(dtype)
+            if width is None and dtype not in widths:
+                width = widths[dtype] = item_size(dtype)
+            if len(piece_rows) == 1:  # nearly always: without a frame for a comprehension
+                pieces: tuple[Piece, ...] = (self.piece(piece_rows[0], name, known, width),)
+            else:
+                pieces = tuple([self.piece(piece, name, known, width) for piece in piece_rows])
             tensors[name] = _new(TensorEntry, (name, dtype, known[0], pieces))
         return tensors
 

@@ -22,7 +22,7 @@ _DENSE = 5  # bytes for each list or object in a file that has many: a pair of s
 # Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
 _MEANINGLESS = bytes({*range(256)} - {*b'[]{}"\\/bfnrtu'})
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def dumps(tree: Any) -> bytes:
@@ -101,7 +101,7 @@ def _corrupt(where: str, problem: str) -> CorruptCheckpointError:
 
 def _depth(data: bytes) -> int:
     """Return how deep brackets nest outside of strings, in linear time and without recursion."""
-    return max(accumulate(array("b", _outside_strings(data).translate(_STEPS, _NOT_BRACKETS))), default=0)
+    return max(accumulate(array("b", _outside_strings(data).translate(_STEPS))), default=0)
 
 
 def _outside_strings(data: bytes) -> bytes:
@@ -110,7 +110,7 @@ def _outside_strings(data: bytes) -> bytes:
         # escapes what it did; where something else follows one, the parser stops before it can come to what is behind.
         data = data.translate(None, _MEANINGLESS)
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return b"".join(data.split(b'"')[::2])
+    return b"".join(data.translate(None, _NOT_STRUCTURE).split(b'"')[::2])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from holdfast.storage.base import FileReader
 from .strict_json import loads
 
 BLOCK = 4096
+_LINE = 64
 MAX_HEADER = 100 << 20  # the limit of the safetensors library
 _MAX_COUNT = 1 << 62
 _MAX_DIMS = 64
@@ -88,7 +89,9 @@ class TensorFile:
 def lay_out(tensors: Sequence[TensorRow], metadata: Mapping[str, str] | None = None) -> TensorFile:
     """Lay out a file of tensors.
 
-    Widest elements go first: then every tensor is aligned without holes, which safetensors does not allow.
+    Tensors of whole cache lines go first, then the widest elements: so every tensor is aligned without holes, which
+    safetensors does not allow, and step counts of four bytes do not move large tensors off the lines. The kernel takes
+    half as long again to copy bytes that lie otherwise in the file than in memory.
 
     Args:
         tensors: in any order.
@@ -97,10 +100,11 @@ def lay_out(tensors: Sequence[TensorRow], metadata: Mapping[str, str] | None = N
     Raises:
         ValueError: a tensor's bytes do not make its dtype and shape.
     """
-    widths = [
-        -(item_size(dtype) or nbytes // max(1, prod(shape))) for _, dtype, shape, nbytes in tensors
-    ]  # dtypes that no table has: by their bytes
-    order = sorted(range(len(tensors)), key=widths.__getitem__)
+    keys = [
+        (nbytes % _LINE > 0, -(item_size(dtype) or nbytes // max(1, prod(shape))))  # no table has it: by its bytes
+        for _, dtype, shape, nbytes in tensors
+    ]
+    order = sorted(range(len(tensors)), key=keys.__getitem__)
     header = _header([tensors[number] for number in order], {"format": "pt", **(metadata or {})})
     offsets, end = [0] * len(tensors), len(header)
     for number in order:

@@ -3,7 +3,7 @@
 All of it is a pure function of the structure of a state (`Signature`), so no rank has to ask another, and a layout is
 reused until the structure changes; headers and index are part of it.
 
-The layout of the arena is the layout of the files (header padded to 4096 bytes, tensors by descending element size
+The layout of the arena is the layout of the files (header padded to 4096 bytes, tensors in the order of `lay_out`,
 without holes), so bytes go from the arena to the disk with no further copy.
 
 In a state that several ranks save together, the parameters of modules and the state of optimizers for them are

@@ -131,14 +131,18 @@ class RngSentinel:
 RNG = RngSentinel()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, init=False)
 class TensorRef:
     """A place in a decoded tree that a tensor fills; ``value`` is set once the tensor has been read."""
 
     name: str
-    kind: str = "tensor"
-    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # shared: a state may hold 100 000 of these
-    value: Any = None
+    kind: str
+    extra: Mapping[str, Any]
+    value: Any
+
+    # By hand: a state may hold 100 000 of these, which share one empty mapping.
+    def __init__(self, name: str, kind: str = "tensor", extra: Mapping[str, Any] = _NOTHING, value: Any = None) -> None:
+        self.name, self.kind, self.extra, self.value = name, kind, extra, value
 
 
 @dataclass(slots=True, eq=False)
