@@ -138,8 +138,11 @@ def test_a_killed_trainer_loses_no_step_that_was_kept(ranks: RankServer, tmp_pat
 
 
 def test_what_a_killed_life_was_useful_for(ranks: RankServer, tmp_path: Path) -> None:
-    """It has ended when its trainer died, before the snapshot was saved; what snapshots have cost is known."""
-    assert run_life(ranks, tmp_path, kill_at=7) == -signal.SIGKILL
+    """It has ended when its trainer died, before the snapshot was saved; what snapshots have cost is known.
+
+    It was heard of too rarely to tell whether it hung before it was killed (a busy machine may hold it for a while).
+    """
+    assert run_life(ranks, tmp_path, kill_at=2) == -signal.SIGKILL
     settled(tmp_path)
     history = RunIndex.load(resolve(str(tmp_path / "run"))).read_history()
     (saved,) = costs.saves(history.events)
@@ -149,13 +152,13 @@ def test_what_a_killed_life_was_useful_for(ranks: RankServer, tmp_path: Path) ->
     parts = costs.goodput(history, [saved])
     assert parts is not None
     assert parts["held_s"] > 0
-    assert run_life(ranks, tmp_path, kill_at=8) == -signal.SIGKILL
+    assert run_life(ranks, tmp_path, kill_at=3) == -signal.SIGKILL
     settled(tmp_path)
     history = RunIndex.load(resolve(str(tmp_path / "run"))).read_history()
     parts = costs.goodput(history, costs.saves(history.events))
     assert parts is not None
     ended = timestamp(history.attempts[1].ended or "")
-    rows = [row["time"] for row in history.rows if (row["attempt"], row["step"]) == (1, 7)]
+    rows = [row["time"] for row in history.rows if (row["attempt"], row["step"]) == (1, 2)]
     assert parts["again_s"] == pytest.approx(max(0.0, ended - max(*rows, snapshots.time)), abs=0.01)
 
 

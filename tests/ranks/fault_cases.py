@@ -125,9 +125,10 @@ def _prepare(fault: dict[str, Any], trap: Trap, notes: str) -> None:
         trap.spring = None
         if whom == "both":
             _leave_a_child(notes)
-            os.kill(int(Path(notes, f"writer-{fault['rank']}").read_text()), getattr(signal, sign))
-            whom = "trainer"
-        os.kill(int(Path(notes, f"{whom}-{fault['rank']}").read_text()), getattr(signal, sign))
+        victims = ("writer", "trainer") if whom == "both" else (whom,)
+        # Read first: between two kills our own thread would start another writer.
+        for pid in [int(Path(notes, f"{one}-{fault['rank']}").read_text()) for one in victims]:
+            os.kill(pid, getattr(signal, sign))
 
     if fault["phase"] == "between saves":
         spring()

@@ -124,8 +124,9 @@ def test_the_end_of_a_rank_and_its_writer_is_known_by_itself(ranks, tmp_path, ra
     fault = {"rank": rank, "phase": "before copy", "what": "SIGKILL both"}
     ended = ranks.ranks(f"{CASES}:run", str(tmp_path / "run"), str(tmp_path), fault, timeout_s=100.0)
     assert ended[rank].status == -signal.SIGKILL
-    said = "rank 0's writer cannot be reached" if rank == 0 else "rank 1: its writer process has died"
-    assert said in ended[1 - rank].checked()["error"]
+    # Between the kills the trainer may have started another writer, which then says that the trainer is dead.
+    said = ["rank 0's writer cannot be reached", "rank 1: its writer process has died"][rank]
+    assert re.search(f"{said}|rank {rank}: its trainer process has died", ended[1 - rank].checked()["error"])
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +149,8 @@ def operations(ranks, tmp_path_factory):
 def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, rank, what, stride):
     """One rank, or its writer alone, is killed before operation k: the old or the new checkpoint, bit-exact, no litter.
 
-    A writer that dies alone is started again, and the save succeeds on all ranks.
+    A writer that dies alone is started again, and the save succeeds on all ranks. Which rank makes a directory, and
+    whose fsync serves whom, is a race: now and then operation k is one of the save before, which then may be missing.
     """
     assert len(operations[rank]) > 8
     for at in operations[rank][(rank + (what == "rank")) % stride :: stride]:
@@ -156,14 +158,15 @@ def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, ran
         notes.mkdir()
         fault = {"rank": rank, "phase": "crash", "what": what, "at": at}
         ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, 4, timeout_s=100.0)
+        found = steps_of(root)
         if what == "writer":
             assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
+            assert found == [2, 4], at
         else:
-            assert ended[1 - rank].status == 0, (at, ended[1 - rank])
-        found = steps_of(root)
-        assert found == [2, 4] if what == "writer" else found in ([2], [2, 4]), at
+            durable = ended[1 - rank].checked().get("durable", 4)  # without an error it has come to the end
+            assert found in [steps for steps in ([], [2], [2, 4]) if durable in (-1, *steps)], (at, durable)
         again = ranks.checked(f"{CASES}:run", str(root), str(notes), None, 5)
-        assert [(one["start"], one["error"]) for one in again] == [(max(found), None)] * 2, at
+        assert [(one["start"], one["error"]) for one in again] == [(max(found, default=0), None)] * 2, at
         assert again[0]["weights"] == again[1]["weights"] == pytest.approx(WEIGHTS_AT_5, rel=1e-6), at
         assert all(hf.Checkpoint(one).verify(deep=True).ok for one in root.glob("step_*")), at
         assert not list(root.rglob("part-*")), at

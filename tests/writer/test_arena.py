@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 
 MIB = 1 << 20
+MAP_FIXED_NOREPLACE = 0x100000  # of Linux' mman.h
 
 
 def test_both_sides_see_the_same_bytes() -> None:
@@ -85,3 +88,22 @@ def test_a_forked_child_does_not_inherit_it() -> None:
         assert os.read(read, 10) == b"absent"
         os.close(read)
         assert any(line.startswith(start) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_forked_child_keeps_memory_that_it_has_where_an_arena_was() -> None:
+    """A view that outlives its arena, as a writer thread has one, takes nothing away when it goes in the child."""
+    arena = Arena.create(MIB)
+    address, held = arena.address, [arena.view[:]]
+    arena.close()
+    del arena
+    child = os.fork()
+    if child == 0:
+        libc = ctypes.CDLL(None)
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        is_there = libc.mmap(address, MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+        held.clear()
+        ctypes.memset(address, 1, MIB)
+        os._exit(not is_there)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

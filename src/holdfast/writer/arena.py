@@ -39,6 +39,7 @@ _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _NUMBERS = itertools.count(1)
 _LIVE: weakref.WeakSet[Arena] = weakref.WeakSet()
+_MAPPED: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of arenas, which a view of them may outlive
 
 
 class Arena:
@@ -71,6 +72,7 @@ class Arena:
         self._stop = threading.Event()
         self._on_close: list[Callable[[Arena], None]] = []
         _LIVE.add(self)
+        _MAPPED.add(memory)
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)
 
@@ -201,9 +203,6 @@ class Arena:
         self.close()
 
     def _forget_in_child(self) -> None:
-        # The child has no mapping here (MADV_DONTFORK), yet its copy of the mmap object would unmap the range when
-        # it is collected, by then perhaps somebody else's memory. One reference too many keeps that from happening.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._view = self.fd = None
 
 
@@ -234,10 +233,14 @@ def can_share_memory() -> bool:
 
 @after_fork_in_child
 def _after_fork_in_child() -> None:
-    arenas = list(_LIVE)
-    for arena in arenas:
+    for arena in list(_LIVE):
         arena._forget_in_child()
-    if not arenas:
+    mapped = list(_MAPPED)
+    for memory in mapped:
+        # The child has no mapping here (MADV_DONTFORK), yet its copy of the mmap object would unmap the range when
+        # it is collected, by then perhaps somebody else's memory. One reference too many keeps that from happening.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    if not mapped:
         return
     # mmap objects keep a duplicate of their descriptor and do not tell its number. Held by a child, it would keep
     # the memory of a dead trainer.
