@@ -16,7 +16,6 @@ from holdfast.storage.base import Storage
 
 from .arena import Arena
 from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
-from .frames import Message
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class WriterClient:
             HoldfastError: the writer died twice, or this client is closed.
             ConfigError: the storage cannot be used by a writer process.
         """
-        header = {"do": "save", "job": job.to_json(), "arena": None if arena is None else arena.number}
+        header = {"do": "save", "job": job, "arena": None if arena is None else arena.number}
         if filled is not None:
             header["filled"] = filled
         with self._talk.lock:
@@ -108,7 +107,7 @@ class WriterClient:
             if arena is not None:
                 self._talk.tell_arena(arena)
             save = self._talk.call(
-                header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=_result
+                header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=SaveResult.from_json
             )  # fmt: skip
             if job.joint:
                 save.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
@@ -128,7 +127,7 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            header = {"do": "hold", "job": job.to_json(), "storage": self._talk.tell_storage(storage)}
+            header = {"do": "hold", "job": job, "storage": self._talk.tell_storage(storage)}
             self._talk.tell_arena(arena)
             self._talk.send({**header, "arena": arena.number}, blobs)
 
@@ -195,15 +194,15 @@ class WriterClient:
         with self._talk.lock:
             self._talk.check()
             keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
-            return self._call({"do": "upload", **keys, "job": job.to_json(), "num_workers": num_workers})
+            return self._call({"do": "upload", **keys, "job": job, "num_workers": num_workers})
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> PendingCall:
         if not job.manifest.get("checkpoint_id"):
             raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
         with self._talk.lock:
             self._talk.check()
-            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}
-            return self._talk.call(header, decode=_result)
+            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
+            return self._talk.call(header, decode=SaveResult.from_json)
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
@@ -324,7 +323,7 @@ class WriterClient:
             assert self._talk.team is not None
             header, board, fds = self._talk.team
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
-            args = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
+            args = {**keys, "limits": limits_of(mirror), "start_id": start_id}
             self._talk.team = ({**header, "stage": args}, board, fds)
             return self._call({"do": "joint", "what": "stage", "args": args})
 
@@ -385,10 +384,10 @@ class WriterClient:
                 self._talk.tell_arena(memory)
                 header["memory"] = memory.number
             if mirror is not None and remote is not None:
-                far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
+                far = {"limits": limits_of(mirror), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             self._holds_run = True
-            future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
+            future = self._call(header, decode=RunOpened.from_json)
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
 
@@ -512,7 +511,7 @@ class WriterClient:
         self.close()
 
     def _call(
-        self, header: dict[str, Any], *, repeatable: bool = True, decode: Callable[[Message], Any] | None = None
+        self, header: dict[str, Any], *, repeatable: bool = True, decode: Callable[..., Any] | None = None
     ) -> Future[Any]:
         with self._talk.lock:
             self._talk.check()
@@ -590,7 +589,3 @@ class SharedWriter:
 
 def _needs_thread(*targets: Storage | None) -> bool:
     return not can_run_process() or any(target is not None and target.describe() is None for target in targets)
-
-
-def _result(answer: Message) -> SaveResult:
-    return SaveResult.from_json(answer.header["value"], answer.attachments[0])
