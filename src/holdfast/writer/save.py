@@ -302,8 +302,8 @@ def _plan_names(task: Task) -> bool:
         CheckpointExistsError: something has one of these names already.
     """
     job, storage = task.job, task.storage
-    plans: list[FilePlan | BlobPlan] = [*job.files, *job.blobs]
-    names = [plan.path for plan in plans if save_id_of(plan.path) != job.save_id]
+    files: list[FilePlan | BlobPlan] = [*job.files, *job.blobs]
+    names = [file.path for file in files if save_id_of(file.path) != job.save_id]
     if not names:
         return False
     there, own = _names_in(task), plan_name(job.save_id)
