@@ -150,7 +150,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_call() -> None:
     with WriterClient.start(thread=True) as client:
         storage = client._talk.tell_storage(MemoryStorage("unreadable"))
         args = {"storage": storage, "directory": ".probe-aaaaaaaa"}
-        future = client._call({"do": "op", "op": "probe", "args": args}, decode=decode)
+        future = client._talk.call({"do": "op", "op": "probe", "args": args}, decode=decode)
         assert "could not be read" in str(future.exception(20))
 
 

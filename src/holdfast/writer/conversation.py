@@ -169,11 +169,13 @@ class Conversation:
     # ---- sending
 
     def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
-        """Send a message that is answered; ``kept`` are the other arguments of a `PendingCall`."""
-        call = PendingCall(next(self._numbers), header, **kept)
-        self._calls[call.number] = call
-        self.send({**header, "call": call.number}, call.attachments)
-        return call
+        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
+        with self.lock:
+            self.check()
+            call = PendingCall(next(self._numbers), header, **kept)
+            self._calls[call.number] = call
+            self.send({**header, "call": call.number}, call.attachments)
+            return call
 
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
         """Send a message that nobody waits for."""
