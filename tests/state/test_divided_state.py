@@ -5,6 +5,7 @@ Fingerprints of what all hold alike: the same for the same values however they l
 
 import random
 import time
+from collections import namedtuple
 
 import pytest
 import torch
@@ -207,3 +208,22 @@ def test_only_a_few_elements_are_read():
     large = torch.empty(1, 1).expand(1 << 20, 1 << 20)
     assert len(set(fingerprints([large, torch.tensor(2.0), torch.nn.Parameter(torch.ones(1, 3))]))) == 3
     assert fingerprints([]) == []
+
+
+def test_objects_are_asked_once_in_the_order_of_their_names():
+    """In a named tuple too: a `state_dict` may use collectives, and the dicts of other ranks have another order."""
+    asked, kind = [], namedtuple("Kind", "z a")
+
+    class Keeper:
+        def __init__(self, name):
+            self.name = name
+
+        def state_dict(self):
+            asked.append(self.name)
+            return {"name": self.name}
+
+        def load_state_dict(self, state):
+            pass
+
+    flatten({"b": kind(z=Keeper("b/z"), a=Keeper("b/a")), "a": [1, Keeper("a/1")]}, shared=True)
+    assert asked == ["a/1", "b/a", "b/z"]

@@ -25,7 +25,7 @@ def way(request, monkeypatch):
     found = beneath._by_kernel()
     if request.param == "kernel" and found is None:
         pytest.skip("this kernel or sandbox has no openat2")
-    monkeypatch.setattr(beneath, "_way", found if request.param == "kernel" else beneath._by_parts)
+    monkeypatch.setattr(beneath, "_way", lambda: found if request.param == "kernel" else beneath._by_parts)
     return request.param
 
 
@@ -248,7 +248,7 @@ class TestWithoutOpenat2(StorageTests):
 
     @pytest.fixture(autouse=True)
     def by_parts(self, monkeypatch):
-        monkeypatch.setattr(beneath, "_way", beneath._by_parts)
+        monkeypatch.setattr(beneath, "_way", lambda: beneath._by_parts)
 
     @pytest.fixture
     def storage(self, tmp_path):

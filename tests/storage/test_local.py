@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import pickle
+import shutil
 import stat
 
 import pytest
@@ -297,6 +298,27 @@ def test_parent_that_cannot_be_read(tmp_path):
     storage = LocalStorage(tmp_path / "root", ops=Closed())
     storage.put("a", b"1")
     assert storage.read("a") == b"1"
+
+
+def test_a_root_that_is_durable_is_not_looked_at_again(tmp_path):
+    """Directories below it cost no fsync above it; one that was taken away is made anew, durably."""
+    above = []
+
+    class Noting(Ops):
+        def fsync_dir(self, path):
+            above.extend([path] * (path == str(tmp_path)))
+            super().fsync_dir(path)
+
+    storage = LocalStorage(tmp_path / "root", ops=Noting())
+    storage.put("a", b"1")
+    num_first = len(above)
+    storage.put("s1/a", b"1")
+    storage.put("s2/deep/a", b"1")
+    assert len(above) == num_first > 0
+    shutil.rmtree(tmp_path / "root")
+    storage.put("s3/deep/a", b"1")
+    assert storage.read("s3/deep/a") == b"1"
+    assert len(above) > num_first
 
 
 def test_errors_pickle(tmp_path):

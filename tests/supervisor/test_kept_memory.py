@@ -128,7 +128,8 @@ def test_arenas_that_a_process_has_given_up_are_not_held(tmp_path: Path, monkeyp
     with Arena.create(1 << 16) as first, Arena.create(1 << 16) as second:
         others = held()  # those two, and what else this process has
         for arenas, number in (([first], 1), ([first, second], 2), ([second], 1)):
-            report.keeps([(arena.fd or -1, arena.size) for arena in arenas], list)
+            told = [(arena.fd or -1, arena.size) for arena in arenas]
+            report.keeps(told.copy, list)
             assert held() - others == number
         report.end("finished")
         assert held() == others

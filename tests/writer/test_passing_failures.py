@@ -19,6 +19,7 @@ from holdfast.writer import arena as arena_module
 from holdfast.writer import conversation, frames
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
+from holdfast.writer.handed import HandedOver
 
 
 def refuse(code):
@@ -37,7 +38,7 @@ def storage(tmp_path):
 def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures):
     """Tried again by the first job that needs it; if it fails then too, that save is lost and said, and no other."""
     left = [failures]
-    real = conversation.Shared.arena
+    real = HandedOver._map
 
     def failing(self, message):
         if left[0]:
@@ -45,7 +46,7 @@ def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures)
             refuse(errno.ENOMEM)()
         return real(self, message)
 
-    monkeypatch.setattr(conversation.Shared, "arena", failing)
+    monkeypatch.setattr(HandedOver, "_map", failing)
     data = [noise(1, 10_000)]
     with fill(data) as arena, WriterClient.start(storage, thread=True) as writer:
         first = writer.submit(storage, make_job(data, step=1), [b"{}"], arena)

@@ -17,8 +17,8 @@ from holdfast.storage import MemoryStorage, ObjectInfo
 from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
-from holdfast.writer.conversation import Shared
 from holdfast.writer.frames import Channel
+from holdfast.writer.handed import HandedOver
 from holdfast.writer.open_run import Run
 from holdfast.writer.server import WriterLoop
 
@@ -35,8 +35,8 @@ OPEN = {
 def serve(kind: type[WriterLoop], *messages: dict[str, Any]) -> tuple[WriterLoop, Channel, threading.Thread]:
     """A writer loop in a thread that finds these messages and a storage of key 1."""
     ours, theirs = (Channel(end) for end in socket.socketpair())
-    shared = Shared()
-    shared.storages[1] = MemoryStorage(f"unanswered-{id(shared)}")
+    shared = HandedOver()
+    shared.share_storage(1, MemoryStorage(f"unanswered-{id(shared)}"))
     writer = kind(theirs, shared)
     thread = threading.Thread(target=writer.serve, daemon=True)
     for message in ({"do": "storage", "key": 1}, *messages):
@@ -150,7 +150,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_call() -> None:
     with WriterClient.start(thread=True) as client:
         storage = client._talk.tell_storage(MemoryStorage("unreadable"))
         args = {"storage": storage, "directory": ".probe-aaaaaaaa"}
-        future = client._call({"do": "op", "op": "probe", "args": args}, decode=decode)
+        future = client._talk.call({"do": "op", "op": "probe", "args": args}, decode=decode)
         assert "could not be read" in str(future.exception(20))
 
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from holdfast import errors
-from holdfast.writer.frames import Channel
-from holdfast.writer.messages import SaveJob, error_from_json, error_to_json
+from holdfast.writer.frames import Channel, FrameDecoder, encode
+from holdfast.writer.messages import BlobPlan, FilePlan, SafetensorsFile, SaveJob, error_from_json, error_to_json
 
 
 @pytest.fixture
@@ -87,6 +87,10 @@ def test_a_foreign_error_becomes_a_holdfast_error() -> None:
 
 
 def test_jobs_survive_the_wire() -> None:
-    """A job is the same value after its JSON form."""
-    job = SaveJob(directory="d", save_id="a-1", manifest={"step": 1}, reuse=True)
-    assert SaveJob.from_json(job.to_json()) == job
+    """A job is the same value after its JSON form, with the values in it."""
+    plans = {"files": (FilePlan(path="a", size=1),), "blobs": (BlobPlan(path="b", role="state"),)}
+    file = SafetensorsFile(size=8, lease=None, data_at=4, digest_at=2)
+    for more in ({}, plans, {"container": file}):
+        job = SaveJob(directory="d", save_id="a-1", manifest={"step": 1}, reuse=True, **more)
+        (message,) = FrameDecoder("a test").feed(encode({"job": job}))
+        assert SaveJob.from_json(message.header["job"]) == job

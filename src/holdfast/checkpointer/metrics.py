@@ -77,6 +77,8 @@ class MetricLog:
     def of_step(self, step: int) -> Callable[[], dict[str, Any]]:
         """Return what gives everything reported for ``step`` so far, as numbers; it may wait for a device."""
         current = self._current if self._current_step == step else _EMPTY
+        if not current:
+            return dict
         read = _reader([(step, current)])
         if read is None:
             return lambda: _readable(current, step)

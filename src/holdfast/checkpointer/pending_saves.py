@@ -304,9 +304,11 @@ class NoteSender:
         So a trainer that is killed right after it has handed a save over has sent the rows that belong to it too.
         """
         newest = self._newest
+        if newest is None:
+            return read
 
         def wait_and_read() -> Mapping[str, Any]:
-            wait([] if newest is None else [newest])
+            wait([newest])
             return read()
 
         return wait_and_read

@@ -188,15 +188,15 @@ class SavePolicy:
 
     def keeps(self, now: float) -> bool:
         """Tell whether the step just done is to be kept in memory; the next one is counted from it."""
-        snapshots, progress = self.snapshots, self._progress
+        snapshots = self.snapshots
         if snapshots is None or not self._keep_due(snapshots, now):
             return False
-        snapshots.saved(step=progress.step, samples=progress.samples, now=now)
+        snapshots.saved(**self._counted(snapshots), now=now)
         return True
 
     def _keep_due(self, snapshots: Schedule, now: float) -> bool:
         moment = float("-inf") if now >= snapshots.next_time and self.busy() else now
-        return snapshots.due(step=self._progress.step, samples=self._progress.samples, now=moment)
+        return snapshots.due(**self._counted(snapshots), now=moment)
 
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
@@ -211,10 +211,11 @@ class SavePolicy:
 
     def saved(self) -> None:
         """Count a save that was started, or left out by policy."""
-        progress = self._progress
-        self._schedule.saved(step=progress.step, samples=progress.samples, now=time.monotonic())
+        self._schedule.saved(**self._counted(self._schedule), now=time.monotonic())
 
     def _due(self, now: float) -> bool:
-        schedule = self._schedule
-        samples = self._progress.samples if schedule.counts_samples else 0
-        return schedule.due(step=self._progress.step, samples=samples, now=now)
+        return self._schedule.due(**self._counted(self._schedule), now=now)
+
+    def _counted(self, schedule: Schedule) -> dict[str, int]:
+        """Return what a schedule goes by; of samples only if it counts them, for that is a look at every loader."""
+        return {"step": self._progress.step, "samples": self._progress.samples if schedule.counts_samples else 0}

@@ -481,7 +481,7 @@ class _Encoder:
         return tree
 
     def plain_dict(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
-        if "$" in value or not all(type(key) is str for key in value) or not is_text("".join(value)):
+        if "$" in value or not _TEXT.issuperset(map(type, value)) or not is_text("".join(value)):
             return {"$": "dict", "v": self.pairs(value, path)}
         tree: dict[str, Any] = {}
         for key, item in value.items():
@@ -579,6 +579,7 @@ def _is_key(key: Any) -> bool:
 
 
 _TREES = frozenset({dict, list})
+_TEXT = frozenset({str})
 
 
 class _Decoder:

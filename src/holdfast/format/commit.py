@@ -7,10 +7,12 @@ crash at any point leaves the old checkpoint, the new one, or files without a ma
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any
 
 from holdfast._log import get_logger
@@ -57,16 +59,6 @@ class PartSummary:
     files: tuple[FileEntry, ...] = ()
     division: Division | None = None
     base: str | None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of its files."""
-        return sum(entry.size for entry in self.files)
-
-    @property
-    def reused_bytes(self) -> int:
-        """Bytes that it shares with an earlier checkpoint."""
-        return sum(entry.size for entry in self.files if entry.reused_from is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Describe this part for another process."""
@@ -164,8 +156,25 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
         CheckpointError: parts are missing, or they are no parts of one state.
     """
     given = dict(manifest_fields)
-    entries = _merge(directory, given.pop("writers", None), parts)
-    values = {name: given.pop(name) for name in tuple(given) if name in _FIELDS}
+    divisions = {part.writer: part.division for part in parts}
+    missing = sorted(set(given.pop("writers", None) or divisions) - divisions.keys())
+    if missing or not parts or len(divisions) != len(parts):
+        raise CheckpointError(
+            f"{directory}: parts of the ranks {sorted(divisions)} are there, those of {missing or 'any rank'} are "
+            "missing or doubled: a checkpoint commits only when each writer has handed in one part"
+        )
+    if problem := disagreement(divisions):
+        advice = (
+            "All ranks have to save, and the same state: a model in DDP is the same everywhere "
+            "(holdfast.torch.prepare_model); holdfast.PerRank(value) is for what differs"
+        )
+        raise CheckpointError(f"{directory}: not committed: {problem}" + ("" if "alike=" in problem else f". {advice}"))
+    entries = tuple(chain.from_iterable(part.files for part in parts))
+    paths = Counter(entry.path for entry in entries)
+    if len(paths) != len(entries):
+        twice = sorted(path for path, times in paths.items() if times > 1)
+        raise CheckpointError(f"{directory}: more than one part brings {', '.join(twice[:5])}: give them other names")
+    values = {name: given.pop(name) for name in _FIELDS & given.keys()}
     if values.get("run_id"):
         values["name"] = directory
     values.setdefault("created", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
@@ -173,9 +182,9 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
         **{
             **values,
             "extra": {**values.get("extra", {}), **given},
-            "writers": tuple(sorted(part.writer for part in parts)),
-            "total_bytes": sum(part.total_bytes for part in parts),
-            "reused_bytes": sum(part.reused_bytes for part in parts),
+            "writers": tuple(sorted(divisions)),
+            "total_bytes": sum(entry.size for entry in entries),
+            "reused_bytes": sum(entry.size for entry in entries if entry.reused_from is not None),
             "files": entries,
         }
     )
@@ -350,28 +359,6 @@ def sweep(storage: Storage, directory: str, keep_start_id: str | None = None) ->
     stale = {path for path in _ours(storage, directory) - listed if start_id_of(path) != keep_start_id}
     _delete(storage, directory, stale)
     return sorted(stale)
-
-
-def _merge(directory: str, expected: Iterable[int] | None, parts: Sequence[PartSummary]) -> tuple[FileEntry, ...]:
-    present = sorted(part.writer for part in parts)
-    missing = sorted(set(present if expected is None else expected) - set(present))
-    if missing or not parts or len(set(present)) != len(present):
-        raise CheckpointError(
-            f"{directory}: parts of the ranks {present} are there, those of {missing or 'any rank'} are missing "
-            "or doubled: a checkpoint commits only when each writer has handed in one part"
-        )
-    if problem := disagreement({part.writer: part.division for part in parts}):
-        advice = (
-            "All ranks have to save, and the same state: a model in DDP is the same everywhere "
-            "(holdfast.torch.prepare_model); holdfast.PerRank(value) is for what differs"
-        )
-        raise CheckpointError(f"{directory}: not committed: {problem}" + ("" if "alike=" in problem else f". {advice}"))
-    entries = tuple(entry for part in parts for entry in part.files)
-    paths = [entry.path for entry in entries]
-    if len(set(paths)) != len(paths):
-        twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise CheckpointError(f"{directory}: more than one part brings {', '.join(twice[:5])}: give them other names")
-    return entries
 
 
 def _read_bytes(storage: Storage, path: str) -> bytes:

@@ -138,7 +138,7 @@ class Catalog(RunView):
         """Return the rules' view of the checkpoints, brought up to date."""
         unusable = self.index.quarantined.keys() | self.corrupt.keys()
         resumed = self._resumed
-        held = {name for name in (resumed, self._held) if name is not None}
+        held = {*filter(None, (resumed, self._held))}
         names = self._touched | (unusable ^ self._unusable) | held
         # Row by row: a save must not look at all of them, and a row is judged by what it says itself.
         rollbacks, watched = self._guarded() if keep.best is not None else ((), None)
@@ -355,7 +355,7 @@ class Catalog(RunView):
         finished = self.index.finished
         if finished is not None and finished.get("attempt", 0) < manifest.attempt:
             self.index.finished = None  # training went on after all
-        return self.record(name)
+        return record
 
     def set_metrics(self, name: str, metrics: Mapping[str, Any]) -> Record:
         """Add late metrics to a checkpoint; they win over metrics of the manifest."""

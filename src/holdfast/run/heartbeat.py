@@ -48,11 +48,6 @@ class Heartbeat:
         self._trainer_alive = False
         self._wake.set()
 
-    def trainer_back(self) -> None:
-        """Note in the lease that the trainer writes again."""
-        self._trainer_alive = True
-        self._wake.set()
-
     def check(self) -> None:
         """Raise `lost`, if the lease is known to be lost."""
         if self.lost is not None:
@@ -65,7 +60,6 @@ class Heartbeat:
             RunBusyError: the lease is lost.
             StorageError: the storage does not answer.
         """
-        self.check()
         self._beat()
 
     def verify(self) -> None:
@@ -75,7 +69,6 @@ class Heartbeat:
             RunBusyError: another process has taken it over.
             StorageError: the storage does not answer.
         """
-        self.check()
         self._do(self.lease.verify)
 
     def announce(self, doomed: Iterable[str]) -> None:
@@ -84,7 +77,6 @@ class Heartbeat:
         Raises:
             RunBusyError, StorageError: nothing may be deleted.
         """
-        self.check()
         self._do(lambda: self.lease.announce(doomed, trainer_alive=self._trainer_alive))
 
     def fenced(self) -> None:
@@ -94,7 +86,6 @@ class Heartbeat:
             RunBusyError: another process has taken the lease over meanwhile.
             StorageError: the storage does not answer.
         """
-        self.check()
         self._do(lambda: self.lease.fenced(trainer_alive=self._trainer_alive))
 
     def close(self, *, wait: bool = True) -> None:
@@ -111,6 +102,7 @@ class Heartbeat:
         self._do(lambda: self.lease.heartbeat(trainer_alive=self._trainer_alive))
 
     def _do(self, act: Callable[[], object]) -> None:
+        self.check()
         with self._beating:
             try:
                 act()

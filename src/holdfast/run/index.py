@@ -190,11 +190,8 @@ class RunIndex:
         self.journal = Journal()  # the events of run.json are in this file as well, or in a segment by now
         self.journal.take(body.get("events"))
 
-    def _head_text(self) -> str:
-        return json.dumps(self._head_json(), default=str)
-
-    def _head_json(self) -> dict[str, Any]:
-        return {
+    def _head_text(self, indent: int | None = None) -> str:
+        head = {
             "format": _FORMAT,
             "version": _VERSION,
             "run_id": self.run_id,
@@ -204,6 +201,7 @@ class RunIndex:
             "keep": self.keep,
             "notes": self.notes,
         }
+        return json.dumps(head, indent=indent, default=str)
 
     def to_bytes(self) -> bytes:
         """Serialise head and rows; people can read all but the rows. Each of the two parts is closed by a digest."""
@@ -213,7 +211,7 @@ class RunIndex:
         return json.dumps(list(self.rows.values()), separators=(",", ":"))
 
     def _bytes(self, rows: str, base: str) -> bytes:
-        first = json.dumps(self._head_json(), indent=1, default=str)[:-2].encode()
+        first = self._head_text(indent=1)[:-2].encode()
         changes = f',\n "changes": "{base}"' if base else ""
         second = f' "columns": {json.dumps(COLUMNS)}{changes}{self._events_text()},\n "rows": {rows}'.encode()
         ends = bytes_digest(first).encode(), bytes_digest(second).encode()

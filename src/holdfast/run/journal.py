@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 __all__ = ["MOST_READ", "Journal", "JournalEvent", "events_from", "merged"]
@@ -72,8 +73,7 @@ class JournalEvent:
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON, without default values."""
-        values = {name: getattr(self, name) for name in _CHECKS}
-        return {name: value for name, value in values.items() if value != _DEFAULTS.get(name)}
+        return {name: value for name in _CHECKS if (value := getattr(self, name)) != _DEFAULTS[name]}
 
     @classmethod
     def from_json(cls, data: Any) -> JournalEvent:
@@ -84,28 +84,13 @@ class JournalEvent:
         return event
 
 
-_DEFAULTS = {
-    "attempt": 0,
-    "name": "",
-    "kind": "",
-    "why": "",
-    "times": 1,
-    "stacks": "",
-    **dict.fromkeys(("step", "bytes", "reused")),
-}
-_DEFAULTS |= dict.fromkeys(("durable_s", "held_s", "lost_s"))
+_DEFAULTS = {item.name: item.default for item in fields(JournalEvent)}
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, longest: int = _LONGEST) -> str:
     if type(value) is not str:
         raise TypeError("no text")
-    return value[:_LONGEST]
-
-
-def _long_text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError("no text")
-    return value[:_MOST_STACKS]
+    return value[:longest]
 
 
 def _count(value: Any) -> int:
@@ -121,7 +106,7 @@ def _seconds(value: Any) -> float:
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {item.name: _text for item in fields(JournalEvent)}
-_CHECKS["stacks"] = _long_text
+_CHECKS["stacks"] = partial(_text, longest=_MOST_STACKS)
 _CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count)
 _CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)
 
@@ -153,15 +138,14 @@ class Journal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: deque[tuple[JournalEvent, int]] = deque()  # with the bytes of their JSON
+        self._events: deque[tuple[JournalEvent, dict[str, Any], int]] = deque()  # with their JSON and its bytes
         self._num_gone = 0  # written for good, or dropped because too many waited
         self._handed = 0  # being written for good
         self._bytes = 0
 
     def add(self, what: str, **about: Any) -> None:
         """Note an event that happened now."""
-        values = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in about.items()}
-        known = {name: value for name, value in values.items() if value is not None}
+        known = {name: value for name, value in about.items() if value is not None}
         self.take([{"time": time.time(), **known, "what": what}])
 
     def take(self, rows: Any) -> None:
@@ -173,22 +157,23 @@ class Journal:
                 if last is not None and is_ours and event.what in _JOINED and _is_again(last, event):
                     # Of snapshots each event has the sum: the last one says it all.
                     joined = event if event.what == "snapshots" else replace(last, times=last.times + event.times)
-                    self._events[-1] = joined, self._events[-1][1]
+                    self._events[-1] = joined, joined.to_json(), self._events[-1][2]
                     continue
-                self._events.append((event, len(json.dumps(event.to_json()))))
-                self._bytes += self._events[-1][1]
+                row = event.to_json()
+                self._events.append((event, row, len(json.dumps(row))))
+                self._bytes += self._events[-1][2]
             self._forget(len(self._events) - _MOST_WAITING)
 
     def waiting(self) -> list[dict[str, Any]]:
         """Return the waiting events as JSON."""
         with self._lock:
-            return [event.to_json() for event, _ in self._events]
+            return [row for _, row, _ in self._events]
 
     def take_out(self) -> tuple[list[dict[str, Any]], int]:
         """Return the waiting events, and a number for `written`, which is called once they are in a report segment."""
         with self._lock:
             self._handed = self._num_gone + len(self._events)
-            return [event.to_json() for event, _ in self._events], self._handed
+            return [row for _, row, _ in self._events], self._handed
 
     def written(self, number: int) -> None:
         """Forget the events that are in a segment by now."""
@@ -202,7 +187,7 @@ class Journal:
 
     def _forget(self, num: int) -> None:
         for _ in range(num):
-            self._bytes -= self._events.popleft()[1]
+            self._bytes -= self._events.popleft()[2]
             self._num_gone += 1
 
 

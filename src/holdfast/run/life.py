@@ -161,17 +161,19 @@ class LifeReport:
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, _DURABLE.pack(self._durable), _FIELDS.size)
 
-    def keeps(self, arenas: Sequence[tuple[int, int]], files: Callable[[], Sequence[tuple[str, str, int]]]) -> None:
+    def keeps(
+        self, arenas: Callable[[], Sequence[tuple[int, int]]], files: Callable[[], Sequence[tuple[str, str, int]]]
+    ) -> None:
         """Name the memory that saves of this run are copied to, so that it may outlive this process.
 
         Args:
-            arenas: (descriptor, bytes) of each arena.
+            arenas: returns (descriptor, bytes) of each arena.
             files: returns (name before the id of a save, name after it, first byte in an arena) of each file.
         """
-        if not self._folder or tuple(arenas) == self._arenas or self._owner != os.getpid():
+        if not self._folder or (now := tuple(arenas())) == self._arenas or self._owner != os.getpid():
             return
-        self._arenas = tuple(arenas)
-        about = [{"fd": fd, "size": size, "uri": self._uri, "files": files()} for fd, size in arenas]
+        self._arenas = now
+        about = [{"fd": fd, "size": size, "uri": self._uri, "files": files()} for fd, size in now]
         with contextlib.suppress(OSError):
             path = Path(self._folder, f".{self._name}")
             path.write_text(json.dumps({"pid": self._owner, "arenas": about}), encoding="utf-8")
@@ -181,7 +183,7 @@ class LifeReport:
     def end(self, reason: str = "closed") -> None:
         """Report that the run was left; the first reason counts."""
         if reason == "finished":
-            self.keeps([], list)  # no life goes on from there
+            self.keeps(list, list)  # no life goes on from there
         if self._state <= _WAITS and self._owner == os.getpid():
             self._state = _ENDS.get(reason, _CLOSED)
             self._write()

@@ -181,7 +181,8 @@ class RecordTable(dict[str, list[Any]]):
         """Iterate over all names, the highest (attempt, step, name) first; stop before anything is changed."""
         if self._order is None:
             self._order = sorted((row[1], row[2], name) for name, row in self.items())
-        return (name for _, _, name in reversed(self._order))
+        for _, _, name in reversed(self._order):
+            yield name
 
     def __setitem__(self, name: str, row: list[Any]) -> None:
         self._leave(name)

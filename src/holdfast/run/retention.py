@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from holdfast._log import get_logger
@@ -29,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _log = get_logger("catalog")
+_PLACE = attrgetter("order", "epoch", "created")  # what milestones go by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,7 @@ class RetentionIndex:
 
     def __init__(self, keep: Keep, records: Iterable[Record]) -> None:
         self._keep, self._every, self._deletes = keep, keep.interval, bool(rules_of(keep))
+        self._by_rank = keep.best is not None and keep.metric is not None
         self._records = {record.name: record for record in records}
         self._order = sorted(record.order for record in self._records.values())
         self._ranked = sorted(map(self._rank, self._records.values())) if self._by_rank else []
@@ -187,10 +190,6 @@ class RetentionIndex:
         self._open = set(self._records)  # names to look at
         self._moves = 0  # changes of the two orders since the last look
 
-    @property
-    def _by_rank(self) -> bool:
-        return self._keep.best is not None and self._keep.metric is not None
-
     def _rank(self, record: Record) -> tuple[Any, ...]:
         return rank_key(record, self._keep.metric or "", self._keep.mode)
 
@@ -199,10 +198,7 @@ class RetentionIndex:
         before = self._records.get(record.name)
         if before == record:
             return
-        places = [
-            (version.order, version.epoch, version.created) for version in (before, record) if version is not None
-        ]
-        is_same_place = len(places) == 2 and places[0] == places[1]
+        is_same_place = before is not None and _PLACE(before) == _PLACE(record)
         if before is not None:
             self._take_out(before, is_same_place=is_same_place)
         self._records[record.name] = record
@@ -249,8 +245,8 @@ class RetentionIndex:
             self._milestone_names = set(names)
         last, best = max(keep.last or 0, 1), keep.best or 0
         self._open |= self._protected - protect
-        self._open.update(key[-1] for key in _below(order, last, self._moves))
-        self._open.update(key[-1] for key in _below(ranked, best, self._moves))
+        for ordered, places in ((order, last), (ranked, best)):
+            self._open.update(key[-1] for key in _below(ordered, places, self._moves))
         lowest = order[-last] if len(order) >= last else ()
         worst = ranked[-best] if 0 < best <= len(ranked) else ()
 
@@ -259,8 +255,8 @@ class RetentionIndex:
             claims = claims or record.name in self._milestone_names
             return claims or (best > 0 and self._by_rank and self._rank(record) >= worst)
 
-        looked_at = [self._records[name] for name in self._open if name in self._records]
-        goes = [record for record in looked_at if not stays(record)]
+        looked_at = map(self._records.get, self._open)
+        goes = [record for record in looked_at if record is not None and not stays(record)]
         goes.sort(key=lambda record: record.order, reverse=True)
         self._open, self._moves, self._protected = {record.name for record in goes}, 0, protect
         why = otherwise(keep) if goes else ""

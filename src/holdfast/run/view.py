@@ -410,8 +410,9 @@ class RunView:
         return list(self._usable())
 
     def _usable(self) -> Iterator[str]:
-        skip = self.index.quarantined
-        return (name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt)
+        for name in self.index.rows.newest_first():
+            if name not in self.index.quarantined and name not in self.corrupt:
+                yield name
 
     def _to_take(self) -> Iterator[str]:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""

@@ -7,6 +7,7 @@ chosen unless it is named: it has no float64, so a script that says nothing may 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def has_streams(device: torch.device) -> bool:
 
 def any_on_device(tensors: Iterable[torch.Tensor]) -> bool:
     """Tell whether any tensor lives on an accelerator."""
-    return not all(tensor.is_cpu for tensor in tensors)
+    return not all(map(attrgetter("is_cpu"), tensors))
 
 
 def default_device(local_rank: int) -> torch.device:

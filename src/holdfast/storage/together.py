@@ -39,6 +39,9 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     Raises:
         BaseException: the error of the first failed call, in the order of ``calls``.
     """
+    num_threads = min(storage.traits.num_parallel, len(calls)) - 1
+    if num_threads < 1:
+        return [call() for call in calls]
     results: list[_T | None] = [None] * len(calls)
     failed: dict[int, BaseException] = {}
     numbers, lock = iter(range(len(calls))), threading.Lock()
@@ -55,10 +58,7 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
                 with lock:
                     failed[number] = error
 
-    threads = [
-        threading.Thread(target=work, name="holdfast-together", daemon=True)
-        for _ in range(min(storage.traits.num_parallel, len(calls)) - 1)
-    ]
+    threads = [threading.Thread(target=work, name="holdfast-together", daemon=True) for _ in range(num_threads)]
     started = []
     with suppress(RuntimeError):  # no new threads at the end of the interpreter, or of the system's: fewer will do
         for thread in threads:
@@ -100,9 +100,6 @@ def asked_again(storage: _Parallel, call: Callable[[], _T], missing: type[Except
     return call()
 
 
-T = TypeVar("T")
-
-
 class SerialExecutor:
     """Runs calls one after another on one daemon thread: work beside the writing, notes, copies."""
 
@@ -111,9 +108,9 @@ class SerialExecutor:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, call: Callable[[], T]) -> Future[T]:
+    def run(self, call: Callable[[], _T]) -> Future[_T]:
         """Queue ``call``; its result or exception comes through the future."""
-        future: Future[T] = Future()
+        future: Future[_T] = Future()
         self._queue.put((future, call))
         return future
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from holdfast.storage.base import Storage
 
 from .arena import Arena
 from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
-from .frames import Message
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class WriterClient:
             HoldfastError: the writer died twice, or this client is closed.
             ConfigError: the storage cannot be used by a writer process.
         """
-        header = {"do": "save", "job": job.to_json(), "arena": None if arena is None else arena.number}
+        header = {"do": "save", "job": job, "arena": None if arena is None else arena.number}
         if filled is not None:
             header["filled"] = filled
         with self._talk.lock:
@@ -108,7 +107,7 @@ class WriterClient:
             if arena is not None:
                 self._talk.tell_arena(arena)
             save = self._talk.call(
-                header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=_result
+                header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=SaveResult.from_json
             )  # fmt: skip
             if job.joint:
                 save.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
@@ -128,7 +127,7 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            header = {"do": "hold", "job": job.to_json(), "storage": self._talk.tell_storage(storage)}
+            header = {"do": "hold", "job": job, "storage": self._talk.tell_storage(storage)}
             self._talk.tell_arena(arena)
             self._talk.send({**header, "arena": arena.number}, blobs)
 
@@ -153,7 +152,7 @@ class WriterClient:
         Returns:
             The name of the checkpoint, None if there was nothing newer.
         """
-        return self._call({"do": "rescue", "why": why})
+        return self._talk.call({"do": "rescue", "why": why})
 
     def ingest(self, storage: Storage, job: IngestJob) -> PendingCall:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
@@ -195,15 +194,15 @@ class WriterClient:
         with self._talk.lock:
             self._talk.check()
             keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
-            return self._call({"do": "upload", **keys, "job": job.to_json(), "num_workers": num_workers})
+            return self._talk.call({"do": "upload", **keys, "job": job, "num_workers": num_workers})
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> PendingCall:
         if not job.manifest.get("checkpoint_id"):
             raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
         with self._talk.lock:
             self._talk.check()
-            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}
-            return self._talk.call(header, decode=_result)
+            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
+            return self._talk.call(header, decode=SaveResult.from_json)
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
@@ -218,7 +217,7 @@ class WriterClient:
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
         with self._talk.lock:
             self._check_windows(job_no)
-            return self._call(header, repeatable=False)
+            return self._talk.call(header, repeatable=False)
 
     def begin_again(self, job_no: int) -> None:
         """Send the windows of a job from the first again, to a writer that was started again."""
@@ -324,9 +323,9 @@ class WriterClient:
             assert self._talk.team is not None
             header, board, fds = self._talk.team
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
-            args = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
+            args = {**keys, "limits": limits_of(mirror), "start_id": start_id}
             self._talk.team = ({**header, "stage": args}, board, fds)
-            return self._call({"do": "joint", "what": "stage", "args": args})
+            return self._talk.call({"do": "joint", "what": "stage", "args": args})
 
     def tell_ranks(self, what: str, **args: Any) -> None:
         """Send a message about this rank to the other ranks.
@@ -346,7 +345,7 @@ class WriterClient:
         "save <step>": whether to save that step; no, while another save is under way. "stop <anything>": whether a rank
         wants all ranks to stop. `WHO_LEFT`: the future fails with the reason, once the board says that a rank is gone.
         """
-        return self._call({"do": "ask", "about": about})
+        return self._talk.call({"do": "ask", "about": about})
 
     def open_run(
         self,
@@ -385,10 +384,10 @@ class WriterClient:
                 self._talk.tell_arena(memory)
                 header["memory"] = memory.number
             if mirror is not None and remote is not None:
-                far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
+                far = {"limits": limits_of(mirror), "keep": keep, "storage": self._talk.tell_storage(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             self._holds_run = True
-            future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
+            future = self._talk.call(header, decode=RunOpened.from_json)
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
 
@@ -410,7 +409,7 @@ class WriterClient:
             header = self._name("take", storage, of)
             self._names.add((header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
-            future = self._call(header)
+            future = self._talk.call(header)
             future.add_done_callback(lambda done: self._remember_name(header, done))
             return future
 
@@ -423,7 +422,7 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            return self._call(self._name("verify", storage, of))
+            return self._talk.call(self._name("verify", storage, of))
 
     def give_back_name(self, storage: Storage, of: str) -> Future[None]:
         """Give the lease of a name back, after the saves submitted before."""
@@ -431,7 +430,7 @@ class WriterClient:
             self._talk.check()
             header = self._name("give_back", storage, of)
             self._names.discard((header["storage"], of))
-            future = self._call(header)
+            future = self._talk.call(header)
             self._talk.names.pop((header["storage"], of), None)
             return future
 
@@ -457,7 +456,7 @@ class WriterClient:
         """
         if op == "next_attempt":
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
-        future = self._call({"do": "op", "op": op, "args": args})
+        future = self._talk.call({"do": "op", "op": op, "args": args})
         if op == "close_run":
             self._holds_run = False
             future.add_done_callback(self._forget_run)
@@ -499,24 +498,17 @@ class WriterClient:
         if self._holds_run:
             given_back.append(self.run_op("close_run", reason=why))
         for key, of in self._names:
-            given_back.append(self._call({"do": "name", "what": "give_back", "storage": key, "of": of}))
+            given_back.append(self._talk.call({"do": "name", "what": "give_back", "storage": key, "of": of}))
             self._talk.names.pop((key, of), None)
         if self._in_team:
             self._talk.leave_team()
-            given_back.append(self._call({"do": "leave", "why": why}))
+            given_back.append(self._talk.call({"do": "leave", "why": why}))
 
     def __enter__(self) -> WriterClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _call(
-        self, header: dict[str, Any], *, repeatable: bool = True, decode: Callable[[Message], Any] | None = None
-    ) -> Future[Any]:
-        with self._talk.lock:
-            self._talk.check()
-            return self._talk.call(header, repeatable=repeatable, decode=decode)
 
     def _tell_failure(self, save: str, done: Future[SaveResult]) -> None:
         """Report a failed part to the other ranks, for it may be lost with its writer; other failures they know."""
@@ -590,7 +582,3 @@ class SharedWriter:
 
 def _needs_thread(*targets: Storage | None) -> bool:
     return not can_run_process() or any(target is not None and target.describe() is None for target in targets)
-
-
-def _result(answer: Message) -> SaveResult:
-    return SaveResult.from_json(answer.header["value"], answer.attachments[0])

@@ -34,10 +34,11 @@ from .messages import error_from_json, error_to_json
 
 if TYPE_CHECKING:
     from .client import WriterClient
+    from .handed import HandedOver
 
 __all__ = [
-    "Conversation", "PendingCall", "Shared", "WindowsLostError", "can_run_process", "launch_process",
-    "launch_thread", "own_paths",
+    "Conversation", "PendingCall", "WindowsLostError", "can_run_process", "launch_process", "launch_thread",
+    "own_paths",
 ]  # fmt: skip
 
 _LOG = get_logger("writer")
@@ -66,7 +67,7 @@ class PendingCall(Future[Any]):
         sealed: all windows have been sent: the trainer may have changed what was in them.
         interrupted: a new writer has the job, and its windows have to be sent again from the first.
         dropped: why the trainer has given it up.
-        decode: makes a value of the answer.
+        decode: makes a value of the answer: of its JSON, and the bytes behind that.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PendingCall(Future[Any]):
         arena: Arena | None = None,
         repeatable: bool = True,
         windowed: bool = False,
-        decode: Callable[[Message], Any] | None = None,
+        decode: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self.number, self.header, self.attachments, self.arena = number, header, attachments, arena
@@ -118,7 +119,11 @@ class Conversation:
         self._keys: dict[str, int] = {}
         self._descriptions: dict[int, dict[str, Any]] = {}
         self._arenas: set[int] = set()
-        self._shared = Shared() if thread else None
+        self._shared: HandedOver | None = None
+        if thread:
+            from .handed import HandedOver  # not above: the other half of a writer that is a process needs it
+
+            self._shared = HandedOver()
         self._thread: threading.Thread | None = None
         self._closing = self._ended = self._left_alone = False
         self._restarted = -_RESTART_PAUSE_S
@@ -164,11 +169,13 @@ class Conversation:
     # ---- sending
 
     def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
-        """Send a message that is answered; ``kept`` are the other arguments of a `PendingCall`."""
-        call = PendingCall(next(self._numbers), header, **kept)
-        self._calls[call.number] = call
-        self.send({**header, "call": call.number}, call.attachments)
-        return call
+        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
+        with self.lock:
+            self.check()
+            call = PendingCall(next(self._numbers), header, **kept)
+            self._calls[call.number] = call
+            self.send({**header, "call": call.number}, call.attachments)
+            return call
 
     def send(self, header: dict[str, Any], attachments: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
         """Send a message that nobody waits for."""
@@ -212,7 +219,7 @@ class Conversation:
         if key is None:
             key = self._keys[name] = len(self._keys) + 1
             if self._shared is not None:
-                self._shared.storages[key] = storage
+                self._shared.share_storage(key, storage)
                 _say_thread(storage)
             self._descriptions[key] = {} if self._shared is not None else json.loads(name)
             if self._shared is None and (imports := import_paths(self._descriptions[key]["description"])):
@@ -331,7 +338,8 @@ class Conversation:
                 if header["on"] == "failed":
                     error = error_from_json(header["error"])
                 else:
-                    value = call.decode(answer) if call.decode else header.get("value")
+                    value = header.get("value")
+                    value = call.decode(value, *answer.attachments) if call.decode else value
             except Exception as unread:
                 # The call is ours alone by now: `_end` would not find it.
                 call.settle(error=HoldfastError(f"an answer of the writer could not be read: {unread}"))
@@ -552,33 +560,7 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
     return Channel(ours), process
 
 
-class Shared:
-    """What a writer thread takes from its trainer directly instead of through the socket."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, Storage] = {}
-        self.views: dict[int, memoryview] = {}
-
-    def share(self, arena: Arena) -> None:
-        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
-        self.views[arena.number] = arena.view[:]
-
-    def storage(self, message: Message) -> Storage:
-        """Find the storage a message tells of."""
-        return self.storages[message.header["key"]]
-
-    def arena(self, message: Message) -> memoryview:
-        """Find the memory a message hands over."""
-        return self.views[message.header["number"]]
-
-    def drop(self, number: int) -> None:
-        """Let go of an arena."""
-        view = self.views.pop(number, None)
-        if view is not None:
-            view.release()
-
-
-def launch_thread(shared: Shared) -> tuple[Channel, threading.Thread]:
+def launch_thread(shared: HandedOver) -> tuple[Channel, threading.Thread]:
     """Start the same loop in a thread of this process."""
     from .server import WriterLoop
 

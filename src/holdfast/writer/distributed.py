@@ -397,7 +397,7 @@ class Joint:
             value = outcome["value"] or {}
             deleted = tuple((name, why) for name, why in value.get("deleted", ()))
             result = replace(pending.result, deleted=deleted, warnings=tuple(value.get("warnings", ())))
-            self._answers.say_done(pending.call, result.to_json(), (pending.committed,))
+            self._answers.say_done(pending.call, result, (pending.committed,))
         with self._changed:
             self._waiting.pop(pending.job.save_id, None)
             if not self._waiting:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 from holdfast.errors import HoldfastError
@@ -54,12 +55,12 @@ def encode(header: dict[str, Any], attachments: Sequence[bytes] = ()) -> bytes:
     """Return one frame.
 
     Args:
-        header: JSON-able, without a key "$".
+        header: JSON-able, without a key "$"; values in it may have a ``to_json()``.
         attachments: bytes that follow the header.
     """
     if attachments:
-        header = {**header, _BEHIND: [len(item) for item in attachments]}
-    body = json.dumps(header, separators=(",", ":")).encode()
+        header = {**header, _BEHIND: list(map(len, attachments))}
+    body = json.dumps(header, separators=(",", ":"), default=methodcaller("to_json")).encode()
     return b"".join((_PREFIX.pack(len(body)), body, *attachments))
 
 
@@ -92,11 +93,6 @@ class FrameDecoder:
         self._header: dict[str, Any] | None = None
         self._sizes: list[int] = []  # of the attachments that are still to come, the last one first
         self._attachments: list[bytes] = []
-
-    @property
-    def is_between(self) -> bool:
-        """Whether the next byte is the first of a frame."""
-        return not (self._pieces or self._length_known)
 
     def feed(self, data: bytes, fds: Sequence[int] = ()) -> list[Message]:
         """Take what has arrived; returns the messages that it completes.
@@ -312,12 +308,17 @@ class Channel:
         Raises:
             HoldfastError: the other side speaks another language.
         """
-        decoder = self._decoder
+        decoder, data = self._decoder, b"-"
         try:
-            while True:
-                data, fds = self._read_some()
-                if not data:
-                    break
+            while data:
+                wanted = min(decoder.wanted, _CHUNK)
+                try:
+                    data, fds, _, _ = socket.recv_fds(self._sock, wanted, _MAX_FDS, _CLOSED_BY_EXEC)
+                except OSError as error:
+                    if error.errno in _NO_MEMORY:
+                        time.sleep(_PAUSE_S)
+                        continue
+                    data, fds = b"", []
                 for message in decoder.feed(data, fds):  # one at most: nothing beyond it was read
                     return message
         except HoldfastError:
@@ -350,20 +351,6 @@ class Channel:
             except HoldfastError as error:
                 self.ended, self.broken = True, str(error)
         return messages
-
-    def _read_some(self) -> tuple[bytes, list[int]]:
-        decoder = self._decoder
-        while True:
-            try:
-                if not decoder.is_between:
-                    return self._sock.recv(min(decoder.wanted, _CHUNK)), []
-                data, fds, _, _ = socket.recv_fds(self._sock, decoder.wanted, _MAX_FDS, _CLOSED_BY_EXEC)
-            except OSError as error:
-                if error.errno not in _NO_MEMORY:
-                    return b"", []
-                time.sleep(_PAUSE_S)
-            else:
-                return data, fds
 
     def close(self) -> None:
         """Close this end; a `receive` waiting in another thread sees the end of the stream. Idempotent."""

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
@@ -23,61 +23,27 @@ from .frames import Message
 from .messages import FilePlan, SaveJob, error_from_json
 
 
-class Attachments(Protocol):
-    """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""
-
-    def storage(self, message: Message) -> Storage:
-        """Give the storage a message tells of."""
-
-    def arena(self, message: Message) -> memoryview:
-        """Give the memory a message hands over."""
-
-    def drop(self, number: int) -> None:
-        """Let go of an arena."""
-
-
-class ReceivedAttachments:
-    """What a writer process takes from the socket."""
-
-    def __init__(self) -> None:
-        self._arenas: dict[int, Arena] = {}
-
-    def storage(self, message: Message) -> Storage:
-        """Rebuild the storage a message describes; a plug-in is imported along the trainer's ``sys.path``."""
-        extend_path(message.header.get("imports", []))
-        return from_description(message.header["description"], message.header.get("secrets"))
-
-    def arena(self, message: Message) -> memoryview:
-        """Map the arena a message hands over, and its pages in the background: direct IO needs them mapped."""
-        arena = Arena.attach(message.fds[0], message.header["size"])
-        arena.prefault(allocate=False)
-        self._arenas[message.header["number"]] = arena
-        return arena.view
-
-    def drop(self, number: int) -> None:
-        """Unmap an arena that the trainer closed."""
-        arena = self._arenas.pop(number, None)
-        if arena is not None:
-            arena.close()
-
-
 class Handed:
-    """Storages and arenas of one conversation. Taken in on the reading thread, dropped on the working one.
+    """Storages and arenas of one conversation, which come out of the socket.
 
-    Args:
-        source: makes them out of messages.
+    Taken in on the reading thread, dropped on the working one.
     """
 
-    def __init__(self, source: Attachments) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self._storages: dict[int, Storage | HoldfastError] = {}
         self._views: dict[int, memoryview] = {}
         self._unmapped: dict[int, Message] = {}
+        self._arenas: dict[int, Arena] = {}
 
     def take_storage(self, message: Message) -> None:
-        """Take a storage in, or the reason why it cannot be made here: what is asked of it fails with that."""
+        """Take a storage in, or the reason why it cannot be made here: what is asked of it fails with that.
+
+        A plug-in is imported along the trainer's ``sys.path``.
+        """
         try:
-            self._storages[message.header["key"]] = self._source.storage(message)
+            extend_path(message.header.get("imports", []))
+            made = from_description(message.header["description"], message.header.get("secrets"))
+            self._storages[message.header["key"]] = made
         except HoldfastError as error:
             self._storages[message.header["key"]] = error
 
@@ -108,7 +74,7 @@ class Handed:
         if view is None:
             message = self._unmapped[number]
             try:
-                view = self._views[number] = self._source.arena(message)
+                view = self._views[number] = self._map(message)
             except OSError as error:
                 raise HoldfastError(
                     f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
@@ -117,13 +83,50 @@ class Handed:
             del self._unmapped[number]
         return view
 
+    def _map(self, message: Message) -> memoryview:
+        arena = Arena.attach(message.fds[0], message.header["size"])
+        arena.prefault(allocate=False)  # in the background: direct IO needs mapped pages
+        self._arenas[message.header["number"]] = arena
+        return arena.view
+
     def drop_arena(self, number: int) -> None:
         """Give an arena back, when no job uses it any more."""
         self._views.pop(number, None)
         message = self._unmapped.pop(number, None)
         for fd in () if message is None else message.fds:
             os.close(fd)
-        self._source.drop(number)
+        arena = self._arenas.pop(number, None)
+        if arena is not None:
+            arena.close()
+
+
+class HandedOver(Handed):
+    """What a writer that is a thread takes from its trainer directly: there the same objects serve both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: dict[int, memoryview] = {}
+
+    def share_storage(self, key: int, storage: Storage) -> None:
+        """Hand a storage over, before the message that tells of it."""
+        self._storages[key] = storage
+
+    def share(self, arena: Arena) -> None:
+        """Hand memory over: a view of our own, so that it outlives `Arena.close` in the middle of a save."""
+        self._shared[arena.number] = arena.view[:]
+
+    def take_storage(self, message: Message) -> None:
+        """Do nothing: it is here."""
+
+    def _map(self, message: Message) -> memoryview:
+        return self._shared[message.header["number"]]
+
+    def drop_arena(self, number: int) -> None:
+        """Let go of an arena, which is the trainer's to close."""
+        super().drop_arena(number)
+        view = self._shared.pop(number, None)
+        if view is not None:
+            view.release()
 
 
 class Watermark:
@@ -253,15 +256,12 @@ class Arriving:
     """By the number of the call that brought the save."""
 
     def __init__(self) -> None:
-        self._windowed: dict[int, WindowSource] = {}
-        self._followed: dict[int, Watermark] = {}
+        self._saves: dict[int, WindowSource | Watermark] = {}
 
-    def expect(self, call: int, source: WindowSource | None, filled: Watermark | None) -> None:
+    def expect(self, call: int, save: WindowSource | Watermark | None) -> None:
         """Wait for the bytes of a save from now on; a save that comes whole has neither source nor watermark."""
-        if source is not None:
-            self._windowed[call] = source
-        if filled is not None:
-            self._followed[call] = filled
+        if save is not None:
+            self._saves[call] = save
 
     def window(self, message: Message) -> None:
         """Take in that a window is filled.
@@ -270,47 +270,44 @@ class Arriving:
             HoldfastError: its save has ended.
         """
         header = message.header
-        source = self._windowed.get(header["job_no"])
-        if source is None:
+        source = self._saves.get(header["job_no"])
+        if not isinstance(source, WindowSource):
             raise HoldfastError("this save has ended already; its future says why")
         fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
         source.put(Window(**{name: header[name] for name in fields}))
 
     def fill(self, message: Message) -> None:
         """Take in how much of the arena is filled."""
-        filled = self._followed.get(message.header["job_no"])
-        if filled is not None:
-            filled.rise(message.header["filled"])
+        mark = self._saves.get(message.header["job_no"])
+        if isinstance(mark, Watermark):
+            mark.rise(message.header["filled"])
 
     def seal(self, message: Message) -> None:
         """Take in that all windows of a save have been sent."""
-        source = self._windowed.get(message.header["job_no"])
-        if source is not None:
+        source = self._saves.get(message.header["job_no"])
+        if isinstance(source, WindowSource):
             source.seal(message.attachments, message.header["manifest"])
 
     def abandon(self, message: Message) -> None:
         """Take in that the trainer gives a save up."""
-        number = message.header["job_no"]
-        waiting = self._windowed.get(number) or self._followed.get(number)
-        if waiting is not None:
+        save = self._saves.get(message.header["job_no"])
+        if save is not None:
             error = message.header["error"]
             why = HoldfastError("the trainer abandoned this save") if error is None else error_from_json(error)
-            waiting.abandon(why)
+            save.abandon(why)
 
     def abandon_all(self, why: str) -> None:
         """Give up every save that is not complete: nobody will send the rest."""
-        waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._followed.values()]
-        for source in waiting:
-            source.abandon(HoldfastError(why))
+        for save in list(self._saves.values()):
+            save.abandon(HoldfastError(why))
 
     def end(self, call: int) -> list[Window]:
         """Forget a save that has ended; return the windows that nobody has answered.
 
         Windows that come from now on are refused by `window`.
         """
-        self._followed.pop(call, None)
-        source = self._windowed.pop(call, None)
-        return [] if source is None else list(source.end())
+        ended = self._saves.pop(call, None)
+        return ended.end() if isinstance(ended, WindowSource) else []
 
 
 def watermark(job: SaveJob, filled: int) -> Watermark:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "DIGEST_DIGITS", "DIRECTORY", "BlobPlan", "Container", "Directory", "FilePlan", "IngestJob", "IngestSource",
-    "MirrorLimits", "PartsJob", "RunOpened", "SafetensorsFile", "SaveJob", "SaveResult", "TorchFile", "WireValue",
-    "container_from_json", "error_from_json", "error_to_json", "error_to_ranks", "is_incoming", "limits_of",
+    "DIGEST_DIGITS", "BlobPlan", "FilePlan", "IngestJob", "IngestSource", "MirrorLimits", "PartsJob", "RunOpened",
+    "SafetensorsFile", "SaveJob", "SaveResult", "TorchFile", "WireValue", "error_from_json", "error_to_json",
+    "error_to_ranks", "is_incoming", "limits_of",
 ]  # fmt: skip
 
 DIGEST_DIGITS = 32
@@ -28,17 +28,14 @@ DIGEST_DIGITS = 32
 
 
 class WireValue:
-    """A frozen dataclass with slots that has a JSON form.
-
-    `dataclasses.asdict` would copy deeply, and the trainer is waiting.
-    """
+    """A frozen dataclass with slots that has a JSON form: a value of a message, or part of one (`frames.encode`)."""
 
     __slots__: tuple[str, ...] = ()
     _DECODED: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # fields that JSON has in another form
 
     def to_json(self) -> dict[str, Any]:
-        """Describe this value for the wire."""
-        return {name: _described(getattr(self, name)) for name in self.__slots__}
+        """Return its fields; those that are such values themselves are described in turn."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -51,30 +48,12 @@ class WireValue:
         return tuple(map(cls.from_json, rows))
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, WireValue):
-        return value.to_json()
-    if type(value) is tuple and value and isinstance(value[0], WireValue):
-        return [item.to_json() for item in value]
-    return value
-
-
 class _Container(WireValue):
     __slots__ = ()
     kind: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, **WireValue.to_json(self)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directory(_Container):
-    """A checkpoint directory; the job says what is in it."""
-
-    kind: ClassVar[str] = "directory"
-
-
-DIRECTORY = Directory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +98,11 @@ class TorchFile(_Container):
     digest_at: int
 
 
-Container = Directory | SafetensorsFile | TorchFile
-
-
-def container_from_json(data: dict[str, Any]) -> Container:
-    """Rebuild what ``to_json`` described.
-
-    Raises:
-        HoldfastError: it is of no kind that this version knows.
-    """
+def _container_from_json(data: dict[str, Any] | None) -> SafetensorsFile | TorchFile | None:
+    if data is None:
+        return None
     fields = {name: value for name, value in data.items() if name != "kind"}
-    for known in (Directory, SafetensorsFile, TorchFile):
+    for known in (SafetensorsFile, TorchFile):
         if data["kind"] == known.kind:
             return known(**fields)
     raise errors.HoldfastError(
@@ -186,11 +159,11 @@ class SaveJob(WireValue):
             saves alone.
         joint: the part belongs to a save that all ranks joined by `WriterClient.join` make; the answer is the outcome
             of the whole, and the writer of rank 0 commits it.
-        container: what is written: a directory, or one file that takes its name in one step. Of the other fields a file
-            has ``directory`` and ``save_id`` only.
+        container: one file, which takes its name in one step, and for which no other fields than ``directory`` and
+            ``save_id`` count; None: a directory.
     """
 
-    _DECODED: ClassVar[Any] = {"files": FilePlan.several, "blobs": BlobPlan.several, "container": container_from_json}
+    _DECODED: ClassVar[Any] = {"files": FilePlan.several, "blobs": BlobPlan.several, "container": _container_from_json}
     directory: str
     save_id: str
     writer: int = 0
@@ -205,7 +178,7 @@ class SaveJob(WireValue):
     part: bool = False
     division: dict[str, Any] | None = None
     joint: bool = False
-    container: Container = DIRECTORY
+    container: SafetensorsFile | TorchFile | None = None
 
     @property
     def may_be_resumed(self) -> bool:
@@ -330,8 +303,7 @@ class SaveResult:
     @classmethod
     def from_json(cls, data: dict[str, Any], manifest: bytes) -> SaveResult:
         """Rebuild what `to_json` described."""
-        pairs = tuple((name, why) for name, why in data["deleted"])
-        runs = tuple((number, offset, nbytes) for number, offset, nbytes in data["unchanged"])
+        pairs, runs = tuple(map(tuple, data["deleted"])), tuple(map(tuple, data["unchanged"]))
         values = {**data, "deleted": pairs, "unchanged": runs, "warnings": tuple(data["warnings"])}
         return cls(**values, manifest=manifest)
 

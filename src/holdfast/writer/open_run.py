@@ -228,9 +228,8 @@ class Run:
     def arrived(self, name: str, manifest: Manifest, then: Callable[[], object] = lambda: None) -> None:
         """Record a staged save that has been committed at the remote, then call ``then``; for any thread."""
         self._reports.flush()
-        self.note_saved(name, manifest, kind="ranks")
         with self._lock:
-            self.committed(name, manifest)
+            self.committed(name, manifest, kind="ranks")
             then()
 
     def admit(self, name: str, manifest: Manifest) -> None:
@@ -307,16 +306,31 @@ class Run:
         if self._mirror is not None:
             self._mirror.check()
 
-    def committed(self, name: str, manifest: Manifest, *, is_new: bool = False) -> tuple[tuple[str, str], ...]:
-        """Record a commit, just now if it ``is_new``, and apply retention; give the names that were deleted and why.
+    def committed(
+        self, name: str, manifest: Manifest, *, kind: str, durable_s: float | None = None, is_new: bool = False
+    ) -> tuple[tuple[str, str], ...]:
+        """Record a commit and apply retention; give the names that were deleted and why.
 
         The checkpoint is committed whatever happens here: the index is a cache, so its failure is only said. But it
         counts only if the lease was still ours when its manifest was there: that is asked for now, after the fact.
+
+        Args:
+            name: of the checkpoint.
+            manifest: of the checkpoint.
+            kind: how it was made (`holdfast.run.journal.JournalEvent`).
+            durable_s: how long that took.
+            is_new: it was committed just now, so nothing can lie beside it.
 
         Raises:
             RunBusyError: another process had taken the run over: this checkpoint must not be counted on.
             StorageError: the storage does not answer, so it is not known whether the checkpoint counts.
         """
+        journal = self._catalog.index.journal
+        journal.add(
+            "saved", name=name, kind=kind, attempt=manifest.attempt, step=manifest.step or 0,
+            bytes=manifest.total_bytes, reused=manifest.reused_bytes, durable_s=durable_s,
+            why=str(manifest.extra.get("rescued", "")),
+        )  # fmt: skip
         with self._lock:
             self._unconfirmed = True
             if self._mirror is not None:
@@ -326,7 +340,6 @@ class Run:
                 if self._mirror is not None:
                     self._mirror.committed(record)
                 self._retain()
-                journal = self._catalog.index.journal
                 if journal.is_full:
                     with self._segments, contextlib.suppress(StorageError):  # tried again, and old events are dropped
                         self._catalog.index.flush_journal()
@@ -338,13 +351,6 @@ class Run:
             return self._told()
 
     # ---- the journal: nothing here writes or fails
-
-    def note_saved(self, name: str, manifest: Manifest, *, kind: str, durable_s: float | None = None) -> None:
-        """Note that a checkpoint was committed."""
-        about = {"attempt": manifest.attempt, "step": manifest.step or 0, "bytes": manifest.total_bytes}
-        journal = self._catalog.index.journal
-        why = str(manifest.extra.get("rescued", ""))
-        journal.add("saved", name=name, kind=kind, reused=manifest.reused_bytes, durable_s=durable_s, why=why, **about)
 
     def note_lost(self, name: str, fields: Mapping[str, Any], error: BaseException) -> None:
         """Note that a save with these fields of a manifest failed."""

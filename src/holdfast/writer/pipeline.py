@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,14 +142,6 @@ def unchanged_runs(tables: Sequence[bytes], sizes: Sequence[int], previous: Prev
     return runs
 
 
-@dataclass(slots=True)
-class _Done:
-    """One file that is written or linked."""
-
-    table: bytes
-    reused: Known | None = None
-
-
 class PartWriter:
     """Writes the files of one job. One object per attempt; `discard` undoes it.
 
@@ -180,27 +172,30 @@ class PartWriter:
         """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
         job = self._job
         self._gate = gate
-        candidates = {number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)}
+        candidates = [number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)]
         # Candidates for reuse are digested first and written last: the writing starts with what changes anyway.
-        first = sorted(range(len(job.files)), key=lambda number: number not in candidates)
-        digests = {number: self._side.run(partial(self._digest_file, view, job.files[number])) for number in first}
+        order = sorted(range(len(job.files)), key=candidates.__contains__, reverse=True)
+        digests = {number: self._side.run(partial(self._digest_file, view, job.files[number])) for number in order}
         small = self._side.run(partial(self._write_blobs, blobs))
         try:
-            for number in sorted(set(first) - candidates):
-                self._write_file(view, job.files[number])
-            reuses = {number: partial(self._reuse, job.files[number], digests[number]) for number in sorted(candidates)}
-            reused: dict[int, Known | None] = {}
+            for number, plan in enumerate(job.files):
+                if number not in candidates:
+                    self._write_file(view, plan)
+            reuses = [partial(self._reuse, job.files[number], digests[number]) for number in candidates]
+            linked: list[Known | None] = []
             if self._side_by_side:
                 small.result()
                 self._write_digests([digests[number].result() for number in range(len(job.files))])
-                reused = dict(zip(reuses, self._close_small(*reuses.values()), strict=True))
-            for number, reuse in reuses.items():
-                if number not in reused:
-                    reused[number] = reuse()
-                if reused[number] is None:
+                linked = self._close_small(*reuses)
+            reused: dict[int, Known] = {}
+            for place, number in enumerate(candidates):
+                known = linked[place] if self._side_by_side else reuses[place]()
+                if known is None:
                     self._write_file(view, job.files[number])
-            done = [_Done(digests[number].result(), reused.get(number)) for number in range(len(job.files))]
-            return self._finish(done, small.result())
+                else:
+                    reused[number] = known
+            tables = [digests[number].result() for number in range(len(job.files))]
+            return self._finish(tables, reused, small.result())
         finally:
             self._settle([*digests.values(), small])
 
@@ -237,7 +232,7 @@ class PartWriter:
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
             entries = self._write_blobs(source.blobs or blobs)
-            return self._finish([_Done(table=bytes(table)) for table in tables], entries)
+            return self._finish(list(map(bytes, tables)), {}, entries)
         finally:
             for writer in writers.values():
                 writer.abort()
@@ -409,51 +404,53 @@ class PartWriter:
             self._digests = self._write_small(file.path, "digests", content)
         return places
 
-    def _finish(self, done: list[_Done], entries: list[FileEntry]) -> PartSummary:
-        job = self._job
-        files: list[FileEntry] = []
-        places = self._write_digests([item.table for item in done])
-        for plan, item, place in zip(job.files, done, places, strict=True):
+    def _finish(self, tables: list[bytes], reused: Mapping[int, Known], entries: list[FileEntry]) -> PartSummary:
+        """Wait until everything is durable, and describe it.
+
+        Args:
+            tables: chunk digests of each big file.
+            reused: by their numbers, the files of the save before that were linked.
+            entries: of the small files.
+        """
+        job, before = self._job, self._previous
+        places = self._write_digests(tables)
+        if self._digests is not None:
+            entries = [*entries, self._digests]
+        if self._side_by_side:
+            self._close_small()
+        for future in self._closing:
+            future.result()
+        files, contents = [], []
+        for number, (plan, table, place) in enumerate(zip(job.files, tables, places, strict=True)):
+            link, known = reused.get(number), before.at(number, plan.size)
             files.append(
                 FileEntry(
                     path=plan.path,
                     size=plan.size,
-                    digest=file_digest(item.table),
+                    digest=file_digest(table),
                     role=plan.role,
                     writer=job.writer,
-                    reused_from=None if item.reused is None else self._previous.directory.rpartition("/")[2],
+                    reused_from=None if link is None else before.directory.rpartition("/")[2],
                     chunks=place,
                 )
             )
-        if self._digests is not None:
-            entries = [*entries, self._digests]
-        self._close_small()
-        for future in self._closing:
-            future.result()
-        self.contents = self._contents(done)
-        if job.want_unchanged:
-            tables, sizes = [item.table for item in done], [plan.size for plan in job.files]
-            self.unchanged = tuple(unchanged_runs(tables, sizes, self._previous))
-        division = None if job.division is None else Division.from_json(job.division)
-        return PartSummary(writer=job.writer, files=(*files, *entries), division=division)
-
-    def _contents(self, done: list[_Done]) -> Previous:
-        files = []
-        for number, (plan, item) in enumerate(zip(self._job.files, done, strict=True)):
-            known = self._previous.at(number, plan.size)
-            repeated = known is not None and known.table == item.table
-            may_be_linked = self._job.reuse and (plan.stable or repeated)
-            files.append(
+            repeated = known is not None and known.table == table
+            may_be_linked = job.reuse and (plan.stable or repeated)
+            contents.append(
                 Known(
                     path=plan.path,
                     size=plan.size,
-                    table=item.table,
-                    reuses=0 if item.reused is None else item.reused.reuses + 1,
+                    table=table,
+                    reuses=0 if link is None else link.reuses + 1,
                     repeated=repeated,
-                    etag=_etag_on_disk(self._storage, join(self._job.directory, plan.path)) if may_be_linked else None,
+                    etag=_etag_on_disk(self._storage, join(job.directory, plan.path)) if may_be_linked else None,
                 )
             )
-        return Previous(directory=self._job.directory, files=tuple(files))
+        self.contents = Previous(directory=job.directory, files=tuple(contents))
+        if job.want_unchanged:
+            self.unchanged = tuple(unchanged_runs(tables, [plan.size for plan in job.files], before))
+        division = None if job.division is None else Division.from_json(job.division)
+        return PartSummary(writer=job.writer, files=(*files, *entries), division=division)
 
     def _settle(self, futures: list[Future[Any]]) -> None:
         """Wait for everything on the side thread, so that nothing touches arena or files afterwards."""

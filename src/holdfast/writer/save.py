@@ -29,7 +29,6 @@ from holdfast.format.commit import (
     PartSummary,
     Replaced,
     assemble,
-    commit,
     commit_manifest,
     look_before,
     read_manifest,
@@ -57,7 +56,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import SerialExecutor, together
 
 from .handed import Watermark, Window, WindowSource
-from .messages import BlobPlan, PartsJob, SaveJob, SaveResult
+from .messages import BlobPlan, FilePlan, PartsJob, SaveJob, SaveResult
 from .open_run import Run
 from .pipeline import PartWriter, Previous, read_previous
 
@@ -137,11 +136,11 @@ def outcome(
 ) -> SaveResult:
     """Record a commit in its run, apply retention there, and describe it.
 
-    ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``. ``kind`` is how it was
-    made (`holdfast.run.journal.JournalEvent`).
+    ``data`` is the manifest as written; for ``is_new`` and ``kind`` see `Run.committed`.
     """
-    if run is not None:
-        run.note_saved(directory, manifest, kind=kind, durable_s=seconds.get("total"))
+    deleted = () if run is None else run.committed(
+        directory, manifest, kind=kind, durable_s=seconds.get("total"), is_new=is_new
+    )  # fmt: skip
     return SaveResult(
         directory=directory,
         manifest=manifest.to_bytes() if data is None else data,
@@ -149,7 +148,7 @@ def outcome(
         bytes_written=bytes_written,
         bytes_reused=manifest.reused_bytes,
         seconds=seconds,
-        deleted=() if run is None else run.committed(directory, manifest, is_new=is_new),
+        deleted=deleted,
         unchanged=unchanged,
         warnings=tuple(warnings),
     )
@@ -214,7 +213,7 @@ class SaveRunner:
             if committed is not None:
                 return outcome(job.directory, committed, run, seconds={"total": time.perf_counter() - start})
         try:
-            writer, part, manifest, seconds = self._attempt(task, run, answer)
+            writer, part, stored_as, seconds = self._attempt(task, run, answer)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
             if run is None or task.source is not None or not run.make_room():
@@ -222,12 +221,13 @@ class SaveRunner:
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
             )
-            writer, part, manifest, seconds = self._attempt(task, run, answer)
+            writer, part, stored_as, seconds = self._attempt(task, run, answer)
         if job.reuse or job.want_unchanged:  # saves on their own, each in another place, would only pile up tables
             self._previous[task.storage_key, job.writer] = writer.contents
         seconds["total"] = time.perf_counter() - start
-        if manifest is None:
+        if stored_as is None:
             return _part_result(job, part, writer.bytes_written, seconds, unchanged=writer.unchanged)
+        manifest, data = stored_as
         return outcome(
             job.directory,
             manifest,
@@ -235,6 +235,7 @@ class SaveRunner:
             seconds=seconds,
             bytes_written=writer.bytes_written,
             unchanged=writer.unchanged,
+            data=data,
             is_new=not task.again,
         )
 
@@ -244,7 +245,8 @@ class SaveRunner:
 
     def _attempt(
         self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
-    ) -> tuple[PartWriter, PartSummary, Manifest | None, dict[str, float]]:
+    ) -> tuple[PartWriter, PartSummary, tuple[Manifest, bytes] | None, dict[str, float]]:
+        """Write the files and, unless they are a part, the manifest, which is given as it is stored."""
         job = task.job
         if run is not None:
             run.begin_save()
@@ -260,7 +262,7 @@ class SaveRunner:
                 part = writer.write_windows(task.view, task.source, task.blobs, partial(answer, task.source))
                 fields = {**fields, **(task.source.manifest or {})}
             begin = time.perf_counter()
-            manifest = None
+            stored_as = None
             if job.part:
                 summary = part if replaced is None else replace(part, base=replaced.etag)
                 put_part(task.storage, job.directory, job.save_id, summary)
@@ -269,22 +271,18 @@ class SaveRunner:
                     check_plan(task.storage, job.directory, job.save_id)
                 if run is not None:
                     run.before_commit()
+                manifest = assemble(job.directory, fields, [part])
+                void = None if run is None else run.void_at(job.directory)
                 is_sent = True
-                manifest = commit(
-                    task.storage,
-                    job.directory,
-                    fields,
-                    [part],
-                    overwrite=replaced,
-                    void=None if run is None else run.void_at(job.directory),
-                )
+                data = commit_manifest(task.storage, job.directory, manifest, overwrite=replaced, void=void)
+                stored_as = manifest, data
         except BaseException as error:
             if certainly_uncommitted(task.storage, job.directory, job.manifest, error, is_sent=is_sent):
                 writer.discard(plan=planned, again=task.again)
             raise
         if planned and not job.part:
             drop_plan(task.storage, job.directory, job.save_id)
-        return writer, part, manifest, {**writer.seconds, "commit": time.perf_counter() - begin}
+        return writer, part, stored_as, {**writer.seconds, "commit": time.perf_counter() - begin}
 
     def _base(self, task: Task, run: Run | None) -> Previous:
         """Find what the previous save contained, from an earlier life if need be."""
@@ -304,8 +302,8 @@ def _plan_names(task: Task) -> bool:
         CheckpointExistsError: something has one of these names already.
     """
     job, storage = task.job, task.storage
-    paths = [*(plan.path for plan in job.files), *(plan.path for plan in job.blobs)]
-    names = [path for path in paths if save_id_of(path) != job.save_id]
+    files: list[FilePlan | BlobPlan] = [*job.files, *job.blobs]
+    names = [file.path for file in files if save_id_of(file.path) != job.save_id]
     if not names:
         return False
     there, own = _names_in(task), plan_name(job.save_id)
@@ -360,9 +358,9 @@ def _part_result(
     return SaveResult(
         directory=job.directory,
         manifest=b"",
-        bytes_total=part.total_bytes,
+        bytes_total=sum(entry.size for entry in part.files),
         bytes_written=bytes_written,
-        bytes_reused=part.reused_bytes,
+        bytes_reused=sum(entry.size for entry in part.files if entry.reused_from is not None),
         seconds=seconds,
         unchanged=unchanged,
     )

@@ -22,13 +22,14 @@ from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
 
 from .frames import Channel, Message
-from .handed import Arriving, Attachments, Handed, ReceivedAttachments, Window, WindowSource, watermark
-from .messages import Directory, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
+from .handed import Arriving, Handed, Window, WindowSource, watermark
+from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .save import SaveRunner, Task, commit_parts, probe
 
 if TYPE_CHECKING:
     from .distributed import Joint
+    from .messages import RunOpened
     from .single_file import FileSaves, NameLeases
     from .uploads.files import FileUploads
 
@@ -46,11 +47,9 @@ _NICE = 5
 class WriterLoop:
     """Serves one trainer. `serve` returns when the trainer closed or died and what was sealed is committed."""
 
-    def __init__(
-        self, channel: Channel, source: Attachments, *, trainer_fd: int = -1, in_trainer: bool = False
-    ) -> None:
+    def __init__(self, channel: Channel, handed: Handed, *, trainer_fd: int = -1, in_trainer: bool = False) -> None:
         self._channel, self._trainer_fd = channel, trainer_fd
-        self._handed, self._arriving = Handed(source), Arriving()
+        self._handed, self._arriving = handed, Arriving()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saver = SaveRunner()
         self._run: Run | None = None
@@ -133,7 +132,18 @@ class WriterLoop:
     # ---- the reading thread
 
     def _read(self) -> None:
-        while self._wait():
+        poll, ours, trainer = select.poll(), self._channel.fileno(), self._trainer_fd
+        poll.register(ours, select.POLLIN)
+        if trainer >= 0:
+            poll.register(trainer, select.POLLIN)
+        while True:
+            if trainer >= 0:
+                ready = dict(poll.poll())
+                if ours not in ready:
+                    return  # the trainer is dead, and has left no more messages
+                if trainer in ready:
+                    # A forked child of the trainer may hold the other end open: then no end of file comes.
+                    self._channel.set_timeout(_DRAIN_MS / 1000)
             message = self._channel.receive()
             if message is None:
                 return
@@ -145,21 +155,6 @@ class WriterLoop:
                 self._handlers[kind](message)
             except Exception as error:  # noqa: BLE001 - the caller hears of it; other calls go on
                 self.say_failed(message.header.get("call"), error)
-
-    def _wait(self) -> bool:
-        """Wait for a message; False when the trainer is dead and has left no more of them."""
-        if self._trainer_fd < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
-        poll.register(self._trainer_fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll()}
-        if self._channel.fileno() in ready:
-            if self._trainer_fd in ready:
-                # A forked child of the trainer may hold the other end open: then no end of file comes.
-                self._channel.set_timeout(_DRAIN_MS / 1000)
-            return True
-        return False
 
     def _drop_arena(self, message: Message) -> None:
         """Let go of an arena, behind the jobs that use it."""
@@ -192,11 +187,11 @@ class WriterLoop:
             again=header.get("again", False),
         )
         # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
-        self._arriving.expect(call, source, gate)
+        self._arriving.expect(call, source or gate)
         joint = self._joined() if job.joint else None
         if joint is not None:
             joint.begun(call, job, task.storage, again=task.again)
-        if isinstance(job.container, Directory):
+        if job.container is None:
             self._work.put(lambda: self._save(call, task, joint))
         else:
             self._file_saves().run(lambda: self._save(call, task, None))
@@ -368,7 +363,7 @@ class WriterLoop:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
             else:
-                self.say_done(call, result.to_json(), (result.manifest,))
+                self.say_done(call, result, (result.manifest,))
 
         self._work.put(work)
 
@@ -415,7 +410,7 @@ class WriterLoop:
             else:
                 if job.may_be_resumed:
                     self._committed_step = max(self._committed_step, job.manifest["step"])
-                self.say_done(call, result.to_json(), (result.manifest,))
+                self.say_done(call, result, (result.manifest,))
 
     def _rescue(self, why: str) -> str | None:
         """Commit the newest save that is held, if none that is committed is as new; on the working thread."""
@@ -450,7 +445,7 @@ class WriterLoop:
 
     def _stored(self, task: Task) -> SaveResult:
         container = task.job.container
-        if isinstance(container, Directory):
+        if container is None:
             return self._saver.save(task, self.run_of(task.job), self._window_done)
         assert self._files is not None
         return self._files.save(task, container)
@@ -463,7 +458,7 @@ class WriterLoop:
         source.answered(window)
         self._say({"on": "done", "calls": [window.call]})
 
-    def _open_run(self, header: dict[str, Any]) -> dict[str, Any]:
+    def _open_run(self, header: dict[str, Any]) -> RunOpened:
         if self._run is not None:
             raise HoldfastError("this writer has an open run: close it first, or start another writer")
         remote = None
@@ -489,7 +484,7 @@ class WriterLoop:
         self._run = run
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()
-        return opened.to_json()
+        return opened
 
     def _forget_run(self) -> None:
         """Forget what is known of the run before: its steps say nothing of the next one, nor is it rescued there."""
@@ -597,7 +592,7 @@ def main(socket_fd: int, trainer_fd: int) -> None:
     for fd in (socket_fd, trainer_fd):
         if fd >= 0:
             os.set_inheritable(fd, False)
-    loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), ReceivedAttachments(), trainer_fd=trainer_fd)
+    loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), Handed(), trainer_fd=trainer_fd)
     loop.serve()
     # An upload that hangs in its client must not keep this process; what it did not finish, the next start does.
     with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ structure is new, and copies it; with `max_staging_bytes` the state streams thro
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,7 @@ class Snapshotter:
         self._given_up: Future[Any] | None = None  # a save that was waited for too long
         self._has_missed = False  # a snapshot, and said so
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
-        self._fitting: int | None = None  # bound of the arena where a copy of the state does not fit into memory
+        self._bound: float = max_staging_bytes or math.inf  # of the arena; less where a copy does not fit into memory
         self._looked = False  # at memory, for the present layout
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
         self._copied: StateCopy | None = None  # the state that was saved last, or loaded
@@ -138,13 +139,12 @@ class Snapshotter:
         """Done when the writer has the last save, which may be later if tensors lie on a device; None: it has it."""
         return None if self.copies is None else self.copies.sealing
 
-    @property
     def arenas(self) -> list[tuple[int, int]]:
         """Descriptor and bytes of each arena that holds whole states in the present layout."""
         if self.streams:
             return []
-        own = [arena for arena in (self.arena, *self._spares) if arena is not None]
-        return sorted((arena.fd, arena.size) for arena in own if arena.fd is not None)
+        own = (self.arena, *self._spares)
+        return sorted((arena.fd, arena.size) for arena in own if arena is not None and arena.fd is not None)
 
     def arena_files(self) -> list[tuple[str, str, int]]:
         """Return for each file its name before and after the id of a save, and its first byte in an arena."""
@@ -371,7 +371,8 @@ class Snapshotter:
                 _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(self.dropped))
         before, layout = self.layout, self._layout(flat)
         self._fit_memory(state, layout)
-        self._put_together(flat, layout)
+        if flat.whole:
+            self._put_together(flat, layout)
         on_device = any_on_device(flat.tensors)
         bounded = self._windowed(layout)
         aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
@@ -640,8 +641,7 @@ class Snapshotter:
         return self.layout
 
     def _drop_layout(self) -> None:
-        self.layout = self._fitting = None
-        self._looked = False
+        self.layout, self._bound, self._looked = None, self.max_staging_bytes or math.inf, False
         if self.copies is not None and self.arena is not None:
             self.copies.unpin()
         for arena in (self.arena, *self._spares):
@@ -676,23 +676,19 @@ class Snapshotter:
                     _LOG.warning("%s", self.shortage)
             return
         self.rescues = False
-        self._fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
+        fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
+        self._bound = min(self._bound, fitting)
         self.shortage = (
             f"memory is short: a copy of the state takes {format_bytes(layout.arena_bytes)}, and of the "
             f"{format_bytes(max(0, free.bytes))} that are free ({free.bound}) {format_bytes(max(0, room))} can be had "
-            f"for it. Saves go through {format_bytes(self._fitting)} instead (as with max_staging_bytes), and hold "
+            f"for it. Saves go through {format_bytes(fitting)} instead (as with max_staging_bytes), and hold "
             "training until the whole state is written"
         )
         if says and before is None:
             _LOG.warning("%s", self.shortage)
 
-    def _bound(self) -> int | None:
-        given = [bound for bound in (self.max_staging_bytes, self._fitting) if bound is not None]
-        return min(given, default=None)
-
     def _windowed(self, layout: Layout) -> bool:
-        bound = self._bound()
-        return bound is not None and layout.arena_bytes > bound
+        return layout.arena_bytes > self._bound
 
     def _arena(self, layout: Layout) -> Arena:
         if self.arena is None:
@@ -700,10 +696,8 @@ class Snapshotter:
         return self.arena
 
     def _window_arena(self) -> Arena:
-        bound = self._bound()
-        assert bound is not None
         if self.arena is None:
-            self.arena = Arena.create(bound // MIN_WINDOW * MIN_WINDOW)
+            self.arena = Arena.create(int(self._bound) // MIN_WINDOW * MIN_WINDOW)
         return self.arena
 
     def _stream(

@@ -368,7 +368,7 @@ class StateCopy:
     def __init__(self, flat: Flat, layout: Layout | None = None, arena: Arena | None = None) -> None:
         self._tree, self._per_rank, self._names = flat.tree, flat.per_rank, flat.names
         self._layout, self._arena = layout, arena
-        self._whole = frozenset(flat.names[number] for number in flat.whole)
+        self._whole = frozenset(map(flat.names.__getitem__, flat.whole))
         self._samples = _samples(flat.tensors) if arena is None else []
 
     def changed(self, now: Flat, *, apart_from: str, within: Container[str] | None = None) -> list[str]:

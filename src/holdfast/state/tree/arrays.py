@@ -56,8 +56,6 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
             or tensor.is_nested
         ):
             return False
-        if tensor.is_nested:
-            return False
     return True
 
 
@@ -85,8 +83,6 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         advice = "it is on the meta device and has no data: materialise the model first (to_empty, load)"
     elif tensor.is_quantized:
         advice = "it is quantized: save tensor.int_repr() with its scale and zero point"
-    elif tensor.is_nested:
-        advice = "it is nested: save the list of its tensors (tensor.unbind())"
     else:
         advice = "save a plain tensor made from it, or give the object that owns it a state_dict()"
     raise UnsupportedStateError(f"{path}: {type(tensor).__name__} cannot be saved: {advice}")
@@ -248,17 +244,18 @@ move_small = _bind(ctypes.PyDLL(None))
 """The same with the GIL kept: giving it up for every kilobyte costs more than the copy."""
 
 
-# torch < 2.5 has the first name only.
-_DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
+_SPREAD = (
+    ("torch.distributed._tensor", "DTensor"),  # the only name before torch 2.5
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
+)
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 
 
 def spread_types() -> tuple[type, ...]:
     """Return the types of tensors that are spread over ranks, of those modules that are imported."""
-    kinds = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
-    kinds.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
-    return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, type)))
+    kinds = [getattr(sys.modules.get(module), name, None) for module, name in _SPREAD]
+    return tuple(filter(None, dict.fromkeys(kinds)))
 
 
 def is_spread(value: object) -> bool:

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -243,7 +244,7 @@ class _Walker:
         leaf = self._leaf(value, name, path)
         if leaf is not NotImplemented:
             return leaf
-        if kind is list and not any(type(item) in (int, float, str) for item in value[:1]):
+        if kind is list and not (value and type(value[0]) in (int, float, str)):
             return self._list(value, name, path)
         return self._encode(value, name, path)
 
@@ -344,18 +345,18 @@ class _Walker:
             ]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
-        named = objects.to_named(optimizer, self.parameter_names)
-        if shared := objects.shared_names(optimizer, [group["params"] for group in named["param_groups"]]):
+        rows = objects.live_names(optimizer, self.parameter_names)
+        if shared := objects.shared_names(optimizer, rows):
             raise UnsupportedStateError(f"state{path}: {shared[0]}")
-        start = len(self.flat.names)
+        named, start = objects.to_named(optimizer, rows), len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
-        if self.spread and (layouts := objects.odd_layouts(optimizer, self.parameter_names, self.spread)):
+        if self.spread and (layouts := objects.odd_layouts(optimizer, rows, self.spread)):
             node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
         while added and added[-1].startswith(f"{prefix}{objects.OTHER_STATE}/"):
             added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
-        self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
+        self.flat.optimized.update(added, *rows)
         if self.shared:
             self.flat.replicated.extend(self._states(named["state"], added, start, f"{prefix}state/"))
         return node
@@ -424,14 +425,34 @@ class _Walker:
         return node
 
     def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-        rows = _take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
-        if rows is None or not self.taken.isdisjoint(rows.names):
+        """Encode a dictionary all of whose values are dictionaries of plain tensors; None if there is more to it.
+
+        Optimizers keep half of the tensors of a state, or more, in this way. The loop makes hardly a call, because
+        training waits for it at every save.
+        """
+        if not name or len(self.active) >= MAX_NESTING:
             return None
-        self.taken.update(rows.names)
-        self.flat.names.extend(rows.names)
-        self.flat.tensors.extend(rows.tensors)
-        self.flat.files.extend([self.file] * len(rows.names))
-        return rows.tree
+        tree: dict[str, Any] = {}
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        for key, row in value.items():
+            if type(row) is not dict or not row or not _TENSOR.issuperset(map(type, row.values())):
+                return None
+            if not _TEXT.issuperset(map(type, row)) or not is_text("".join(row)):
+                return None
+            at, keys = f"{name}/{key}/", list(row)
+            names.extend([at + row_key for row_key in keys])
+            tensors.extend(row.values())
+            tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+        if any(map(attrgetter("requires_grad"), tensors)) or not arrays.all_dense(tensors):
+            return None
+        if len(set(names)) != len(names) or not self.taken.isdisjoint(names):
+            return None
+        self.taken.update(names)
+        self.flat.names.extend(names)
+        self.flat.tensors.extend(tensors)
+        self.flat.files.extend([self.file] * len(names))
+        return tree
 
     def _parts(self, names: Iterable[str], tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
         """Return the parts of tensors some of which are spread over ranks; None if any of them cannot be saved."""
@@ -561,37 +582,3 @@ def _as_name(tail: str) -> str:
 def pointer(place: Iterable[str | int]) -> str:
     """Spell the keys and indexes that lead to a value as a JSON pointer (RFC 6901), without its first slash."""
     return "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in place)
-
-
-class _RowTensors(NamedTuple):
-    """Rows taken apart: nodes of the tree by key, names of the tensors, and the tensors."""
-
-    tree: dict[str, Any]
-    names: list[str]
-    tensors: list[torch.Tensor]
-
-
-def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
-    """Take a dictionary apart all of whose values are dictionaries of plain tensors; None if there is more to it.
-
-    Optimizers keep half of the tensors of a state, or more, in this way. The loop makes hardly a call, because
-    training waits for it at every save.
-
-    Args:
-        value: the dictionary.
-        prefix: what the names of its tensors begin with.
-    """
-    rows = _RowTensors({}, [], [])
-    for key, row in value.items():
-        if type(row) is not dict or not row or not _TENSOR.issuperset(map(type, row.values())):
-            return None
-        if not _TEXT.issuperset(map(type, row)) or not is_text("".join(row)):
-            return None
-        at, keys = f"{prefix}{key}/", list(row)
-        rows.names.extend([at + row_key for row_key in keys])
-        rows.tensors.extend(row.values())
-        rows.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
-    if any(tensor.requires_grad for tensor in rows.tensors):
-        return None
-    whole = arrays.all_dense(rows.tensors) and len(set(rows.names)) == len(rows.names)
-    return rows if whole else None

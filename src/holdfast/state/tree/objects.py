@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -95,7 +96,9 @@ def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) ->
         modules: receives each module and its `stored_parameters`, by the ``id`` of the module.
     """
     names: dict[int, str] = {}
-    for path, module in _modules(state, ""):
+    for path, module in _leaves(state):
+        if not isinstance(module, nn.Module):
+            continue
         inner = unwrap(module)
         reshard(inner)
         rows = stored_parameters(inner)
@@ -106,23 +109,21 @@ def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) ->
     return names
 
 
-def _modules(value: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(value, nn.Module):
-        yield path, value
-        return
+def _leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what is neither a container nor plain data, by its path in the state."""
     items: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
         items = value.items()
     elif isinstance(value, (list, tuple, deque)):
-        names = getattr(value, "_fields", range(len(value)))
-        items = zip(names, value, strict=False)
+        items = zip(getattr(value, "_fields", range(len(value))), value, strict=False)
     else:
+        yield path, value
         return
     if id(value) in above:
         return  # a cycle: flattening refuses it and names the place
     for key, child in items:
-        if not isinstance(child, (torch.Tensor, int, float, str)):
-            yield from _modules(child, f"{path}/{key}" if path else str(key), (*above, id(value)))
+        if not isinstance(child, _PLAIN):
+            yield from _leaves(child, f"{path}/{key}" if path else str(key), (*above, id(value)))
 
 
 # How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
@@ -170,7 +171,7 @@ def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
 
 def shared_names(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> list[str]:
     """Say which of the names that `live_names` gave several parameters have, and what to do."""
-    names = [name for row in rows for name in row]
+    names = list(chain.from_iterable(rows))
     if len(set(names)) == len(names):
         return []
     owner: dict[str, torch.Tensor] = {}
@@ -181,22 +182,21 @@ def shared_names(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> list[st
     ]
 
 
-def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+def to_named(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` with the live tensors in it.
+
+    ``rows`` are its `live_names`.
 
     `OTHER_STATE` is there too if the optimizer keeps anything under keys that are no parameters (MADGRAD counts steps
     so).
     """
-    groups = live_names(optimizer, names)
-    state = {}
-    for group, row in zip(optimizer.param_groups, groups, strict=True):
-        for param, name in zip(group["params"], row, strict=True):
+    state, hyper = {}, []
+    for group, row in zip(optimizer.param_groups, rows, strict=True):
+        values = dict(group)
+        for param, name in zip(values.pop("params"), row, strict=True):
             if kept := optimizer.state.get(param):
                 state[name] = dict(kept)
-    hyper = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": row}
-        for group, row in zip(optimizer.param_groups, groups, strict=True)
-    ]
+        hyper.append({**values, "params": row})
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return {"state": state, "param_groups": hyper, **({OTHER_STATE: others} if others else {})}
 
@@ -247,14 +247,21 @@ def to_positions(named: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> dic
     return {"state": {**states, **named.get(OTHER_STATE, {})}, "param_groups": groups}
 
 
-def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:
+def odd_layouts(
+    optimizer: Optimizer, rows: Sequence[Sequence[str]], kinds: tuple[type, ...]
+) -> dict[str, list[int | None]]:
     """Return the sharding of state whose shape is not that of its parameter (factored second moments).
+
+    Args:
+        optimizer: keeps that state.
+        rows: its `live_names`.
+        kinds: types of sharded tensors.
 
     Returns:
         "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
     """
     layouts = {}
-    for group, row in zip(optimizer.param_groups, live_names(optimizer, names), strict=True):
+    for group, row in zip(optimizer.param_groups, rows, strict=True):
         for param, name in zip(group["params"], row, strict=True):
             if isinstance(param, kinds):
                 whole: Any = param
@@ -352,7 +359,7 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
     Raises:
         UnsupportedStateError: an object is of a kind that cannot be asked on all ranks.
     """
-    objects = {name: item for name, item in _objects(state, "", ()) if takes is None or takes(name)}
+    objects = {name: item for name, item in _objects(state) if takes is None or takes(name)}
     for name, item in objects.items() if takes is None else ():
         if type(item).__name__ == "ZeroRedundancyOptimizer":
             raise UnsupportedStateError(
@@ -365,7 +372,7 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
 
 def has_objects(value: Any) -> bool:
     """Tell whether there are objects in a value that keep their state themselves."""
-    return next(_objects(value, "", ()), None) is not None
+    return next(_objects(value), None) is not None
 
 
 def state_of(value: Any, asked: _Asked, name: str) -> Any:
@@ -374,19 +381,14 @@ def state_of(value: Any, asked: _Asked, name: str) -> Any:
     return known[1] if known is not None and known[0] is value else value.state_dict()
 
 
-def _objects(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+def _objects(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield objects with their names: neither modules nor optimizers, which are taken apart."""
-    if isinstance(value, (Mapping, list, tuple)):
-        if id(value) in above:
-            return  # a cycle: it is refused, with its place, when the state is taken apart
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            if not isinstance(item, _PLAIN):
-                yield from _objects(item, f"{name}/{key}" if name else str(key), (*above, id(value)))
-    elif not isinstance(value, (type, nn.Module, torch.Tensor, PerRank)) and hasattr(value, "state_dict"):
+    for name, value in _leaves(state):
+        if isinstance(value, (type, nn.Module, PerRank)) or not callable(getattr(value, "state_dict", None)):
+            continue
         if isinstance(value, torch.optim.Optimizer) and is_plain(value):
-            return
-        if callable(value.state_dict) and callable(getattr(value, "load_state_dict", None)):
+            continue
+        if callable(getattr(value, "load_state_dict", None)):
             yield name, value
 
 

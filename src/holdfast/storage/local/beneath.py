@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import stat as stat_module
@@ -130,7 +131,7 @@ class Beneath:
         real = self._real
         if real is not None:
             try:
-                return _open(real, inside, flags)
+                return _way()(real, inside, flags)
             except OSError as error:
                 if error.errno not in _MOVED:
                     raise
@@ -140,7 +141,7 @@ class Beneath:
         else:
             now = os.path.realpath(self.top)
         self._real = None
-        fd = _open(now, inside, flags)
+        fd = _way()(now, inside, flags)
         self._real = now
         return fd
 
@@ -227,11 +228,7 @@ def _by_kernel() -> Callable[[str, str, int], int] | None:
     return opened
 
 
-_way: Callable[[str, str, int], int] | None = None
-
-
-def _open(top: str, inside: str, flags: int) -> int:
-    global _way  # chosen once, when it is first needed
-    if _way is None:
-        _way = _by_kernel() or _by_parts
-    return _way(top, inside, flags)
+@functools.cache
+def _way() -> Callable[[str, str, int], int]:
+    """Return what opens a path, chosen once, when it is first needed."""
+    return _by_kernel() or _by_parts

@@ -31,6 +31,7 @@ from ..base import (
     ObjectInfo,
     ReplacingWriter,
     Storage,
+    StorageTraits,
     check_path,
     check_prefix,
     copy_bytes,
@@ -73,6 +74,8 @@ class LocalStorage(Storage):
         >>> [info.path for info in storage.list()]
         ['step_1/manifest.json']
     """
+
+    traits = StorageTraits()
 
     def __init__(self, root: str | os.PathLike[str], *, ops: Ops = POSIX) -> None:
         if not os.fspath(root) or "\0" in os.fspath(root):
@@ -538,16 +541,16 @@ class LocalStorage(Storage):
     def _in_directory(self, inside: str, action: Callable[[OpenDirectory], _T]) -> _T:
         """Do ``action`` in a directory, made if missing; again if another process pruned the directory meanwhile."""
         for _ in range(_TRIES):
-            if inside not in self._ready:
-                tree.make_durable(self._ops, self._door, inside)
-                self._ready.add(inside)
             try:
+                if inside not in self._ready:
+                    tree.make_durable(self._ops, self._door, inside, self._ready)
+                    self._ready.add(inside)
                 with self._door.folder(inside) as folder:
                     return action(folder)
             except FileNotFoundError as error:
                 if isinstance(error, StorageNotFoundError):
                     raise
-                self._ready.discard(inside)
+                self._ready.clear()  # somebody may have removed directories above it as well
                 missing = error
         raise missing
 

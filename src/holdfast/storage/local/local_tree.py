@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ..base import TEMPORARY, is_temporary_name, temporary_name
 from .beneath import Beneath, OpenDirectory
@@ -53,15 +53,24 @@ def nearest_existing(path: str) -> str:
     return path
 
 
-def make_durable(ops: Ops, door: Beneath, inside: str) -> None:
+def make_durable(ops: Ops, door: Beneath, inside: str, ready: Collection[str] = ()) -> None:
     """Make a directory exist, with a durable name in every ancestor, and sweep what dead writers left in it.
 
     The name of the deepest existing directory may not be durable yet: its maker may have died between mkdir and fsync.
     The names above it are, because each maker syncs that name before it goes one level deeper.
+
+    Args:
+        ops: the calls.
+        door: of the storage.
+        inside: the directory.
+        ready: directories that are known to exist durably.
+
+    Raises:
+        FileNotFoundError: another process has removed a directory meanwhile.
     """
     missing: list[str] = []
     existing = inside
-    while existing:
+    while existing and existing not in ready:
         try:
             door.folder(existing).close()
         except FileNotFoundError:
@@ -69,11 +78,12 @@ def make_durable(ops: Ops, door: Beneath, inside: str) -> None:
             existing = existing.rpartition("/")[0]
         else:
             break
-    if existing:
-        with door.folder(existing.rpartition("/")[0]) as above:
-            _sync_quietly(ops, above.here)
-    else:
-        _make_top(ops, door.top)
+    if existing not in ready:
+        if existing:
+            with door.folder(existing.rpartition("/")[0]) as above:
+                _sync_quietly(ops, above.here)
+        else:
+            _make_top(ops, door.top)
     for path in reversed(missing):
         head, _, name = path.rpartition("/")
         with door.folder(head) as above:

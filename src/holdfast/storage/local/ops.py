@@ -40,26 +40,22 @@ def _at(path: str) -> tuple[str, int | None]:
     return (path.name, path.dir_fd) if isinstance(path, Inside) else (path, None)
 
 
-def _flush(fd: int) -> None:
-    """Have the disk store what an open file or directory holds."""
+def _flush(fd: int) -> OSError | None:
+    """Have the disk store what an open file or directory holds; return the error of a file system without fsync."""
     if _FULL_SYNC is not None:
         try:
             fcntl.fcntl(fd, _FULL_SYNC)
-            return
+            return None
         except OSError as error:
             if error.errno not in (*_LACKS, errno.ENOTTY):
                 raise
-    os.fsync(fd)
-
-
-def _sync(fd: int) -> None:
-    """Make the entries of an open directory durable."""
     try:
-        _flush(fd)
+        os.fsync(fd)
     except OSError as error:
-        # Some network and FUSE file systems have no fsync for directories: they keep entries by themselves.
         if error.errno not in _LACKS:
             raise
+        return error
+    return None
 
 
 def _say_unsynced(fd: int, error: OSError) -> None:
@@ -106,22 +102,21 @@ class Ops:
 
     def fsync(self, fd: int) -> None:
         """Make the content of a file durable, as far as the file system can; what it cannot is logged once."""
-        try:
-            _flush(fd)
-        except OSError as error:
-            if error.errno not in _LACKS:
-                raise
+        if (error := _flush(fd)) is not None:
             _say_unsynced(fd, error)
 
     def fsync_dir(self, path: str) -> None:
-        """Make the entries of a directory durable."""
+        """Make the entries of a directory durable.
+
+        Some network and FUSE file systems have no fsync for directories: they keep entries by themselves.
+        """
         if isinstance(path, Inside) and path.is_open:
-            _sync(path.dir_fd)
+            _flush(path.dir_fd)
             return
         name, dir_fd = _at(path)
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
-            _sync(fd)
+            _flush(fd)
         finally:
             os.close(fd)
 

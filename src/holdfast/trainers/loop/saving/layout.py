@@ -68,7 +68,7 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             raw = module.state_dict()
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
-            return objects.to_named(value, names)
+            return objects.to_named(value, objects.live_names(value, names))
         if isinstance(value, PerRank):
             return PerRank(walk(value.value))
         if isinstance(value, Mapping):
