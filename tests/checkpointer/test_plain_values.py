@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -78,6 +78,34 @@ def test_plain_values_beside_objects_and_tensors(tmp_path: Path) -> None:
     assert array.tolist() == live["tensor"].tolist() == [4.0, 4.0]
     assert live["pair"][0].weight.tolist() == [[4.0, 4.0]]
     assert live["frozen"][0].item() == 4.0
+
+
+class Move(NamedTuple):
+    state: list[int]
+    reward: float
+
+    def doubled(self) -> float:
+        return 2 * self.reward
+
+
+def test_a_named_tuple_is_one_of_the_script_again(tmp_path: Path) -> None:
+    """It has the class of the value that it replaces, with its methods, also within a list."""
+    save(tmp_path, {"last": Move([1], 2.0), "all": [Move([2], 3.0)]})
+    live = {"last": Move([], 0.0), "all": [Move([], 0.0)]}
+    resumed(tmp_path, live)
+    assert live == {"last": Move([1], 2.0), "all": [Move([2], 3.0)]}
+    assert (live["last"].doubled(), live["all"][0].doubled()) == (4.0, 6.0)
+
+
+@pytest.mark.parametrize("length", [2, None])
+def test_a_deque_of_another_length_is_refilled_too(tmp_path: Path, length: int | None) -> None:
+    """Who holds it sees what was loaded; how long it may get is what the script says now."""
+    save(tmp_path, {"last": deque([1, 2, 3], maxlen=4)})
+    last: deque[int] = deque(maxlen=length)
+    live = {"last": last}
+    resumed(tmp_path, live)
+    assert live["last"] is last
+    assert (list(last), last.maxlen) == ([1, 2, 3][-(length or 3) :], length)
 
 
 def test_attributes_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

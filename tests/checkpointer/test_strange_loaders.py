@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 import holdfast as hf
@@ -33,6 +37,8 @@ SHARED = random.Random(5)  # of this module: no life begins with what the one be
 
 class Points(Dataset[Any]):
     """Numbers."""
+
+    difficulty = 0
 
     def __len__(self) -> int:
         return SIZE
@@ -58,6 +64,58 @@ class Flip:
 
     def __call__(self) -> float:
         return self.dice.random()
+
+
+class Changed(Points):
+    """A transform of a list of a pipeline, in a dict; closures and the like of generators that it holds."""
+
+    def __init__(self) -> None:
+        noise, dice = np.random.RandomState(1), random.Random(2)
+        both = [Flip(), functools.partial(lambda rng: rng.random(), dice), Flip().__call__, lambda: 1 + noise.rand()]
+        self.transforms = {"train": SimpleNamespace(steps=[SimpleNamespace(inner=one) for one in both])}
+
+    def __getitem__(self, index: int) -> Any:
+        return index + sum(step.inner() for step in self.transforms["train"].steps)
+
+
+class MadeLate(Points):
+    """Makes its generator with the first sample of each process, and seeds it with what differs there."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        return index + self.rng.random()
+
+
+class MadeLateAtOnce(MadeLate):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Rows(Points):
+    def __getitem__(self, index: int) -> Any:
+        return {"index": index}
+
+
+class Masks:
+    """A collator with a generator, made late or at once; takes its rows apart."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __call__(self, rows: list[Any]) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(42)
+        indices = torch.tensor([row.pop("index") for row in rows])
+        return indices + torch.rand(len(rows), generator=self.generator)
+
+
+def own_generator(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.rng = np.random.default_rng(info.seed)
 
 
 class PerClass(Sampler[int]):
@@ -199,6 +257,15 @@ EXACT: dict[str, Callable[[], Any]] = {
     "batches of batches": lambda: DataLoader(Points(), batch_sampler=BatchSampler(PerClass(), 4, drop_last=True)),
     "the loader's generator": lambda: DataLoader(Points(), 4, shuffle=True, generator=seeded()),
     "augmentation by own generators": lambda: DataLoader(Jittered(), 4, shuffle=True),
+    "transforms of a part of a data set": lambda: DataLoader(Subset(Changed(), range(SIZE)), 4, shuffle=True),
+    "a generator made late": lambda: DataLoader(MadeLate(), 4, shuffle=True),
+    "a generator made late, batches at once": lambda: DataLoader(MadeLateAtOnce(), 4, shuffle=True),
+    "a generator of each worker": lambda: DataLoader(
+        MadeLate(), 4, shuffle=True, num_workers=2, worker_init_fn=own_generator),
+    "masks of a collator": lambda: DataLoader(Rows(), 4, shuffle=True, collate_fn=Masks(seeded())),
+    "masks of a collator, made late": lambda: DataLoader(Rows(), 4, shuffle=True, collate_fn=Masks()),
+    "masks of a collator, made late by workers": lambda: DataLoader(
+        Rows(), 4, shuffle=True, collate_fn=Masks(), num_workers=2),
     "a stream through a buffer": lambda: DataLoader(Buffered(), 4),
     "a stream through a buffer, own generator": lambda: DataLoader(Buffered(random.Random(1)), 4),
 }  # fmt: skip
@@ -243,7 +310,8 @@ def trained(path: Path, make: Callable[[], Any]) -> list[Any]:
 
 QUICK = (
     "lists shuffled in place", "buckets, NumPy", "orders made ahead", "an endless shuffle",
-    "a stream through a buffer, own generator",
+    "a stream through a buffer, own generator", "transforms of a part of a data set", "a generator made late",
+    "masks of a collator, made late",
 )  # fmt: skip
 
 
@@ -272,6 +340,35 @@ def test_what_cannot_be_made_exact_is_said(tmp_path: Path, name: str, caplog: py
         else:
             said = "".join(caplog.messages)
     assert "step 9, epoch 1: " in said
+
+
+def test_a_list_that_is_shuffled_anew_is_told_by_what_is_drawn_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a stop in order no batch comes again; those drawn once more, to be dropped, are others."""
+    numbers = list(range(SIZE))
+    for shuffled, until in ((numbers, 8), (numbers[::-1], 9)):
+        batches = [torch.tensor(shuffled[first : first + 2]) for first in range(0, SIZE, 2)]
+        with caplog.at_level(logging.WARNING, "holdfast"):
+            life(tmp_path, batches, until=until, save_at=until)
+    assert "step 9, epoch 0: batch 0 of 'train' was drawn again to get back to the position" in caplog.text
+
+
+def test_a_data_set_that_is_changed_under_workers_that_stay_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Persistent workers do not see what the script changes, those of a resume do: one warning in the second epoch."""
+    data = Points()
+    loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=None) as ck:
+        for epoch in ck.epochs(3):
+            data.difficulty = epoch
+            for _ in ck.batches(loader):
+                ck.step()
+    told = [text for text in caplog.messages if "persistent workers" in text]
+    assert len(told) == 1
+    assert "epoch 1: " in told[0]
+    assert "(difficulty)" in told[0]
 
 
 def test_a_loader_of_a_run_is_freed_with_the_run(tmp_path: Path) -> None:

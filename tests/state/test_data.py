@@ -295,8 +295,8 @@ def test_workers_end_with_their_loader(stop):
     try:
         run(loader, stop=stop)
         assert loader in _clones
-        ((clone, _),) = _clones[loader].values()
-        worker = clone._iterator._workers[0]
+        (clone,) = _clones[loader].values()
+        worker = clone.loader._iterator._workers[0]
         assert worker.is_alive()
         del loader, clone
         worker.join(timeout=20)

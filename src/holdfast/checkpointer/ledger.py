@@ -40,6 +40,7 @@ class _Known:
     Attributes:
         expected: those that came after the checkpoint, in lives before; what must come again.
         trained: place of each content that was trained, in the epoch of the checkpoint.
+        places: content of each place that was trained, likewise.
         repeats: the epoch has given one content twice, so that a content does not tell a place.
         epoch: of ``trained``.
         suspect: place and content of a batch that came again, which alone is no proof.
@@ -50,6 +51,7 @@ class _Known:
     epoch: int = -1
     expected: dict[_Key, RingEntry] = field(default_factory=dict)
     trained: dict[int, int] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
     repeats: bool = False
     suspect: tuple[int, int] | None = None
     is_first: bool = True
@@ -140,6 +142,7 @@ class DataLedger:
         if content == NOT_READ or indices or name not in at or epoch != at[name][0] or index >= at[name][1]:
             return
         known.epoch = epoch
+        known.places[index] = content
         if known.trained.setdefault(content, index) != index:
             known.repeats = True
 
@@ -220,6 +223,18 @@ class DataLedger:
         self._recent.append(stored)
         if self._first.get(name, (-1, b""))[0] != epoch and index == 0:
             self._first[name] = epoch, stored
+
+    def replayed(self, loader: Any, name: str, index: int, batch: Any, *, step: int) -> None:
+        """Compare a batch that was trained, and is drawn again to get back to the position, with what was trained."""
+        known = self._known.get(name)
+        if known is None or self._said_other:
+            return
+        trained = known.places.get(index, NOT_READ)
+        if NOT_READ not in (trained, content := batch_digest(batch)) and content != trained:
+            self._say_other(
+                f"{_at(step, known.epoch)}: batch {index} of {name!r} was drawn again to get back to the position, and "
+                f"the {type(loader).__name__} gave another one than was trained there"
+            )
 
     def ended(self, loader: Any, name: str, batches: ResumableBatches, *, index: int, step: int) -> None:
         """Note that the loader has no more batches in this epoch.

@@ -281,7 +281,8 @@ class Progress:
             raise ConfigError(
                 f"ck.batches() has given all batches of {name!r} in epoch {self.epoch} already: in one epoch of "
                 "ck.epochs() each loader is gone through once, under a name of its own (ck.batches(other, "
-                "name='other')); a validation loader needs no ck.batches()"
+                "name='other')); a validation loader needs no ck.batches(). One that is shorter than another, and is "
+                "to begin again beside it, takes sampler=RandomSampler(dataset, num_samples=...)"
             )
         if not self._is_trained(name) and not before.has_data_of(loader):
             known: tuple[dict[str, Any], ...] = (self._live, self._drawn, self._trained, self._marks, self._draws)
@@ -328,6 +329,7 @@ class Progress:
                 loader, position, seed=self._seed, epoch=self.epoch, seed_samples=self._seed_samples,
                 rank=self._rank, world_size=self._world_size, split=split, is_reopened=before is not None,
                 mismatch=lambda text: this.ledger.say(name, f"step {this.step + 1}, {text}"),
+                replayed=lambda index, batch: this.ledger.replayed(loader, name, index, batch, step=this.step),
             )  # fmt: skip
         if ahead and batches.kind == "stateful":
             raise ConfigError(

@@ -583,7 +583,7 @@ def _start_block(
         if progress.batch:
             notes.append(
                 f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
-                "from there, enumerate() counts from 0"
+                "from there, enumerate(), islice() and own counters count from 0"
             )
     skipped = {**opened.quarantined, **dict(outcome.skipped)} if not outcome.is_named else {}
     for name, reason in skipped.items():

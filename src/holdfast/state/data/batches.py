@@ -97,6 +97,7 @@ class ResumableBatches:
         remarks: log warnings about this loader; False for a loader of which only the length is needed.
         mismatch: called with a text where a sampler does not give the order again in which the epoch was begun, or a
             loader counts otherwise; it may raise. None: the text is logged.
+        replayed: called with (index, batch) for each batch that was trained and is drawn again, to be dropped.
         is_reopened: the position is that of a pass of this process: its batches are numbered on, whatever their size.
 
     Raises:
@@ -124,11 +125,13 @@ class ResumableBatches:
         split: bool | tuple[int, int] = False,
         remarks: bool = True,
         mismatch: Callable[[str], None] | None = None,
+        replayed: Callable[[int, Any], None] | None = None,
         is_reopened: bool = False,
     ) -> None:
         # Not a bound method: in a cycle the loader's workers would be left to the garbage collector, which takes the
         # feeder threads of their queues first, and torch then waits 5 s for each of them.
         self._mismatch = mismatch
+        self._replayed = replayed
         self.kind = _kind(loader)
         self._loader = loader
         self._epoch = epoch
@@ -277,7 +280,14 @@ class ResumableBatches:
     def _iterate_map(self) -> Iterator[Any]:
         order = self._order
         assert order is not None
-        loader, feed = clone_of(self._loader, seeded=self._seed_samples)
+        clone = clone_of(self._loader, seeded=self._seed_samples)
+        loader, feed = clone.loader, clone.feed
+        if changed := clone.changed():
+            self._warn(
+                f"epoch {self._epoch}: persistent workers have the data set as it was when they began, and do not see "
+                f"what the script has changed of it ({', '.join(changed)}); those that a resume starts do: it is not "
+                "exact. Use persistent_workers=False"
+            )
         # Of each batch that workers have and that is not yielded yet, oldest first: samples, digest of the indices, and
         # of all indices up to it.
         sizes: deque[tuple[int, int, int]] = deque()
@@ -286,7 +296,7 @@ class ResumableBatches:
         loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
         # Without workers this process loads the samples, between two draws of the training loop.
         is_here = self._seed_samples and loader.num_workers == 0
-        own = generators_within(self._loader.dataset) if is_here else []
+        own = generators_within(self._loader.dataset, self._loader.collate_fn) if is_here else []
         guard = partial(generators_kept, own) if is_here else contextlib.nullcontext
         try:
             with generators_kept():
@@ -432,11 +442,13 @@ class ResumableBatches:
             "not). A map-style dataset, or a loader or data set with state_dict, seeks at once"
         )
         for drawn in range(self._batches):
-            if next(iterator, _END) is _END:
+            if (batch := next(iterator, _END)) is _END:
                 raise StateMismatchError(
                     f"{name} ended after {drawn} batches, the position in epoch {self._epoch} is after "
                     f"{self._batches}: the data differ from those of the run that saved it"
                 )
+            if self._replayed is not None:
+                self._replayed(drawn, batch)
 
     def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
         stream = self._stream if self._seed_samples else contextlib.nullcontext()

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .seeding import SeededDataset
+from .seeding import SeededCollate, SeededDataset
 
+_PLAIN = (bool, int, float, str, type(None))
 _STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
 
@@ -37,13 +38,37 @@ class IndexFeed:
         return self.source
 
 
+@dataclass(slots=True)
+class Clone:
+    """A loader like the user's that takes its indices from a feed and draws no global random numbers.
+
+    Attributes:
+        loader: it.
+        feed: where its indices come from.
+        held: numbers and text that its data set held when persistent workers began with a copy of it; None: there are
+            none, or it is known that they differ.
+    """
+
+    loader: DataLoader[Any]
+    feed: IndexFeed
+    held: dict[str, Any] | None
+
+    def changed(self) -> list[str]:
+        """Return the names of what the script has changed of the data set since its workers began, the first time."""
+        if self.held is None:
+            return []
+        now, before = _plain_attributes(self.loader.dataset), self.held
+        differ = [name for name, value in now.items() if name not in before or before[name] not in (value,)]
+        self.held = None if differ else before
+        return differ
+
+
 # Clones with persistent workers, by loader and ``seeded``; they live as long as the loader.
-_Clone = tuple[DataLoader[Any], IndexFeed]
-_clones: weakref.WeakKeyDictionary[DataLoader[Any], dict[bool, _Clone]] = weakref.WeakKeyDictionary()
+_clones: weakref.WeakKeyDictionary[DataLoader[Any], dict[bool, Clone]] = weakref.WeakKeyDictionary()
 
 
-def clone_of(loader: DataLoader[Any], *, seeded: bool) -> _Clone:
-    """Return a loader like ``loader`` that takes its indices from a feed and draws no global random numbers."""
+def clone_of(loader: DataLoader[Any], *, seeded: bool) -> Clone:
+    """Return the clone of ``loader``; with persistent workers the same one each time."""
     cached = _clones.get(loader, {}).get(seeded)
     if cached is not None:
         return cached
@@ -60,19 +85,32 @@ def clone_of(loader: DataLoader[Any], *, seeded: bool) -> _Clone:
     else:
         options["batch_size"] = None
         options["sampler"] = feed
-    clone: DataLoader[Any] = DataLoader(
+    # torch's own functions draw nothing.
+    is_own = seeded and not getattr(loader.collate_fn, "__module__", "").startswith("torch.utils.data")
+    like: DataLoader[Any] = DataLoader(
         SeededDataset(loader.dataset) if seeded else loader.dataset,  # type: ignore[arg-type]
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=SeededCollate(loader.collate_fn) if is_own else loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         generator=torch.Generator(),
         **options,
     )
-    if clone.persistent_workers:
-        _clones.setdefault(loader, {})[seeded] = (clone, feed)
-    return clone, feed
+    clone = Clone(like, feed, _plain_attributes(loader.dataset) if like.persistent_workers else None)
+    if like.persistent_workers:
+        _clones.setdefault(loader, {})[seeded] = clone
+    return clone
+
+
+def _plain_attributes(dataset: Any) -> dict[str, Any]:
+    """Return numbers and text that a data set holds, and those that it wraps."""
+    found: dict[str, Any] = {}
+    for _ in range(4):
+        held = {name: value for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _PLAIN}
+        found = {**held, **found}
+        dataset = getattr(dataset, "dataset", None)
+    return found
 
 
 _lock = threading.Lock()

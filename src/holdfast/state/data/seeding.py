@@ -6,11 +6,15 @@ not on the process that loads it or on when the run was last started.
 
 from __future__ import annotations
 
+import copy
+import operator
+import os
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +25,7 @@ from ..tree import rng
 
 _MASK = (1 << 64) - 1
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_MOST_OBJECTS = 64
+_MOST_OBJECTS, _MOST_DEPTH = 256, 8
 _pack3 = struct.Struct("<QQQ").pack
 
 
@@ -84,26 +88,47 @@ def generators_of(*owners: object) -> list[Any]:
     return list({id(held): held for held in [*named, *others] if isinstance(held, _KINDS)}.values())
 
 
-def generators_within(dataset: Any) -> list[Any]:
-    """Return the generators that a data set holds, those of what it wraps and of its transforms included."""
+def generators_within(*owners: Any) -> list[Any]:
+    """Return the generators that a data set, or a ``collate_fn``, holds: in what it wraps, its transforms, closures.
+
+    Those of a device are not the data side's: workers cannot reach them.
+    """
     found: dict[int, Any] = {}
     seen: set[int] = set()
-    waiting = [(dataset, 0)]
+    waiting = [(owner, 0) for owner in owners]
     while waiting and len(seen) < _MOST_OBJECTS:
         owner, depth = waiting.pop(0)
         if isinstance(owner, _KINDS):
-            found[id(owner)] = owner
-        elif id(owner) not in seen and depth < 4:
+            if not isinstance(owner, torch.Generator) or owner.device.type == "cpu":
+                found[id(owner)] = owner
+        elif id(owner) not in seen and depth < _MOST_DEPTH:
             seen.add(id(owner))
-            if isinstance(owner, (list, tuple)):
-                held = list(owner) if len(owner) <= _MOST_OBJECTS else []
-            elif isinstance(owner, (torch.nn.Module, type, ModuleType)):
-                held = []
-            else:
-                held = list(getattr(owner, "__dict__", {}).values())
-            inner = [value for value in held if hasattr(value, "__dict__") or isinstance(value, (*_KINDS, list, tuple))]
-            waiting += [(value, depth + 1) for value in inner]
+            kinds = (*_KINDS, list, tuple, dict, partial)
+            waiting += [
+                (value, depth + 1) for value in _held(owner) if isinstance(value, kinds) or hasattr(value, "__dict__")
+            ]
     return list(found.values())
+
+
+def _held(owner: Any) -> list[Any]:
+    if isinstance(owner, (list, tuple, dict)):
+        values = owner.values() if isinstance(owner, dict) else owner
+        return list(values) if len(owner) <= _MOST_OBJECTS else []
+    if isinstance(owner, (torch.nn.Module, type, ModuleType)):
+        return []
+    if isinstance(owner, partial):
+        return [owner.func, *owner.args, *owner.keywords.values()]
+    if isinstance(owner, MethodType):
+        return [owner.__self__]
+    held = list(getattr(owner, "__dict__", {}).values())
+    if isinstance(owner, FunctionType):
+        for cell in owner.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # a variable that has no value yet
+                continue
+        held += [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]
+    return held
 
 
 def take_generator(generator: Any) -> Any:
@@ -204,42 +229,107 @@ class SampleKeys(NamedTuple):
     seeds: list[int]
 
 
+class _Own:
+    """The generators that an object of the data side holds, seeded before each call of it."""
+
+    __slots__ = ("_found", "_owner", "_process")
+
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._found = owner, generators_within(owner)
+        self._process = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this process has made a call."""
+        return self._process == os.getpid()
+
+    def call(self, seed: int, function: Callable[[Any], Any], given: Any) -> Any:
+        """Return ``function(given)``, with the generators seeded.
+
+        The first call in a process may make them (``if self.rng is None``), from numbers that depend on the process,
+        and a ``worker_init_fn`` has made others: they are seeded too, and what was drawn from them is drawn again.
+        """
+        if self.is_settled:
+            self.seed(seed)
+            return function(given)
+        before, kept = _take(), _copied(given)
+        self._found = generators_within(self._owner)
+        self.seed(seed)
+        result = function(given)
+        known, self._found = {id(generator) for generator in self._found}, generators_within(self._owner)
+        self._process = os.getpid()
+        if known.issuperset(map(id, self._found)):
+            return result
+        _put(before)
+        self.seed(seed)
+        return function(kept)
+
+    def seed(self, seed: int) -> None:
+        """Seed them."""
+        for number, generator in enumerate(self._found):
+            _seed_own(generator, mix(seed, 1, number))
+
+
+def _copied(given: Any) -> Any:
+    try:
+        return copy.deepcopy(given)
+    except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied: it is given again
+        return given
+
+
+class SeededCollate:
+    """The user's ``collate_fn`` with the generators that it holds seeded from the last sample of the batch."""
+
+    __slots__ = ("_inner", "_own")
+
+    def __init__(self, inner: Callable[[Any], Any]) -> None:
+        self._inner, self._own = inner, _Own(inner)
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of these samples, which this process has just loaded."""
+        return self._own.call(mix(torch.initial_seed(), 2), self._inner, samples)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededCollate, (self._inner,)
+
+
 class SeededDataset:
     """The user's map-style dataset with the generators seeded before each sample.
 
     The generators stay as the last sample left them, so a random ``collate_fn`` is a function of the batch as well; in
     the training process the caller restores them once per batch. A dataset with ``__getitems__`` loads a
     batch in one call: it is seeded once for the batch, from all of its indices, so its randomness depends on the batch
-    boundaries. Generators that the data set holds itself are seeded as the global ones are.
+    boundaries. Generators that the data set holds itself are seeded as the global ones are (`_Own`).
     Attributes are read from and set on the user's dataset (a ``worker_init_fn`` opens files there).
     """
 
     __slots__ = ("_inner", "_own")
     _inner: Any
-    _own: list[Any]
+    _own: _Own
 
     def __init__(self, inner: Any) -> None:
         object.__setattr__(self, "_inner", inner)
-        object.__setattr__(self, "_own", generators_within(inner))
-
-    def _seed(self, seed: int) -> None:
-        seed_all(seed)
-        for number, generator in enumerate(self._own):
-            _seed_own(generator, mix(seed, 1, number))
+        object.__setattr__(self, "_own", _Own(inner))
 
     def __getitem__(self, key: SampleKey) -> Any:
-        self._seed(key.seed)
-        return self._inner[key.index]
+        seed_all(key.seed)
+        return self._own.call(key.seed, partial(operator.getitem, self._inner), key.index)
 
     def __getitems__(self, keys: SampleKeys) -> Any:
         inner = self._inner
         if _loads_batches(inner):
-            self._seed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(keys.seeds)}Q", *keys.seeds)))
-            return inner.__getitems__(keys.indices)
-        samples = []
+            seed = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(keys.seeds)}Q", *keys.seeds))
+            seed_all(seed)
+            return self._own.call(seed, inner.__getitems__, keys.indices)
+        own = self._own
+        samples: list[Any] = []
         for index, seed in zip(keys.indices, keys.seeds, strict=True):
-            self._seed(seed)
-            samples.append(inner[index])
+            if samples or own.is_settled:
+                seed_all(seed)
+                own.seed(seed)
+                samples.append(inner[index])
+            else:
+                samples.append(self[SampleKey(index, seed)])
         return samples
 
     def __len__(self) -> int:

@@ -576,7 +576,7 @@ def _renewed(live: Any, loaded: Any) -> Any:
     if type(live) is type(loaded) is list:
         live[:] = _entries(live, loaded)
         return live
-    if type(live) is type(loaded) is deque and live.maxlen == loaded.maxlen:
+    if type(live) is type(loaded) is deque:  # a script that gives it another length means that
         entries = _entries(live, loaded)
         live.clear()
         live.extend(entries)
@@ -585,7 +585,15 @@ def _renewed(live: Any, loaded: Any) -> Any:
         live.clear()
         live.update(loaded)
         return live
+    if isinstance(live, tuple) and _is_same_named_tuple(type(live), type(loaded)):
+        return type(live)._make(_entries(live, loaded))  # type: ignore[attr-defined]
     return loaded
+
+
+def _is_same_named_tuple(live: type, loaded: type) -> bool:
+    """Tell whether a loaded named tuple, whose type was made of stored names, stands for one of the script's type."""
+    fields = getattr(live, "_fields", None)
+    return fields is not None and live.__name__ == loaded.__name__ and fields == getattr(loaded, "_fields", None)
 
 
 def _entries(live: Any, loaded: Any) -> list[Any]:

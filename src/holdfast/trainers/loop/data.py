@@ -261,7 +261,7 @@ def _draws_here(loader: Any) -> bool:
     """Tell whether samples are made by index in this process: its generators, which are saved, go on exactly.
 
     Seeding each sample, which workers need, costs some 20 us then: more than a small model's step. Generators that the
-    data set holds itself are not saved, so they need it too.
+    data set or ``collate_fn`` holds itself are not saved, so they need it too.
     """
     return (
         isinstance(loader, DataLoader)
@@ -269,7 +269,7 @@ def _draws_here(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
         and not callable(getattr(loader, "state_dict", None))
-        and not generators_within(loader.dataset)
+        and not generators_within(loader.dataset, loader.collate_fn)
     )
 
 

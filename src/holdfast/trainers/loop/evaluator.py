@@ -339,7 +339,7 @@ class EvaluationShare:
             for batch in self._loader:
                 yield batch, True
             return
-        loader, feed = clone_of(self._loader, seeded=False)
+        clone = clone_of(self._loader, seeded=False)
         with generators_kept():
             seed_all(0)  # whatever is drawn for the order is the same on all ranks
             keys = self._loader.batch_sampler  # samples where nothing batches
@@ -348,8 +348,8 @@ class EvaluationShare:
         rounds = -(-len(every) // size)
         numbers = [mine + size * number for number in range(rounds)]
         filled = [number % len(every) for number in numbers if number < len(every) or self._together]
-        feed.source = (every[number] for number in filled)
-        for number, batch in itertools.zip_longest(numbers, loader):
+        clone.feed.source = (every[number] for number in filled)
+        for number, batch in itertools.zip_longest(numbers, clone.loader):
             yield batch, number < len(every)
 
 
