@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ from .reports import Attempt
 __all__ = ["Heartbeat", "draw_fence", "upkeep"]
 
 _LOG = get_logger("writer")
+_SAID_AGAIN_S = 300.0
 _MOMENT_S = 1.0  # a beat that does not hang takes far less
 
 
@@ -39,6 +41,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._beating = threading.Lock()
+        self._complained: float | None = None  # when it was last said that the lease could not be renewed
         self._left = False  # `close` did not wait for the thread: it gives the lease back itself
         self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
         self._thread.start()
@@ -139,12 +142,23 @@ class Heartbeat:
             try:
                 self._beat()
             except StorageError as error:
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %s", HEARTBEAT_S, error)
+                self._complain(str(error))
             except HoldfastError as error:
                 _LOG.error("%s", error)
                 return
             except Exception as error:  # noqa: BLE001 - a thread edge: another process takes a lease that is not renewed
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)
+                self._complain(repr(error))
+            else:
+                if self._complained is not None:
+                    self._complained = None
+                    _LOG.warning("the lease is renewed again")
+
+    def _complain(self, error: str) -> None:
+        """Say that the lease could not be renewed: at first, and every few minutes while that goes on."""
+        now = time.monotonic()
+        if self._complained is None or now - self._complained > _SAID_AGAIN_S:
+            self._complained = now
+            _LOG.warning("the lease could not be renewed, trying again every %g s: %s", HEARTBEAT_S, error)
 
 
 def draw_fence(
