@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError, RunBusyError, StorageError
+from holdfast.errors import HoldfastError, RunBusyError, StorageError, StorageFullError
 from holdfast.storage.base import Storage
 
 from .catalog import Catalog
@@ -200,9 +200,16 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
 
     Raises:
         RunBusyError: a process trains the run, or its last owner may still wake up and change it.
+        StorageFullError: there is no room for the lease.
     """
     owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
-    lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    try:
+        lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{storage.uri} has no room for the lease, a small file without which nothing is changed there: remove one "
+            "checkpoint, or the folder .trash, by hand first (rm -r), which no start minds"
+        ) from error
     beat = Heartbeat(lease)
     beat.trainer_gone()
     try:

@@ -250,7 +250,7 @@ class TorchTrainer:
         if storage.describe() is None:
             why = "workers are processes of their own"
             if self._scaling.num_workers == 0:
-                why = "without workers, too, train_func finds the run by the description of its storage, as a worker does"
+                why = "without workers, too, train_func finds the run by the description of its storage"
             if base.uri.startswith(("memory://", "fsspec+memory://")):
                 raise ConfigError(
                     f"storage_path: {base.uri} lives in the memory of this process and has no description: {why}; give "
