@@ -155,7 +155,7 @@ def offered(group: str, name: str, *, what: str) -> Callable[..., Any]:
     from ._meant import closest
 
     found = {entry.name: entry for entry in entry_points(group=group)}
-    entry = found.get(name)
+    entry = found.get(name) or next((found[key] for key in found if key.lower() == name), None)  # schemes have no case
     if entry is None:
         meant = closest(name, found)
         known = f"did you mean {meant!r}?" if meant else f"there are: {', '.join(sorted(found)) or 'none'}"

@@ -36,6 +36,15 @@ def test_the_optimizer_state_to_come_counts_as_needed_space(tmp_path: Path) -> N
         raise AssertionError("entered")
 
 
+def test_too_little_room_for_keep_is_a_line_of_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The block that a start prints says it in a line of its own."""
+    state = {"w": torch.zeros(1 << 21)}
+    with hf.Checkpointer(FaultyStorage(tmp_path, disk_bytes=30 << 20), state, every=None, keep=hf.Keep(last=3)):
+        pass
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("  NOT enough for keep=Keep(last=3")], said
+
+
 def _fill(storage: FaultyStorage, room: int) -> None:
     storage.ops.used_bytes = storage.ops._disk_bytes - room
 

@@ -89,3 +89,11 @@ def test_room_for_keep_and_no_more_is_said(
     line = room(tmp_path, [["", 300 * MIB, None]], keep=keep, num_there=num_there)
     assert ("NOT enough for keep" in line) == (missing is not None)
     assert missing is None or missing in line
+
+
+def test_what_waits_for_its_upload_takes_room_too(tmp_path: Path) -> None:
+    """A disk in front of a remote holds what its own rules keep, and what is not uploaded yet."""
+    line = room(tmp_path, [["", 300 * MIB, None]], keep=hf.Keep(last=1), waiting=2)
+    assert "1 are kept, 2 more may wait for their upload" in line
+    assert "200.0 MiB more" in line
+    assert "NOT enough" not in room(tmp_path, [["", 300 * MIB, None]], keep=hf.Keep(last=1), waiting=1)

@@ -129,6 +129,13 @@ def test_one_checkpoint_goes_into_a_run_under_its_lease(run, tmp_path) -> None: 
     busy = hold(run)
     assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)["error"] == "RunBusyError"
     busy.release()
+    (tmp_path / "starting").mkdir()
+    busy = hold(tmp_path / "starting")  # it has a lease, and no run.json yet
+    target = tmp_path / "starting" / "step_20"
+    assert as_json("cp", tmp_path / "backup" / "step_20", target, code=1)["error"] == "RunBusyError"
+    busy.release()
+    as_json("cp", tmp_path / "backup" / "step_20", target)
+    assert sorted(os.listdir(tmp_path / "starting")) == ["step_20"]
     found = as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", code=1)
     assert (found["error"], "--overwrite" in found["message"]) == ("CheckpointExistsError", True)
     assert as_json("cp", tmp_path / "backup" / "step_20", run / "step_20", "--overwrite")["ok"]

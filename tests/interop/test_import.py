@@ -397,7 +397,7 @@ def test_parts_that_are_there_twice(tmp_path) -> None:
         "optimizer.pt": same("optimizer.bin"),
         **dict.fromkeys(("pytorch_model.bin", "pytorch_model_fsdp.bin"), same("model.safetensors")),
         "pytorch_model_fsdp_0": same("model.safetensors"),
-        "['scheduler']": "no plain data, nor of a class that is looked up",
+        "['scheduler']": "neither plain data nor a dense tensor, nor of a class that is looked up",
         "scheduler.pt": "no training state that is known here",
     }
     assert [name for name, _ in done.taken] == ["model", "optimizer"]

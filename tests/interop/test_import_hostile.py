@@ -236,6 +236,51 @@ def test_a_list_that_holds_itself(tmp_path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("is_summed", [True, False], ids=["checksums", "without checksums"])
+def test_bits_that_rot_in_a_torch_file_are_found(tmp_path, is_summed) -> None:
+    """The checksums that torch.save writes and torch.load does not read are compared; a file may be without them."""
+    torch.serialization.set_crc32_options(is_summed)
+    try:
+        torch.save({"w": torch.arange(100.0)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "sound").checkpoint.verify()
+    data = (tmp_path / "a.pt").read_bytes()
+    place = data.index(torch.arange(100.0).numpy().tobytes())
+    (tmp_path / "a.pt").write_bytes(data[:place] + b"\x01" + data[place + 1 :])
+    if is_summed:
+        for trusted in (False, True):
+            with pytest.raises(hf.CorruptCheckpointError, match="data/0"):
+                hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a", trusted=trusted)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error", "words"),
+    [
+        ("a.pt", b"", hf.CorruptCheckpointError, "is empty"),
+        ("a.pt", b"<html>404</html>", hf.UnsupportedStateError, "no file of torch.save: it begins with b'<html>"),
+        ("a.pt", pickle.dumps({"a": 1}), hf.UnsupportedStateError, "a pickle that torch.save has not written"),
+        ("a.pt", None, hf.CorruptCheckpointError, "cut off"),
+        ("a.pt", b"version https://git-lfs.github.com/spec/v1\n", hf.CorruptCheckpointError, "git lfs pull"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", hf.CorruptCheckpointError, "git lfs pull"),
+        ("model.safetensors", b"version https://git-lfs.github.com\n", hf.CorruptCheckpointError, "git lfs pull"),
+        ("pytorch_model.bin", b"version https://git-lfs.github.com\n", hf.CorruptCheckpointError, "git lfs pull"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said(tmp_path, name, data, error, words) -> None:
+    """A file that was not fetched whole, or is another thing, is named for what it is; nobody is told to trust it."""
+    if data is None:
+        torch.save({"w": torch.arange(100.0)}, tmp_path / "whole.pt")
+        data = (tmp_path / "whole.pt").read_bytes()[:-200]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    source = tmp_path / "in" if name.startswith(("model", "pytorch")) else tmp_path / "in" / name
+    for trusted in (False, True):
+        with pytest.raises(error, match=words) as raised:
+            hf.import_checkpoint(source, tmp_path / "a", trusted=trusted)
+        assert "--trusted" not in str(raised.value)
+
+
 def test_trusted_files_are_read_as_they_are(tmp_path, monkeypatch) -> None:
     """With trusted=True objects are made: whoever asks for it gets it, old files and whole modules too."""
     monkeypatch.chdir(tmp_path)

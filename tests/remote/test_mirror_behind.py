@@ -87,6 +87,21 @@ def test_being_behind_may_end_the_run(remote, local, proxy, rule):
     os.kill(ck._session.client.process_id, signal.SIGKILL)
 
 
+def test_the_end_waits_for_a_remote_that_is_away_once(remote, local, proxy, capfd):
+    """Up to timeout_s, and then it raises; what the writer still brings is not waited for once more."""
+    with (
+        pytest.raises(StorageError, match=r"not everything is at .* only: step_00000002"),
+        running(remote, hf.Mirror(local)) as (ck, state),
+    ):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 2)
+        be_impatient(ck, 0.5)
+    os.kill(ck._session.client.process_id, signal.SIGKILL)
+    assert "this failed too" not in capfd.readouterr().err
+
+
 @pytest.mark.long
 def test_behind_for_long_is_said(remote, local, proxy, capfd):
     """When nothing arrives for warn_after, the log says so with the age and the cause."""

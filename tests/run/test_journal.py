@@ -347,3 +347,10 @@ def test_what_comes_while_events_are_written_waits_for_the_next_time() -> None:
     assert [(event["name"], event.get("times", 1)) for event in journal.waiting()] == [("b", 2)]
     journal.written(number)
     assert len(journal.waiting()) == 1, "written counts once"
+
+
+def test_changes_without_room_for_the_lease(tmp_path) -> None:
+    """Who frees space, by rm or prune, is told to begin by hand: the advice to free space says nothing to them."""
+    storage = FaultyStorage(tmp_path, disk_bytes=0)
+    with pytest.raises(hf.StorageFullError, match=r"no room for the lease.* by hand"), upkeep(storage):
+        raise AssertionError("entered")

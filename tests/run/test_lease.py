@@ -584,3 +584,29 @@ def test_a_lease_that_stays_unreadable_is_said_as_what_it_is(monkeypatch, tmp_pa
     held.verify()
     held.heartbeat()
     held.verify()
+
+
+def test_a_store_that_is_away_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A beat every five seconds that fails does not fill the log; that the lease is renewed again is said too."""
+    lease = Lease.acquire(MemoryStorage("lease-store-away"), make_owner("ab12"))
+    beat, tries, back = lease.heartbeat, threading.Semaphore(0), threading.Event()
+
+    def away(**more: Any) -> None:
+        if back.is_set():
+            beat(**more)
+        tries.release()
+        if not back.is_set():
+            raise StorageUnavailableError("away")
+
+    monkeypatch.setattr(lease, "heartbeat", away)
+    monkeypatch.setattr("holdfast.run.heartbeat.HEARTBEAT_S", 0.01)
+    beats = Heartbeat(lease)
+    for number in range(8):
+        assert tries.acquire(timeout=30)
+        if number == 3:
+            back.set()
+    beats.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "holdfast.writer"]
+    assert [message.partition(",")[0] for message in said] == [
+        "holdfast: the lease could not be renewed", "holdfast: the lease is renewed again"
+    ]  # fmt: skip

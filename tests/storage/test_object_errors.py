@@ -5,6 +5,7 @@ import pickle
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -189,6 +190,35 @@ def test_retries(stub):
     with pytest.raises(StorageError):
         _storage(stub.url, max_retries=2).put("a", b"1")
     assert stub.seen == ["PUT"] * 3
+
+
+def test_a_store_that_has_answered_is_asked_for_longer(stub, monkeypatch):
+    """A wrong address is said soon; a store that is away for a while, or busy (429), costs no save."""
+    monkeypatch.setattr("holdfast.storage.object.client._SHORTEST", timedelta(milliseconds=1))
+    monkeypatch.setattr("holdfast.storage.object.client._LONGEST", timedelta(milliseconds=5))
+    options = {"endpoint": stub.url, "access_key_id": "KEYID", "secret_access_key": _SECRET}
+    storage = ObjectStorage("s3://bucket/run", options)
+    stub.answer = lambda method, path: (503, "SlowDown")
+    with pytest.raises(StorageUnavailableError, match="after 10 retries"):
+        storage.put("a", b"1")
+    stub.answer = lambda method, path: (200, "")
+    storage.put("a", b"1")
+    answers = iter([*[(503, "SlowDown")] * 12, *[(429, "TooManyRequests")] * 12, (200, "")])
+    stub.answer = lambda method, path: next(answers)
+    storage.child("b").put("c", b"1")
+    stub.answer = lambda method, path: (503, "SlowDown")
+    with pytest.raises(StorageUnavailableError, match="after 25 retries"):
+        storage.put("a", b"1")
+
+
+def test_the_environment_is_read_once(stub, monkeypatch):
+    """A directory of a storage has its credentials and its connections, whatever the environment says by then."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", stub.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEYID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", _SECRET)
+    storage = resolve("s3://bucket/run")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ANOTHER")
+    assert storage.child("a").secrets() == storage.secrets() == {"access_key_id": "KEYID", "secret_access_key": _SECRET}
 
 
 def test_refusals_are_not_repeated(stub):

@@ -194,12 +194,15 @@ def test_a_location_with_a_password_is_refused(box):
 
 
 def test_an_entry_point_that_makes_no_storage(installed):
-    """Who registered what is named."""
-    installed("odd = builtins:str\ngone = no_such_module:x")
+    """Who registered what is named, and what is wrong with it."""
+    installed("odd = builtins:str\ngone = no_such_module:x\nFails = builtins:int")
     with pytest.raises(ConfigError, match=r"builtins:str.*returned str"):
         resolve("odd://a")
-    with pytest.raises(ConfigError, match=r"ModuleNotFoundError: No module named 'no_such_module'.*install it"):
+    why = r"no_such_module:x of the package somebody 1 cannot be imported .*No module named 'no_such_module'.*install"
+    with pytest.raises(ConfigError, match=why):
         resolve("gone://a")
+    with pytest.raises(ConfigError, match=r"scheme='fails': builtins:int of the package somebody 1 failed \(Value"):
+        resolve("fails://a")
 
 
 @pytest.mark.parametrize("kind", ["os:system", "builtins:eval", "subprocess:Popen", "pathlib:Path", "holdfast:load"])

@@ -195,6 +195,8 @@ def test_places_that_cannot_work(tmp_path: Path) -> None:
     """A place that workers cannot reach, or a file, is refused by the constructor."""
     with pytest.raises(hf.ConfigError, match="lives in the memory of this process"):
         make(tmp_path, storage_path="memory://runs")
+    with pytest.raises(hf.ConfigError, match=r"memory of this process .* without workers, too"):
+        make(tmp_path, workers=0, storage_path="memory://runs")
     (tmp_path / "run").write_text("")
     with pytest.raises(hf.ConfigError, match="is a file; a run needs a directory"):
         make(tmp_path)

@@ -90,6 +90,7 @@ class StepBoundary:
         self.watcher: Watcher | None = None
         self.snapshot_paid: Callable[[float], object] = lambda cost_s: None
         self.rescues_later = False
+        self._waited_for_remote = False  # at the end, which is done once
         self._stopped = False  # for a signal or the deadline, with everything saved
         self.guard: GuardWatch | None = None
         self.saves_at: frozenset[int] = frozenset()
@@ -480,6 +481,7 @@ class StepBoundary:
             lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
             raise passing_error(error, lost)
         self._say_lost()
+        self._waited_for_remote = True
         self._wait_for_remote()
         finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
@@ -546,8 +548,12 @@ class StepBoundary:
             stopped = self._stopped or (self.pace.stopping and self.left_for)
             session.end("stopped" if stopped else why, details=self._last_details())
 
+        def wait_for_remote() -> None:
+            if not self._waited_for_remote:
+                self._wait_for_remote()
+
         # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, session.finish, rescue, say_left, self._say_lost, self._wait_for_remote, end):
+        for act in (flush, session.finish, rescue, say_left, self._say_lost, wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body

@@ -108,7 +108,7 @@ class MetricLog:
 
     def complain(self, error: Exception) -> None:
         """Log an error that must not replace the error already being raised."""
-        _LOG.error("while the run was ending with an error, a save failed too: %s", error)
+        _LOG.error("while the run was ending with an error, this failed too: %s", error)
 
     def _send(self, checkpoint: str | None, step: int = -1) -> None:
         self._due = time.time() + self._every_s

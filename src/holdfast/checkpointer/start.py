@@ -341,7 +341,10 @@ def _check_storages(
     near = session.storage
     found = session.answer(probes.get(near) or _probe(session, near), near)
     num_there = 0 if session.staged else len(session.opened.records)
-    room = check_room(near, found["free_bytes"], needs, live, keep=options.keep, num_there=num_there)
+    keep, waiting = options.keep, 0
+    if options.mirror is not None:
+        keep, waiting = options.mirror.keep, options.mirror.max_behind
+    room = check_room(near, found["free_bytes"], needs, live, keep=keep, num_there=num_there, waiting=waiting)
     for far in {side for side in session.sides if side is not near}:
         session.answer(probes.get(far) or _probe(session, far), far)
     return room
@@ -398,6 +401,7 @@ def check_room(
     *,
     keep: Keep | None = None,
     num_there: int = 0,
+    waiting: int = 0,
 ) -> str:
     """Compare free space with the size of a checkpoint.
 
@@ -409,9 +413,10 @@ def check_room(
         state: of rank 0.
         keep: rules of retention.
         num_there: checkpoints that the run has already.
+        waiting: how many more may be there until they are uploaded.
 
     Returns:
-        A line about size and space.
+        A line about size and space, or two.
     """
     future = _future_optimizer_bytes(state.values())
     least = free_bytes
@@ -439,10 +444,11 @@ def check_room(
     line += f"; {format_bytes(least)} are free"
     at_most = _most_kept(keep)
     # A new checkpoint is whole before an old one is deleted: for a moment there is one more than retention keeps.
-    missing = 0 if at_most is None else max(0, at_most + 1 - num_there) * size - least
+    missing = 0 if at_most is None else max(0, at_most + waiting + 1 - num_there) * size - least
     if missing > 0:
+        also = f", {waiting} more may wait for their upload" if waiting else ""
         line += (
-            f"\n  NOT enough for keep={keep!r}: {at_most} are kept and one more is written before the oldest goes, "
+            f"\nNOT enough for keep={keep!r}: {at_most} are kept{also} and one more is written before the oldest goes, "
             f"which takes {format_bytes(missing)} more; a save that finds no space is lost, older ones are safe"
         )
     return line
@@ -620,7 +626,7 @@ def _start_block(
             "`holdfast run` starts this command again when it dies; with resume='never' each life begins at step 0: "
             "leave it out, so that a life goes on from what the one before has saved"
         )
-    notes.append(room)
+    notes.extend(room.splitlines())
     if options.auto:
         from .auto_interval import FIRST_S  # not above: of every="auto" only
 

@@ -17,7 +17,7 @@ from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, cop
 from holdfast.copying.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.run.index import RUN_FILE
-from holdfast.run.names import refuse_run
+from holdfast.run.names import LEASE_FILE, refuse_run
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -169,7 +169,9 @@ def _checkpoint_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
                 copy_file(*places, progress=progress)
                 copied = Copied(bytes_sent=plan.total_bytes, files=1, is_foreign=True)
         else:
-            copy = copy_into_run if new.storage.exists(RUN_FILE) else copy_checkpoint
+            # A run that is only just starting has a lease and nothing else.
+            is_run = any(new.storage.exists(name) for name in (RUN_FILE, LEASE_FILE))
+            copy = copy_into_run if is_run else copy_checkpoint
             copied = copy(*places, overwrite=overwrite, progress=progress)
         yield CopyOutcome(name=new.directory, state="foreign" if copied.is_foreign else "ok", copied=copied)
 

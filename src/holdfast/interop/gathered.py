@@ -30,6 +30,7 @@ from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import WINDOW, Blob, Row
+from .unpickle import refuse_pointer
 
 _MAX_HOLES = 10_000  # items of a list that an importer has left out
 
@@ -88,7 +89,7 @@ class Gathered:
         items = _top_items(flat.tree)
         self.tree.update(items)
         self.add(flat, mapped)
-        why = "no plain data, nor of a class that is looked up"
+        why = "neither plain data nor a dense tensor, nor of a class that is looked up"
         self.not_taken += [(path.removeprefix("state"), why) for path in flat.dropped]
         for key in items:
             count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
@@ -248,9 +249,10 @@ def own_file(folder: str, name: str) -> str:
     """Return the path at which to read a file (or directory) of a foreign folder.
 
     Raises:
-        CorruptCheckpointError: the file is a link, or its path has a link in it.
+        CorruptCheckpointError: the file is a link, its path has a link in it, or only Git's pointer to it was fetched.
     """
     path = os.path.join(folder, name)
+    refuse_pointer(path)
     if os.path.islink(path):
         snapshots, revision = os.path.split(os.path.abspath(folder))
         repository, kind = os.path.split(snapshots)

@@ -53,6 +53,10 @@ _ALLOWED_IN_METADATA = {
 MAX_METADATA = 2 << 30
 _HAS_OBJECTS = 1  # NPY_ITEM_REFCOUNT, among the flags of a dtype
 _ZIP = b"PK\x03\x04"
+_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # of a file of torch before 1.6, near its beginning
+_TAR = b"ustar"  # at byte 257 of one before 0.2
+_POINTER = b"version https://git-lfs"
+_WINDOW = 1 << 20
 _UNPACKED = 4  # an archive may unpack to so many times its size,
 _SMALL = 64 << 20  # or to so many bytes if that is more
 
@@ -318,9 +322,14 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
 
     Raises:
         UnsupportedStateError: it is no file of torch, or cannot be read without running code that it names.
-        CorruptCheckpointError: it would unpack to far more than its size.
+        CorruptCheckpointError: it is damaged, empty or cut off, or would unpack to far more than its size.
     """
+    refuse_pointer(path)
     mmap = is_zip(path)
+    if mmap:
+        _check_sums(path)
+    else:
+        _check_beginning(path)
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
@@ -392,6 +401,52 @@ def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str
         ) from error
 
 
+def refuse_pointer(path: str) -> None:
+    """Refuse what Git keeps in place of a big file, where that was not fetched.
+
+    Raises:
+        CorruptCheckpointError: it is such a pointer.
+    """
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise CorruptCheckpointError(
+                    f"{path} is a pointer of Git LFS, not the file itself: fetch that with `git lfs pull`"
+                )
+
+
+def _check_beginning(path: str) -> None:
+    """Refuse what torch's readers would take for an old file of theirs, and fail with any error, or run."""
+    with open(path, "rb") as file:
+        head = file.read(512)
+    if not head:
+        raise CorruptCheckpointError(f"{path} is empty: fetch it again")
+    if head.startswith(b"\x80") and _MAGIC not in head:
+        raise UnsupportedStateError(
+            f"{path} is a pickle that torch.save has not written, and to load it is to run what it says: where you "
+            "trust it, load it by pickle.load, and write what is in it by torch.save"
+        )
+    if _MAGIC not in head and head[257:262] != _TAR:
+        raise UnsupportedStateError(f"{path} is no file of torch.save: it begins with {head[:24]!r}")
+
+
+def _check_sums(path: str) -> None:
+    """Compare the records of an archive with their checksums, which torch writes and does not read.
+
+    Raises:
+        CorruptCheckpointError: a record is damaged, the archive is cut off, or it unpacks to far more than its size.
+    """
+    try:
+        _refuse_bomb(path)
+        with zipfile.ZipFile(path) as archive:
+            for record in [record for record in archive.infolist() if record.CRC]:  # see _refuse_bomb
+                with archive.open(record) as file:
+                    while file.read(_WINDOW):
+                        pass
+    except zipfile.BadZipFile as error:
+        raise CorruptCheckpointError(f"{path} is damaged or cut off ({error}): fetch it again") from error
+
+
 def _refuse_code(stream: Any, name: str) -> None:
     """Refuse an archive of TorchScript: `torch.load` would pass it to `torch.jit.load`, which runs code in it."""
     start = stream.tell()
@@ -424,6 +479,9 @@ def _refuse_bomb(path: str) -> bool:
                 f"{path} has {size} bytes and would unpack to {total}: no program that saves tensors writes this"
             )
         pickled = [record for record in records if record.filename.endswith("data.pkl")]
+        for record in pickled:
+            if not record.CRC:  # saved after torch.serialization.set_crc32_options(False)
+                del record.CRC  # so zipfile compares none
         return any(b"bytearray" in archive.read(record) for record in pickled)
 
 

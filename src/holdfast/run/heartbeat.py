@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError, RunBusyError, StorageError
+from holdfast.errors import HoldfastError, RunBusyError, StorageError, StorageFullError
 from holdfast.storage.base import Storage
 
 from .catalog import Catalog
@@ -19,6 +20,7 @@ from .reports import Attempt
 __all__ = ["Heartbeat", "draw_fence", "upkeep"]
 
 _LOG = get_logger("writer")
+_SAID_AGAIN_S = 300.0
 _MOMENT_S = 1.0  # a beat that does not hang takes far less
 
 
@@ -39,6 +41,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._beating = threading.Lock()
+        self._complained: float | None = None  # when it was last said that the lease could not be renewed
         self._left = False  # `close` did not wait for the thread: it gives the lease back itself
         self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
         self._thread.start()
@@ -131,12 +134,23 @@ class Heartbeat:
             try:
                 self._beat()
             except StorageError as error:
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %s", HEARTBEAT_S, error)
+                self._complain(str(error))
             except HoldfastError as error:
                 _LOG.error("%s", error)
                 return
             except Exception as error:  # noqa: BLE001 - a thread edge: another process takes a lease that is not renewed
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)
+                self._complain(repr(error))
+            else:
+                if self._complained is not None:
+                    self._complained = None
+                    _LOG.warning("the lease is renewed again")
+
+    def _complain(self, error: str) -> None:
+        """Say that the lease could not be renewed: at first, and every few minutes while that goes on."""
+        now = time.monotonic()
+        if self._complained is None or now - self._complained > _SAID_AGAIN_S:
+            self._complained = now
+            _LOG.warning("the lease could not be renewed, trying again every %g s: %s", HEARTBEAT_S, error)
 
 
 def draw_fence(
@@ -178,9 +192,16 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
 
     Raises:
         RunBusyError: a process trains the run, or its last owner may still wake up and change it.
+        StorageFullError: there is no room for the lease.
     """
     owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
-    lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    try:
+        lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{storage.uri} has no room for the lease, a small file without which nothing is changed there: remove one "
+            "checkpoint, or the folder .trash, by hand first (rm -r), which no start minds"
+        ) from error
     beat = Heartbeat(lease)
     beat.trainer_gone()
     try:

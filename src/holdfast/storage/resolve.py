@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from holdfast._optional import offered
 from holdfast._outgoing import conceal, conceal_url, masked
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -234,7 +235,7 @@ def _from_entry_point(uri: str, scheme: str) -> Storage | None:
     """Return the storage that an installed package makes of a URI; None if no package serves its scheme.
 
     Raises:
-        ConfigError: the URI holds a password, or the package cannot be imported or makes no storage.
+        ConfigError: the URI holds a password, or the package cannot be imported, fails or makes no storage.
     """
     place = schemes().get(scheme)
     if place is None:
@@ -244,7 +245,7 @@ def _from_entry_point(uri: str, scheme: str) -> Storage | None:
             f"{scheme}:// location: it holds a password, and a location is written into messages and files; leave it "
             "out and give credentials as the package of this scheme wants them (its environment variables)"
         )
-    storage = load(place)(uri)
+    storage = offered(_GROUP, scheme, what="scheme")(uri)
     if not isinstance(storage, Storage):
         raise ConfigError(
             f"entry point {scheme} = {place!r} of the group {_GROUP}: it returned {type(storage).__name__}; it has to "

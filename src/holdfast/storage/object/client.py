@@ -45,6 +45,9 @@ from ..together import together
 from .bucket import BucketConfig
 
 _FEW = 2  # a store that has never heard of a request may answer 501, which the client takes for a passing failure
+# Tries, and growth of the random pauses between them: 3 s in all, mostly; and 80 s, of a hundred requests one 33 s.
+_FIRST, _PATIENT = (10, 2.0), (25, 4.0)
+_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(seconds=5)  # the lease has to be renewed soon after an outage
 _first_pid: list[int] = []
 
 
@@ -71,6 +74,7 @@ class BucketClient:
         # Google compares generations, all others etags.
         self.tag_name = "version" if place.store == "GCSStore" else "e_tag"
         self._made: Any = None
+        self._has_answered = self._is_patient = False
 
     @property
     def obs(self) -> Any:
@@ -90,14 +94,16 @@ class BucketClient:
 
     @property
     def store(self) -> Any:
-        """The store of obstore.
+        """The store of obstore; asked more patiently from its first answer on, so that a wrong address is said soon.
 
         Raises:
             ConfigError: obstore refuses the settings.
         """
-        if self._made is None:
+        patient = self._has_answered
+        if self._made is None or patient != self._is_patient:
             try:
-                self._made = make_store(self.place, self._limits)
+                self._made = make_store(self.place, self._limits, patient=patient)
+                self._is_patient = patient
             except Exception as error:
                 if isinstance(error, HoldfastError):
                     raise
@@ -116,19 +122,24 @@ class BucketClient:
         """Return the URI of an object."""
         return f"{self.uri}/{key}"
 
-    def errors(self, action: str, key: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def errors(self, action: str, key: str) -> Iterator[None]:
         """Translate errors of the client in a block; no message shows credentials."""
-        return errors_of(action, self.shown(key), self.place.secrets.values())
+        with errors_of(action, self.shown(key), self.place.secrets.values()):
+            yield
+        self._has_answered = True
 
 
-def make_store(place: BucketConfig, limits: Mapping[str, float], *, bulk: bool = False) -> Any:
+def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: bool = False, bulk: bool = False) -> Any:
     """Make the client of a place.
 
     Args:
         place: which bucket, with which settings and credentials.
         limits: time-outs and tries.
+        patient: the store has answered before, so it is away for a while only.
         bulk: the client is for the request that deletes many objects, at a store that may not have that request.
     """
+    tries, growth = _PATIENT if patient else _FIRST
     stores = require("obstore.store", extra=place.extra, purpose=f"{place.scheme}:// locations")
     config: dict[str, Any] = {**place.options, **place.secrets}
     endpoint = str(config.get("endpoint") or config.get("base_url") or "")
@@ -152,8 +163,9 @@ def make_store(place: BucketConfig, limits: Mapping[str, float], *, bulk: bool =
             "timeout": timedelta(seconds=limits.get("timeout_s", 120.0)),
         },
         retry_config={
-            "max_retries": min(_FEW if bulk else 1 << 16, int(limits.get("max_retries", 10))),
+            "max_retries": min(_FEW if bulk else 1 << 16, int(limits.get("max_retries", tries))),
             "retry_timeout": timedelta(seconds=limits.get("deadline_s", 180.0)),
+            "backoff": {"init_backoff": _SHORTEST, "max_backoff": _LONGEST, "base": growth},
         },
         **arguments,
     )

@@ -7,7 +7,6 @@ of the version that was opened.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import threading
 import uuid
@@ -71,10 +70,10 @@ _given: dict[tuple[str, str, str], dict[str, str]] = {}
 class ObjectStorage(Storage):
     """Objects below a prefix of a bucket.
 
-    Every request has a time-out (``timeout_s``, 120 s) and is tried again with growing, random pauses (``max_retries``,
-    10) until ``deadline_s`` (180 s) has passed. All other options are settings of obstore's S3Store, GCSStore or
-    AzureStore; what is not given comes from the environment. Credentials are kept out of descriptions, messages and
-    pickles.
+    Every request has a time-out (``timeout_s``, 120 s) and is tried again with growing, random pauses (``max_retries``:
+    10, and 25 once the store has answered this process) until ``deadline_s`` (180 s) has passed. All other options are
+    settings of obstore's S3Store, GCSStore or AzureStore; what is not given comes from the environment. Credentials are
+    kept out of descriptions, messages and pickles.
 
     Args:
         uri: "s3://bucket/prefix", "gs://", "az://", "abfs://" or "oci://".
@@ -253,7 +252,8 @@ class ObjectStorage(Storage):
     def child(self, path: str) -> ObjectStorage:
         """Return the same bucket seen from deeper below, with the same connections."""
         prefix = check_prefix(path)
-        clone = copy.copy(self)
+        clone = object.__new__(type(self))  # copy.copy would make a client anew, from what the environment says by now
+        clone.__dict__.update(self.__dict__)
         clone._prefix = "/".join(part for part in (self._prefix, prefix) if part)
         return clone
 

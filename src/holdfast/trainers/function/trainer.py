@@ -238,15 +238,17 @@ class TorchTrainer:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
         storage = as_given(base.child(name))
         if storage.describe() is None:
+            why = "workers are processes of their own"
+            if self._scaling.num_workers == 0:
+                why = "without workers, too, train_func finds the run by the description of its storage"
             if base.uri.startswith(("memory://", "fsspec+memory://")):
                 raise ConfigError(
-                    f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own "
-                    "and can neither read nor write it; give a directory"
+                    f"storage_path: {base.uri} lives in the memory of this process and has no description: {why}; give "
+                    "a directory"
                 )
             raise ConfigError(
-                f"storage_path: {base.uri}: workers are processes of their own, and {type(base).__qualname__} does not "
-                "say how another process makes it: let its describe() return {'kind': 'module:Class', ...} "
-                "(docs/storage.md)"
+                f"storage_path: {base.uri}: {why}, and {type(base).__qualname__} does not say how another process "
+                "makes it: let its describe() return {'kind': 'module:Class', ...} (docs/storage.md)"
             )
         root = storage.local_root
         if root is not None and root.exists() and not root.is_dir():

@@ -303,7 +303,7 @@ class SaverGroup:
         try:
             self._close(why, waits, patient=patient)
         except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training
-            _LOG.error("while training was ending with an error, a save failed too: %s", late)
+            _LOG.error("while training was ending with an error, this failed too: %s", late)
 
     @property
     def is_forked(self) -> bool:
