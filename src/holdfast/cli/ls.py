@@ -21,7 +21,7 @@ from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
-from holdfast.run.retention import best_of, is_number
+from holdfast.run.retention import best_of, is_number, rankable
 from holdfast.run.view import run_state, runs_below
 from holdfast.storage.base import Storage
 
@@ -320,8 +320,8 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
 def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> None:
     """Say so on stderr if none of the metrics in ``have`` is a number called ``metric``."""
     if not any(is_number(metrics.get(metric)) for metrics in have):
-        known = sorted({name for metrics in have for name in metrics if not name.startswith("_")})
-        note(f"nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}")
+        known = ", ".join(rankable(have)) or "no metric"
+        note(f"nothing in {where} has a number for {metric!r}; there is: {known}")
 
 
 _FILES_SHOWN = 12

@@ -249,7 +249,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
             print_error(error)  # the next look may succeed
         else:
             figures = [_figures(summary) for summary in summaries]
-            replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
+            replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")))
             if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)
@@ -331,9 +331,7 @@ def _line(name: str, labels: Mapping[str, str], value: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    # A file name that is no UTF-8 has surrogates in it, which cannot be written.
-    whole = text.encode("utf-8", "replace").decode()
-    return whole.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def _number(value: float) -> str:
@@ -370,9 +368,8 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
     every = poll_option(poll)
     check_output(output)
     facts = collect()
-    data = render(facts, reload_s=every if watch else None).encode()
-    replace_file(output, data)
-    click.echo(f"{printable(output)}: {format_bytes(len(data))}")
+    size = replace_file(output, render(facts, reload_s=every if watch else None))
+    click.echo(f"{printable(output)}: {format_bytes(size)}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
@@ -381,7 +378,7 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
             print_error(error)
             continue
         if _essence(fresh) != _essence(facts):
-            replace_file(output, render(fresh, reload_s=every).encode())
+            replace_file(output, render(fresh, reload_s=every))
         facts = fresh
 
 

@@ -21,6 +21,7 @@ from holdfast.run.lease import is_claim
 from holdfast.run.metrics import flat_metrics
 from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
+from holdfast.run.retention import rankable
 from holdfast.run.rollbacks import bad_steps
 from holdfast.run.view import refuse_checkpoint
 from holdfast.storage.base import Storage
@@ -245,7 +246,7 @@ def _pick(catalog: Catalog, pick: Choice) -> Record:
         metric, mode = ranking(catalog.index.keep, pick.best, pick.mode)
         record = catalog.best(metric or "", mode)
         if record is None:
-            known = sorted({name for saved in catalog.records() for name in flat_metrics(saved.metrics)})
+            known = rankable(saved.metrics for saved in catalog.records())
             raise UnknownMetricError(
                 f"no checkpoint of {where} has a number for {metric!r}; they have: {', '.join(known) or 'no metrics'}"
             )

@@ -268,14 +268,18 @@ def check_output(target: str) -> None:
         raise ConfigError(f"{target} was not written by `holdfast`, and stays: give another name, or delete it first")
 
 
-def replace_file(target: str, data: bytes) -> None:
+def replace_file(target: str, text: str) -> int:
     """Replace a local file of our own in one step, so that no collector and no browser reads half of it.
+
+    Returns:
+        how many bytes it has.
 
     Raises:
         ConfigError: as `check_output`.
         StorageError: it cannot be written.
     """
     check_output(target)
+    data = text.encode("utf-8", "replace")  # a file name that is no UTF-8 has surrogates in it, which none can write
     path = Path(target)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -285,3 +289,4 @@ def replace_file(target: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise translate(error, "write", target) from error
+    return len(data)
