@@ -22,10 +22,21 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number, rankable
-from holdfast.run.view import run_state, runs_below
+from holdfast.run.view import run_state
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
+from .targets import (
+    PATH,
+    Choice,
+    bad_step_in,
+    choose,
+    complete_metric,
+    find,
+    heed_checks,
+    look_at,
+    pick_options,
+    ranking,
+)
 from .terminal import (
     PlainTable,
     age,
@@ -71,12 +82,11 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if checkpoint is not None:
         _show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
-    catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
-    if runs:
-        _show_runs(storage, runs, metric, mode, as_json=as_json)
+    found = look_at(storage)
+    if isinstance(found, list):
+        _show_runs(storage, found, metric, mode, as_json=as_json)
         return
-    document = _document(catalog, metric, mode)
+    document = _document(found, metric, mode)
     if metric is not None:
         _say_unknown(metric, storage.uri, [flat_metrics(row.get("metrics", {})) for row in document["checkpoints"]])
     if as_json:

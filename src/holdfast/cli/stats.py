@@ -16,11 +16,11 @@ from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.view import run_state, runs_below
+from holdfast.run.view import run_state
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, poll_option, run_at
+from .targets import PATH, look_at, poll_option, run_at
 from .terminal import (
     check_output,
     console,
@@ -114,12 +114,11 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
 
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Describe the run at a path, or the runs in a folder; those have names."""
-    catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
-    if not runs:
+    found = look_at(storage)
+    if not isinstance(found, list):
         return [_describe(run_at(storage, path), None)]
     summaries = []
-    for name, run in runs:
+    for name, run in found:
         try:
             summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
@@ -331,7 +330,9 @@ def _line(name: str, labels: Mapping[str, str], value: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    # A file name that is no UTF-8 has surrogates in it, which cannot be written.
+    whole = text.encode("utf-8", "replace").decode()
+    return whole.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def _number(value: float) -> str:

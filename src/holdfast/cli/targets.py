@@ -13,7 +13,14 @@ from click.shell_completion import split_arg_string
 from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import known_damaged
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, UnknownMetricError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    HoldfastError,
+    StoragePermissionError,
+    UnknownMetricError,
+)
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
@@ -23,15 +30,15 @@ from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
 from holdfast.run.retention import rankable
 from holdfast.run.rollbacks import bad_steps
-from holdfast.run.view import refuse_checkpoint
+from holdfast.run.view import refuse_checkpoint, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .terminal import note
 
 __all__ = [
-    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
-    "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
+    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "look_at", "pick_options",
+    "poll_option", "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
 ]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
@@ -120,7 +127,7 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     """
     storage = reach(path)
     root = storage.local_root
-    if root is not None and root.is_file():
+    if root is not None and os.path.isfile(root):  # not `Path.is_file`, which raises what may not be looked at
         return storage, Checkpoint(path)
     children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
     if not children:
@@ -142,8 +149,25 @@ def _refuse_nothing(storage: Storage) -> None:
         CheckpointNotFoundError: saying so.
     """
     root = storage.local_root
-    if not (root is not None and root.is_dir()):
+    if not (root is not None and os.path.isdir(root)):
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
+
+
+def look_at(storage: Storage) -> Catalog | list[tuple[str, Storage]]:
+    """Return the run at a place, or if it is a folder of runs these, also those that may not be read.
+
+    Raises:
+        StorageError: the storage does not answer, or denies a part of a run.
+    """
+    try:
+        catalog = Catalog(storage)
+    except StoragePermissionError:
+        runs = [] if storage.exists(RUN_FILE) else runs_below(storage)
+        if not runs:
+            raise
+        return runs
+    is_folder = catalog.index.damage == "missing" and not catalog.records()
+    return (runs_below(storage, catalog.foreign) if is_folder else []) or catalog
 
 
 def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -> Checkpoint:
