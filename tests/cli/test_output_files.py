@@ -137,7 +137,7 @@ def test_figures_are_not_cut(run, monkeypatch) -> None:
     assert "…" not in said
     assert "..." not in said
     assert "no room for: " in said
-    assert max(map(len, said.splitlines()[2:8])) <= 50
+    assert max(map(len, said.splitlines()[4:8])) <= 50
 
 
 def test_names_that_are_no_utf_8(tmp_path) -> None:

@@ -154,6 +154,19 @@ def test_completion(runs: Path, words: str, wanted: str) -> None:
     assert wanted in done.stdout or (wanted == "dir" and "file" in done.stdout), done
 
 
+def test_no_line_of_text_is_broken_and_metrics_that_are_not_shown_are_named(tmp_path: Path) -> None:
+    """A long path is copied whole out of a pipe; of many metrics `ls` names those that it has no room for."""
+    root = tmp_path.joinpath(*["a-rather-long-name-of-a-folder"] * 6, "run")
+    with hf.Checkpointer(root, {"w": torch.zeros(4)}, every=1) as ck:
+        ck.step(**dict.fromkeys("abcde", 1.0))
+    said = holdfast("ls", root)
+    assert f"{root}\n" in said
+    assert "\nno room for: d, e (--json has all)\n" in said
+    (root / "step_00000001/manifest.json").write_text("{")
+    found = invoke("verify", root, code=1).stdout
+    assert f"  {root}/step_00000001/manifest.json: it does not end as a manifest does" in found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the modes of files hold for root, too, without a capability")
 def test_what_may_not_be_read_hides_nothing_else(runs: Path, tmp_path: Path) -> None:
     """A folder of runs lists the others and names it; a path below it is denied in words."""

@@ -35,12 +35,22 @@ from holdfast.run.view import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
-from .terminal import PlainTable, console, json_option, note, number, print_json, print_line, printable, table
+from .terminal import (
+    PlainTable,
+    console,
+    json_option,
+    no_room_for,
+    note,
+    number,
+    print_json,
+    print_line,
+    printable,
+    table,
+)
 
 __all__ = ["best", "latest", "log", "watch"]
 
 _TAIL = 30
-_NAMED = 50  # columns there is no room for
 
 _HEIGHT, _WIDEST = 14, 100
 
@@ -229,8 +239,7 @@ def _table(rows: Sequence[dict[str, Any]], names: list[str], among: int) -> None
         click.echo(f"the last {len(rows)} of {among} rows (--tail 0 prints all)")
     made.print(out)
     if left_out:
-        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
-        click.echo(f"no room for: {', '.join(left_out[:_NAMED])}{more} (--metric chooses)", err=True)
+        click.echo(no_room_for(left_out, "--metric chooses"), err=True)
 
 
 def _plot(rows: Sequence[dict[str, Any]], metric: str) -> None:

@@ -48,6 +48,7 @@ from .terminal import (
     print_columns,
     print_json,
     printable,
+    say_left_out,
     table,
 )
 
@@ -186,9 +187,11 @@ def _print(document: dict[str, Any]) -> None:
         parts.append("run.json unusable, rebuilt by scan")
     out.print(Text(printable(" · ".join(parts)), style="dim"))
     out.print()
-    metrics = _metrics(rows, document["metric"])
+    known = _metrics(rows, document["metric"])
+    metrics = known[:_METRICS_SHOWN]
     while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
         metrics.pop()
+    say_left_out(out, known[len(metrics) :])
     for row in rows:
         if (why := row.get("reason") or row.get("bad_step")) is not None:
             out.print(Text(printable(f"{row['name']}: {why}"), style="red"))
@@ -243,10 +246,10 @@ def _verified(known: dict[str, Any] | None, now: float) -> str:
 
 
 def _metrics(rows: list[dict[str, Any]], first: str | None) -> list[str]:
-    """Choose the columns that fit: the ranking metric, then those most checkpoints have; none that is there already."""
+    """Return the metrics to show: the ranking one, then those most checkpoints have; none that is there already."""
     names = (name for row in rows for name in flat_metrics(row.get("metrics", {})))
     count = Counter(name for name in names if name == first or not name.startswith("_"))  # notes of ours, times
-    return sorted(count.keys() - _TITLES, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]
+    return sorted(count.keys() - _TITLES, key=lambda name: (name != first, -count[name], name))
 
 
 def _show_runs(
@@ -309,7 +312,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         metrics |= {key: value for key, value in flat_metrics(record.metrics).items() if is_number(value)}
     return {
         **head,
-        "state": state.text.partition("\n")[0][:40] if state.word == "stopped" else state.word,
+        "state": state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word,
         "attempt": None if current is None else current.attempt,
         "checkpoints": len(records),
         "bad": len(catalog.bad()),

@@ -185,7 +185,7 @@ def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -
     storage, checkpoint = find(path)
     if checkpoint is not None:
         if pick.is_given:
-            raise ConfigError(f"{path} is one checkpoint: --newest, --best and --step choose among those of a run")
+            raise ConfigError(f"{path} is one checkpoint: newest, best and --step choose among those of a run")
         if warns:
             warn_of_quarantine(checkpoint)
         return checkpoint
