@@ -110,6 +110,26 @@ def test_links_resolve() -> None:
             assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
 
 
+def test_files_of_the_source_exist() -> None:
+    """Each `folder/file.py` that a page names is there, of the two pages for developers each `file.py`, too.
+
+    A `*` stands for letters.
+    """
+    folders = ("src", "tests", "examples", "benchmarks")
+    files = "\n".join(path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    num_named = 0
+    for page in PAGES:
+        text = re.sub(r"^```(?:python|sh|bash|yaml)\b.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        names = re.findall(r"(?<![\w./])(?:[\w-]+/)+[\w*]+\.py\b", text)
+        if page.name in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
+            names += re.findall(r"`(\w+\.py)`", text)
+        for name in names:
+            ending = re.escape(name).replace(r"\*", "[^/\n]*")
+            assert re.search(f"/{ending}$", files, re.MULTILINE), f"{page.name}: {name}"
+            num_named += 1
+    assert num_named > 100
+
+
 def anchors(page: Path) -> set[str]:
     """Return what links to the headings of a page are called: in lower case, without punctuation, with hyphens."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -19,7 +20,10 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Let standard streams that the caller has closed lead nowhere: other files would get their numbers."""
+    """Let standard streams that the caller has closed lead nowhere: other files would get their numbers.
+
+    What the encoding of the terminal lacks is printed as an escape.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -27,6 +31,8 @@ def _open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  until the process ends
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is
 
 
 if __name__ == "__main__":

@@ -78,3 +78,16 @@ def test_the_ledger_says_what_was_trained(tmp_path) -> None:
     lines = invoke("log", root.uri, "--data", "--format", "jsonl").stdout.splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == [1] * 20 + [2] * 20
     assert "leave out" in invoke("log", root.uri, "--data", "--plot", "loss", code=2).output
+
+
+def test_a_table_of_very_many_metrics(tmp_path) -> None:
+    """Its columns are measured once, not once for each that is left out; the first of those are named."""
+    catalog = begin(LocalStorage(tmp_path / "wide"))
+    save(catalog, 1, metrics={f"m{number:04}": number / 3 for number in range(3000)})
+    said = invoke("log", catalog.storage.uri)
+    head, row = said.stdout.splitlines()
+    assert len(row) <= 160
+    assert head.split()[1:3] == ["m0000", "m0001"]
+    shown = len(head.split()) - 2
+    assert f"no room for: m{shown:04}, " in said.stderr
+    assert f" and {3000 - shown - 20} more (--metric chooses)" in said.stderr

@@ -137,4 +137,22 @@ def test_figures_are_not_cut(run, monkeypatch) -> None:
     assert "…" not in said
     assert "..." not in said
     assert "no room for: " in said
-    assert max(map(len, said.splitlines()[2:8])) <= 50
+    assert max(map(len, said.splitlines()[4:8])) <= 50
+
+
+def test_names_that_are_no_utf_8(tmp_path) -> None:
+    """A page of such a run is written; a script gets the path as it is, byte for byte."""
+    root = os.fsencode(tmp_path) + b"/run \xff\xfe\n\xc3\xbc"
+    save(begin(LocalStorage(os.fsdecode(root))), 1)
+    invoke("page", os.fsdecode(root), "-o", tmp_path / "run.html")
+    assert "step_0001" in (tmp_path / "run.html").read_text()
+    assert invoke("latest", os.fsdecode(root)).stdout_bytes == root + b"/step_0001\n"
+    assert "\\udcff" in invoke("ls", os.fsdecode(root)).stdout
+
+
+def test_a_terminal_of_another_encoding(run, command, monkeypatch, tmp_path) -> None:
+    """What the encoding of standard output lacks is printed as an escape."""
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert command("ls", run) == 0
+    assert " \\xb7 attempt 1 " in (tmp_path / "out").read_text()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_kit import invoke
+from command_kit import as_anybody, invoke
 
 import holdfast as hf
 
@@ -151,3 +152,35 @@ def test_completion(runs: Path, words: str, wanted: str) -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, timeout=60
     )
     assert wanted in done.stdout or (wanted == "dir" and "file" in done.stdout), done
+
+
+def test_no_line_of_text_is_broken_and_metrics_that_are_not_shown_are_named(tmp_path: Path) -> None:
+    """A long path is copied whole out of a pipe; of many metrics `ls` names those that it has no room for."""
+    root = tmp_path.joinpath(*["a-rather-long-name-of-a-folder"] * 6, "run")
+    with hf.Checkpointer(root, {"w": torch.zeros(4)}, every=1) as ck:
+        ck.step(**dict.fromkeys("abcde", 1.0))
+    said = holdfast("ls", root)
+    assert f"{root}\n" in said
+    assert "\nno room for: d, e (--json has all)\n" in said
+    (root / "step_00000001/manifest.json").write_text("{")
+    found = invoke("verify", root, code=1).stdout
+    assert f"  {root}/step_00000001/manifest.json: it does not end as a manifest does" in found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the modes of files hold for root, too, without a capability")
+def test_what_may_not_be_read_hides_nothing_else(runs: Path, tmp_path: Path) -> None:
+    """A folder of runs lists the others and names it; a path below it is denied in words."""
+    shutil.copytree(runs / "one", tmp_path / "mine")
+    shutil.copytree(runs / "one", tmp_path / "private" / "run")
+    (tmp_path / "private").chmod(0)
+    try:
+        with as_anybody():
+            said = invoke("ls", tmp_path).stdout
+            assert re.search(r"^mine .*finished\n.*^private +unreadable\n", said, re.MULTILINE | re.DOTALL)
+            assert "private: cannot read " in said
+            assert "private cannot be read" in invoke("stats", tmp_path).stderr
+            invoke("page", tmp_path, "-o", tmp_path / "run.html")
+            for command in ("ls", "show", "latest", "verify"):
+                assert "Permission denied; give this user" in invoke(command, tmp_path / "private/run", code=1).stderr
+    finally:
+        (tmp_path / "private").chmod(0o700)

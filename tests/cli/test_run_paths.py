@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
-from catalog_kit import catalog_of
+from catalog_kit import begin, catalog_of, save
 from checkpoint_kit import small
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
@@ -64,6 +65,8 @@ def test_what_there_is_not_says_what_there_is(run, tmp_path) -> None:  # noqa: F
     assert "is one checkpoint" in invoke("show", run / "step_10", "--step", "10", code=2).stderr
     catalog_of(tmp_path / "empty").index.register_attempt("aaaaaaaa", host="h", pid=1)
     assert "none has been committed yet" in invoke("latest", tmp_path / "empty", code=1).stderr
+    save(catalog := begin(LocalStorage(tmp_path / "nan")), 1, metrics={"loss": math.nan, "acc": 0.5, "note": "x"})
+    assert invoke("best", catalog.storage.uri, "--metric", "loss", code=2).stderr.endswith("; they have: acc\n")
 
 
 def test_a_relative_path_gives_a_path_that_can_be_used(run, monkeypatch) -> None:  # noqa: F811

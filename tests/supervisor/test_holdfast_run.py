@@ -66,9 +66,10 @@ def test_a_script_that_is_killed_at_each_step_is_started_again_until_it_is_done(
 
 def test_a_crash_loop_ends_with_what_was_the_same_and_the_traceback(tmp_path: Path) -> None:
     """The same exception before the first step three times: no fourth life, its status, its traceback once more."""
-    script = STEPS + "raise OSError(f'no disk at {time.time()}')"
+    script = STEPS + "raise OSError(f'no disk at {time.time()}\\x1b[31m')"
     status, _, err = finished(script, tmp_path)
     assert status == 1
+    assert all("\\x1b[31m" in line for line in err.splitlines() if line.startswith("holdfast run: life "))
     assert (tmp_path / "lives").read_text() == "3"
     last = err.partition("not started again: ")[2]
     assert "3 lives in a row have ended before their first step" in last

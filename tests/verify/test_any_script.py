@@ -15,7 +15,7 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked, script
 
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
-from holdfast.verify.lives import LifeFailedError
+from holdfast.verify.lives import Life, LifeFailedError
 from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report, advice
 from holdfast.verify.scripts import verify_script
@@ -25,6 +25,20 @@ from holdfast.verify.trace import Record, saves_after
 def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:
     (tmp_path / "train.py").write_text(text)
     return verify_script(["python", "train.py"], cwd=tmp_path, timeout_s=60, starter=starter, **options)
+
+
+def test_an_error_of_several_lines_is_said_with_its_first(tmp_path):
+    """That has its class; torch names what does not fit in later lines. Without an error it is the last line."""
+
+    def last_line(text: str) -> str:
+        (tmp_path / "output").write_text(text)
+        return Life(plan=None, rows=[], killed=False, output=tmp_path / "output", seconds=1.0, status=1).last_line()
+
+    frames = 'begins\n\nTraceback (most recent call last):\n  File "train.py", line 1, in <module>\n    load()\n'
+    assert last_line(f"{frames}ValueError: one line\n") == "ValueError: one line"
+    assert last_line(f"{frames}RuntimeError: Error(s):\n\ta\n\tsize of b\n") == "RuntimeError: Error(s): ... size of b"
+    assert last_line("begins\nno checkpoint\n\n") == "no checkpoint"
+    assert last_line("") == "it printed nothing"
 
 
 QUICK = (

@@ -376,7 +376,7 @@ def _print_difference(difference: CheckpointDifference) -> None:
         return
     counts = (
         (len(difference.tensors), f"of {tensors}{within}"),
-        (len(difference.plain), "values of plain data"),
+        (len(difference.plain), f"value{'s' * (len(difference.plain) != 1)} of plain data"),
         (len(difference.only_in_a) + len(difference.only_in_b), "on one side only"),
         (len(difference.kinds), "of another kind"),
         (len(difference.files), "files"),

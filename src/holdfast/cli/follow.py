@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -34,7 +35,18 @@ from holdfast.run.view import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
-from .terminal import console, fits, json_option, note, number, print_json, print_line, printable, table
+from .terminal import (
+    PlainTable,
+    console,
+    json_option,
+    no_room_for,
+    note,
+    number,
+    print_json,
+    print_line,
+    printable,
+    table,
+)
 
 _TAIL = 30
 
@@ -202,26 +214,30 @@ def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str], *, header: bool =
 
 
 def _table(rows: Sequence[dict[str, Any]], names: list[str], among: int) -> None:
+    from rich.cells import cell_len
+
     out = console()
     rows, names = printable(list(rows)), printable(names)
-    made = _made(rows, names)
-    left_out: list[str] = []
-    while len(names) > 1 and not fits(out, made):
-        left_out, names = [names[-1], *left_out], names[:-1]
-        made = _made(rows, names)
+    steps = ["step", *(number(row["step"]) for row in rows)]
+    checkpoints = ["checkpoint", *(row["checkpoint"] or "" for row in rows)]
+    room = out.width - sum(max(map(cell_len, cells)) for cells in (steps, checkpoints)) - 2
+    columns: list[list[str]] = []
+    for name in names:
+        column = [name, *(number(row["metrics"][name]) if name in row["metrics"] else "" for row in rows)]
+        room -= max(map(cell_len, column)) + 2
+        if room < 0 and columns:
+            break
+        columns.append(column)
+    left_out = names[len(columns) :]
+    (*titles, last), *lines = zip(steps, *columns, checkpoints, strict=True)
+    made = PlainTable([*((title, "right") for title in titles), (last, "left")])
+    for line in lines:
+        made.add(line)
     if among > len(rows):
         click.echo(f"the last {len(rows)} of {among} rows (--tail 0 prints all)")
-    out.print(made)
+    made.print(out)
     if left_out:
-        click.echo(f"no room for: {', '.join(left_out)} (--metric chooses)", err=True)
-
-
-def _made(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
-    made = table([("step", "right"), *((name, "right") for name in names), ("checkpoint", "left")])
-    for row in rows:
-        values = (number(row["metrics"][name]) if name in row["metrics"] else "" for name in names)
-        made.add_row(number(row["step"]), *values, row["checkpoint"] or "")
-    return made
+        click.echo(no_room_for(left_out, "--metric chooses"), err=True)
 
 
 def _plot(rows: Sequence[dict[str, Any]], metric: str) -> None:
@@ -391,8 +407,9 @@ def _answer(run: str, pick: Choice, as_json: bool) -> None:
                 "metrics": checkpoint.metrics,
             }
         )
-    else:
-        click.echo(printable(checkpoint.uri))
+        return
+    is_for_script = not sys.stdout.isatty() and "://" not in checkpoint.uri  # the path, whatever it is called
+    click.echo(os.fsencode(checkpoint.uri) if is_for_script else printable(checkpoint.uri))
 
 
 _FIELD = re.compile(r"\{(path|uri|name|step)\}")

@@ -21,11 +21,22 @@ from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
-from holdfast.run.retention import best_of, is_number
-from holdfast.run.view import run_state, runs_below
+from holdfast.run.retention import best_of, is_number, rankable
+from holdfast.run.view import run_state
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, bad_step_in, choose, complete_metric, find, heed_checks, pick_options, ranking
+from .targets import (
+    PATH,
+    Choice,
+    bad_step_in,
+    choose,
+    complete_metric,
+    find,
+    heed_checks,
+    look_at,
+    pick_options,
+    ranking,
+)
 from .terminal import (
     PlainTable,
     age,
@@ -37,6 +48,7 @@ from .terminal import (
     print_columns,
     print_json,
     printable,
+    say_left_out,
     table,
 )
 
@@ -69,12 +81,11 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if checkpoint is not None:
         _show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
-    catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
-    if runs:
-        _show_runs(storage, runs, metric, mode, as_json=as_json)
+    found = look_at(storage)
+    if isinstance(found, list):
+        _show_runs(storage, found, metric, mode, as_json=as_json)
         return
-    document = _document(catalog, metric, mode)
+    document = _document(found, metric, mode)
     if metric is not None:
         _say_unknown(metric, storage.uri, [flat_metrics(row.get("metrics", {})) for row in document["checkpoints"]])
     if as_json:
@@ -174,9 +185,11 @@ def _print(document: dict[str, Any]) -> None:
         parts.append("run.json unusable, rebuilt by scan")
     out.print(Text(printable(" · ".join(parts)), style="dim"))
     out.print()
-    metrics = _metrics(rows, document["metric"])
+    known = _metrics(rows, document["metric"])
+    metrics = known[:_METRICS_SHOWN]
     while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
         metrics.pop()
+    say_left_out(out, known[len(metrics) :])
     for row in rows:
         if (why := row.get("reason") or row.get("bad_step")) is not None:
             out.print(Text(printable(f"{row['name']}: {why}"), style="red"))
@@ -231,10 +244,10 @@ def _verified(known: dict[str, Any] | None, now: float) -> str:
 
 
 def _metrics(rows: list[dict[str, Any]], first: str | None) -> list[str]:
-    """Choose the columns that fit: the ranking metric, then those most checkpoints have; none that is there already."""
+    """Return the metrics to show: the ranking one, then those most checkpoints have; none that is there already."""
     names = (name for row in rows for name in flat_metrics(row.get("metrics", {})))
     count = Counter(name for name in names if name == first or not name.startswith("_"))  # notes of ours, times
-    return sorted(count.keys() - _TITLES, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]
+    return sorted(count.keys() - _TITLES, key=lambda name: (name != first, -count[name], name))
 
 
 def _show_runs(
@@ -297,7 +310,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         metrics |= {key: value for key, value in flat_metrics(record.metrics).items() if is_number(value)}
     return {
         **head,
-        "state": state.text.partition("\n")[0][:40] if state.word == "stopped" else state.word,
+        "state": state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word,
         "attempt": None if current is None else current.attempt,
         "checkpoints": len(records),
         "bad": len(catalog.bad()),
@@ -318,8 +331,8 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
 def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> None:
     """Say so on stderr if none of the metrics in ``have`` is a number called ``metric``."""
     if not any(is_number(metrics.get(metric)) for metrics in have):
-        known = sorted({name for metrics in have for name in metrics if not name.startswith("_")})
-        note(f"nothing in {where} has a number for {metric!r}; there is: {', '.join(known) or 'no metric'}")
+        known = ", ".join(rankable(have)) or "no metric"
+        note(f"nothing in {where} has a number for {metric!r}; there is: {known}")
 
 
 _FILES_SHOWN = 12

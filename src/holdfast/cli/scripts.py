@@ -212,6 +212,6 @@ def _examine(
             click.echo(message(line))
         click.echo(f"({seconds:.0f} s)")
     if html is not None:
-        replace_file(html, page(found, seconds).encode())
+        replace_file(html, page(found, seconds))
     if not is_good(found):
         raise click.exceptions.Exit(1)

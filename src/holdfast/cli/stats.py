@@ -16,11 +16,11 @@ from holdfast.page import collect_all, render
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import goodput, saves
 from holdfast.run.costs import stats as sum_up
-from holdfast.run.view import run_state, runs_below
+from holdfast.run.view import run_state
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import PATH, poll_option, run_at
+from .targets import PATH, look_at, poll_option, run_at
 from .terminal import (
     check_output,
     console,
@@ -112,12 +112,11 @@ def stats(run: str, target: str | None, watch: bool, poll: str, as_json: bool) -
 
 def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Describe the run at a path, or the runs in a folder; those have names."""
-    catalog = Catalog(storage)
-    runs = runs_below(storage, catalog.foreign) if catalog.index.damage == "missing" and not catalog.records() else []
-    if not runs:
+    found = look_at(storage)
+    if not isinstance(found, list):
         return [_describe(run_at(storage, path), None)]
     summaries = []
-    for name, run in runs:
+    for name, run in found:
         try:
             summaries.append(_describe(Catalog(run), name))
         except HoldfastError as error:
@@ -247,7 +246,7 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
             print_error(error)  # the next look may succeed
         else:
             figures = [_figures(summary) for summary in summaries]
-            replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")).encode())
+            replace_file(target, openmetrics(figures, is_classic=target.endswith(".prom")))
             if every is None or not any(summary["live"] for summary in summaries):
                 return
         time.sleep(every or 0)
@@ -368,9 +367,8 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
     every = poll_option(poll)
     check_output(output)
     facts = collect()
-    data = render(facts, reload_s=every if watch else None).encode()
-    replace_file(output, data)
-    click.echo(f"{printable(output)}: {format_bytes(len(data))}")
+    size = replace_file(output, render(facts, reload_s=every if watch else None))
+    click.echo(f"{printable(output)}: {format_bytes(size)}")
     while watch and facts["live"]:
         time.sleep(every)
         try:
@@ -379,7 +377,7 @@ def page(runs: tuple[str, ...], output: str, watch: bool, poll: str, as_json: bo
             print_error(error)
             continue
         if _essence(fresh) != _essence(facts):
-            replace_file(output, render(fresh, reload_s=every).encode())
+            replace_file(output, render(fresh, reload_s=every))
         facts = fresh
 
 

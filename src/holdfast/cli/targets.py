@@ -13,7 +13,14 @@ from click.shell_completion import split_arg_string
 from holdfast._units import parse_span
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import known_damaged
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, UnknownMetricError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    HoldfastError,
+    StoragePermissionError,
+    UnknownMetricError,
+)
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
@@ -21,8 +28,9 @@ from holdfast.run.lease import is_claim
 from holdfast.run.metrics import flat_metrics
 from holdfast.run.record import Record
 from holdfast.run.remains import is_remains
+from holdfast.run.retention import rankable
 from holdfast.run.rollbacks import bad_steps
-from holdfast.run.view import refuse_checkpoint
+from holdfast.run.view import refuse_checkpoint, runs_below
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -114,7 +122,7 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     """
     storage = reach(path)
     root = storage.local_root
-    if root is not None and root.is_file():
+    if root is not None and os.path.isfile(root):  # not `Path.is_file`, which raises what may not be looked at
         return storage, Checkpoint(path)
     children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
     if not children:
@@ -136,8 +144,25 @@ def _refuse_nothing(storage: Storage) -> None:
         CheckpointNotFoundError: saying so.
     """
     root = storage.local_root
-    if not (root is not None and root.is_dir()):
+    if not (root is not None and os.path.isdir(root)):
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
+
+
+def look_at(storage: Storage) -> Catalog | list[tuple[str, Storage]]:
+    """Return the run at a place, or if it is a folder of runs these, also those that may not be read.
+
+    Raises:
+        StorageError: the storage does not answer, or denies a part of a run.
+    """
+    try:
+        catalog = Catalog(storage)
+    except StoragePermissionError:
+        runs = [] if storage.exists(RUN_FILE) else runs_below(storage)
+        if not runs:
+            raise
+        return runs
+    is_folder = catalog.index.damage == "missing" and not catalog.records()
+    return (runs_below(storage, catalog.foreign) if is_folder else []) or catalog
 
 
 def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -> Checkpoint:
@@ -155,7 +180,7 @@ def choose(path: str, pick: Choice, *, warns: bool = True, heeds: bool = True) -
     storage, checkpoint = find(path)
     if checkpoint is not None:
         if pick.is_given:
-            raise ConfigError(f"{path} is one checkpoint: --newest, --best and --step choose among those of a run")
+            raise ConfigError(f"{path} is one checkpoint: newest, best and --step choose among those of a run")
         if warns:
             warn_of_quarantine(checkpoint)
         return checkpoint
@@ -240,7 +265,7 @@ def _pick(catalog: Catalog, pick: Choice) -> Record:
         metric, mode = ranking(catalog.index.keep, pick.best, pick.mode)
         record = catalog.best(metric or "", mode)
         if record is None:
-            known = sorted({name for saved in catalog.records() for name in flat_metrics(saved.metrics)})
+            known = rankable(saved.metrics for saved in catalog.records())
             raise UnknownMetricError(
                 f"no checkpoint of {where} has a number for {metric!r}; they have: {', '.join(known) or 'no metrics'}"
             )

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+
 Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
+_NAMED = 20
 _HEAD = 1 << 12
 _GENERATOR = b'<meta name="generator" content="holdfast">'
 _FIGURES = (b"# TYPE holdfast_", b"# EOF")
@@ -40,11 +42,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def console() -> Console:
-    """A console on stdout; wide where it is no terminal, so that a pipe gets whole lines."""
+    """A console on stdout; tables are wide where it is no terminal, and no line of text is broken: paths stay whole."""
     from rich.console import Console
 
     is_tty = sys.stdout.isatty()
-    return Console(width=None if is_tty else _PIPE_WIDTH, highlight=False, soft_wrap=False, emoji=False, markup=False)
+    return Console(width=None if is_tty else _PIPE_WIDTH, highlight=False, soft_wrap=True, emoji=False, markup=False)
 
 
 def table(columns: Iterable[tuple[str, str]], *, header: bool = True) -> Table:
@@ -88,10 +90,19 @@ def print_columns(out: Console, columns: Mapping[str, str], rows: Sequence[Row],
         if made.print(out, fitting=bool(rest)):
             break
         left_out.append(rest[0])
-    if left_out:
-        names = ", ".join(title for title in columns if title in left_out)
-        for line in textwrap.wrap(f"no room for: {names} (--json has all)", out.width):
-            out.file.write(painted(out, line, "dim") + "\n")
+    say_left_out(out, [title for title in columns if title in left_out])
+
+
+def say_left_out(out: Console, names: Sequence[str]) -> None:
+    """Name the columns that a table has left out, if any."""
+    for line in textwrap.wrap(no_room_for(names, "--json has all"), out.width) if names else ():
+        out.file.write(painted(out, line, "dim") + "\n")
+
+
+def no_room_for(names: Sequence[str], instead: str) -> str:
+    """Say which columns are left out, and what shows them."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"no room for: {', '.join(printable(names[:_NAMED]))}{more} ({instead})"
 
 
 class PlainTable:
@@ -144,7 +155,7 @@ def say(out: Console, text: str, style: str = "") -> None:
     """Print a text that may hold what strangers have written; a pipe gets it as one line."""
     from rich.text import Text
 
-    out.print(Text(printable(text), style=style), soft_wrap=True)
+    out.print(Text(printable(text), style=style))
 
 
 def print_line(row: Mapping[str, Any]) -> None:
@@ -262,14 +273,18 @@ def check_output(target: str) -> None:
         raise ConfigError(f"{target} was not written by `holdfast`, and stays: give another name, or delete it first")
 
 
-def replace_file(target: str, data: bytes) -> None:
+def replace_file(target: str, text: str) -> int:
     """Replace a local file of our own in one step, so that no collector and no browser reads half of it.
+
+    Returns:
+        how many bytes it has.
 
     Raises:
         ConfigError: as `check_output`.
         StorageError: it cannot be written.
     """
     check_output(target)
+    data = text.encode("utf-8", "replace")  # a file name that is no UTF-8 has surrogates in it, which none can write
     path = Path(target)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -279,3 +294,4 @@ def replace_file(target: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise translate(error, "write", target) from error
+    return len(data)

@@ -249,10 +249,10 @@ def _print(document: dict[str, Any]) -> None:
     done = {"push": "pushed", "pull": "pulled"}.get(click.get_current_context().info_name or "", "copied")
     done = done if document["error"] is None else f"not all {done}"
     head = f"{done} to {document['target']}: {_bytes(document)} in {format_duration(document['seconds'])}"
-    out.print(Text(f"{head} ({checked})" if document["error"] is None else head, style="bold"), soft_wrap=True)
+    out.print(Text(f"{head} ({checked})" if document["error"] is None else head, style="bold"))
     if document["error"] is not None:
         text = f"{document['error']}; {len(document['not_reached'])} not complete: the same command again goes on"
-        out.print(Text(text, style="red"), soft_wrap=True)
+        out.print(Text(text, style="red"))
 
 
 def _bytes(row: dict[str, Any]) -> str:

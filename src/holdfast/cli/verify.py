@@ -318,10 +318,10 @@ def _print_findings(uri: str, rows: list[tuple[str, Finding]]) -> None:
         if part != shown:
             shown = part
             title = printable(uri) if part == "storage" else "this machine"
-            out.print(Text(f"{title}", style="bold"), soft_wrap=True)
+            out.print(Text(f"{title}", style="bold"))
         line = Text(f"  {finding.level:<5}", style=_COLOURS[finding.level]) + Text(f"{finding.name:<{width}}  ")
         line += Text(printable(finding.found))
         line += Text(printable(f"; {finding.means}") if finding.means else "", style="dim")
-        out.print(line, soft_wrap=True)
+        out.print(line)
         if finding.todo:
-            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(finding.todo)}", style="yellow"), soft_wrap=True)
+            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(finding.todo)}", style="yellow"))

@@ -12,7 +12,7 @@ around the bounds of the rules are looked at: a save costs the same with ten che
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -26,7 +26,7 @@ from .record import Record
 
 __all__ = [
     "Milestones", "Record", "RetentionIndex", "Verdict", "best_of", "decide", "is_number", "otherwise", "rank",
-    "rank_key", "warn_unranked",
+    "rank_key", "rankable", "warn_unranked",
 ]  # fmt: skip
 
 _log = get_logger("catalog")
@@ -110,12 +110,18 @@ def warn_unranked(metric: str, records: Iterable[Record], where: str) -> None:
     """Warn that checkpoints go by their age alone, if no checkpoint has the metric that ranks them."""
     metrics = [record.metrics for record in records]
     if not any(is_number(metric_value(values, metric)) for values in metrics):
-        known = sorted({name for values in metrics for name in flat_metrics(values) if not name.startswith("_")})
+        known = rankable(metrics)
         _log.warning(
             "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; give "
             "Keep one of these, or report %r too for the steps that are saved",
             metric, where, ", ".join(known) or "no metrics at all", metric,
         )  # fmt: skip
+
+
+def rankable(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that have a number somewhere; a name with "_" in front is a note of ours."""
+    pairs = ((name, value) for values in metrics for name, value in flat_metrics(values).items())
+    return sorted({name for name, value in pairs if is_number(value) and not name.startswith("_")})
 
 
 def is_number(value: Any) -> bool:

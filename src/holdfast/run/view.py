@@ -26,6 +26,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
     StorageError,
+    StoragePermissionError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
 from holdfast.storage.base import Storage
@@ -558,7 +559,8 @@ class RunStatus:
 def runs_below(storage: Storage, names: Sequence[str] | None = None) -> list[tuple[str, Storage]]:
     """Return the runs directly below a folder by name, those that a symbolic link of a local folder leads to as well.
 
-    Inside of a run no link is ever followed. A folder of runs is the reader's own, and only looked at.
+    What may not be read is among them: it may be one. Inside of a run no link is ever followed. A folder of runs is the
+    reader's own, and only looked at.
 
     Args:
         storage: the folder.
@@ -566,14 +568,21 @@ def runs_below(storage: Storage, names: Sequence[str] | None = None) -> list[tup
     """
     if names is None:
         names = [info.path.rstrip("/") for info in storage.list("", recursive=False) if info.path.endswith("/")]
-    found = [(name, storage.child(name)) for name in sorted(names) if storage.exists(f"{name}/{RUN_FILE}")]
+    found = [(name, storage.child(name)) for name in sorted(names) if _may_be_run(storage, name)]
     root = storage.local_root
-    if root is not None and root.is_dir():
+    if root is not None and os.path.isdir(root):
         with os.scandir(root) as entries:
-            links = [entry.name for entry in entries if entry.is_symlink() and entry.name[0] != "." and entry.is_dir()]
-        linked = [(name, LocalStorage(root / name)) for name in links if (root / name / RUN_FILE).is_file()]
+            links = [entry.name for entry in entries if entry.is_symlink() and entry.name[0] != "."]
+        linked = [(name, LocalStorage(root / name)) for name in links if os.path.isfile(root / name / RUN_FILE)]
         found = sorted({**dict(found), **dict(linked)}.items())
     return found
+
+
+def _may_be_run(storage: Storage, name: str) -> bool:
+    try:
+        return storage.exists(f"{name}/{RUN_FILE}")
+    except StoragePermissionError:
+        return True
 
 
 def refuse_checkpoint(storage: Storage, error: type[HoldfastError]) -> None:

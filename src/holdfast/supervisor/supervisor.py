@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast._outgoing import visible
 from holdfast._ranks import rank_list
 from holdfast._units import format_duration
 from holdfast.errors import ConfigError, HoldfastError
@@ -519,7 +520,7 @@ def _record(told: Sequence[Mapping[str, Any]]) -> None:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"holdfast run: {line}\n".encode(errors="replace"))
+        os.write(2, f"holdfast run: {visible(line)}\n".encode(errors="replace"))
 
 
 # ---- whether it is started again

@@ -34,6 +34,7 @@ from .trace import LifePlan, Row
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
+_TRACEBACK = "Traceback (most recent call last):"
 _GRACE_S = 30.0  # after SIGTERM, until SIGKILL
 _START = Path(__file__).parent / "start"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -83,8 +84,14 @@ class Life:
         return self.output.read_text(errors="replace").strip()[-limit:]
 
     def last_line(self) -> str:
-        """Return the last line that it printed."""
-        return next((line for line in reversed(self.said().splitlines()) if line.strip()), "it printed nothing").strip()
+        """Return the last line that it printed, after the first one of an error that has several lines."""
+        lines = [line for line in self.said().splitlines() if line.strip()] or ["it printed nothing"]
+        last = lines[-1].strip()
+        if _TRACEBACK in lines:
+            after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
+            error = next((line for line in after if not line[0].isspace()), last)
+            return last if error == last else f"{error} ... {last}"
+        return last
 
 
 class Process(Protocol):

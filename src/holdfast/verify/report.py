@@ -181,9 +181,10 @@ def _left_out(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
         f"step {finding.step} trains on other data: on those of {_place(facts)} of the uninterrupted run, "
         f"{facts['place'] - finding.step} later; what lies between is left out",
         "batches were drawn ahead of the steps (prefetching, workers) and counted as trained, the rest of the epoch is "
-        "skipped (`start_epoch = saved + 1`), or batches are skipped twice",
+        "skipped (`start_epoch = saved + 1`), or batches are skipped twice; or the order of the epoch is drawn anew, "
+        "by a generator that is saved as it was after the first draw: then it is the order of a later epoch",
         "count a batch when its step is made, not when it is drawn; after a resume, go on with the epoch that was "
-        "interrupted",
+        "interrupted, in its order: save that, or the generator as it was before the order was drawn",
         _BATCHES,
     )
 

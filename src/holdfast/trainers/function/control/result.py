@@ -20,8 +20,8 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, timestamp
-from holdfast.run.reports import Attempt, live_rows, read_reports
-from holdfast.run.retention import is_number, rank
+from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
+from holdfast.run.retention import is_number, rank, rankable
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
 
@@ -172,9 +172,7 @@ class Result:
         if not existing:
             raise RunNotFoundError(f"the run {self.path} has no checkpoint")
         if not is_number(metric_value(existing[0].metrics, metric)):
-            all_metrics = [flat_metrics(without_marks(record.metrics)).items() for record in existing]
-            names = {name for metrics in all_metrics for name, value in metrics if is_number(value)}
-            known = ", ".join(sorted(names)) or "none at all"
+            known = ", ".join(rankable(without_marks(record.metrics) for record in existing)) or "none at all"
             raise UnknownMetricError(
                 f"get_best_checkpoint({metric!r}): no checkpoint of the run {self.path} has a number for this metric; "
                 f"there are: {known}"
