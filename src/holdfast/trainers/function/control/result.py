@@ -20,7 +20,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, timestamp
-from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
+from holdfast.run.reports import Attempt, live_rows, read_reports
 from holdfast.run.retention import is_number, rank, rankable
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
