@@ -9,8 +9,6 @@ from itertools import count
 from types import MethodType
 from typing import TypeVar
 
-__all__ = ["after_fork_in_child"]
-
 _Callback = TypeVar("_Callback", bound=Callable[[], object])
 _numbers = count()
 _callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}

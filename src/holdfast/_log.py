@@ -7,8 +7,6 @@ import traceback
 
 from ._outgoing import masked, visible
 
-__all__ = ["get_logger"]
-
 _NAME = "holdfast"
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 
 from .errors import ConfigError
 
-__all__ = ["answering", "closest", "removed", "suggests", "suggests_fields"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 

@@ -6,8 +6,6 @@ import opcode
 import sys
 from collections.abc import Mapping
 
-__all__ = ["NOT_HERE", "missing", "refuse_module"]
-
 _DATA = "Ray Data is not used: give each worker its part with holdfast.torch.prepare_data_loader"
 _GROUP = "the process group is gloo on CPUs and nccl on GPUs; start another one in the train function"
 _PREEMPTED = (

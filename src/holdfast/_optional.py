@@ -19,8 +19,6 @@ from typing import Any, ClassVar
 from ._outgoing import masked
 from .errors import ConfigError, HoldfastError, MissingExtraError
 
-__all__ = ["MODEL_FILES", "TRACKER", "Grafted", "install_command", "offered", "require", "tracker", "upgrade_command"]
-
 # The checkout, if this file is in one. What the functions below import is for messages: starting must not pay for it.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TRACKER = "holdfast.tracker"

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["brief", "conceal", "conceal_url", "masked", "masked_client", "on_one_line", "strict", "visible"]
-
 _MASK = "***"
 # A user part ends at the last "@" before a blank. "host:9000/" in front of an "@" in the path is no user part.
 _USERINFO = re.compile(r"(://)[^\s/@:'\"]*:(?!\d+/)[^\s'\"]*@")

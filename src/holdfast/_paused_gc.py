@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from ._fork import after_fork_in_child
 
-__all__ = ["paused_gc"]
-
 
 class _Pauses:
     """Who has paused the collector of this process: the first of all threads stops it, the last lets it go on.

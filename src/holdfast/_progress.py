@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["progress_bar", "sized_progress_bar"]
-
 Total = int | Callable[[], int | None] | None
 
 

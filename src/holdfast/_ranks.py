@@ -10,8 +10,6 @@ from datetime import datetime
 
 from .errors import ConfigError
 
-__all__ = ["RankInfo", "current_ranks", "job_end", "job_life", "rank_list"]
-
 _ASK_S = 30.0  # for an answer of SLURM
 _NAMED = 8  # ranks spelled out in a message
 

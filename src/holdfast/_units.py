@@ -9,11 +9,6 @@ from datetime import timedelta
 
 from .errors import ConfigError
 
-__all__ = [
-    "Interval", "IntervalLike", "format_bytes", "format_duration", "parse_bytes", "parse_interval", "parse_intervals",
-    "parse_span",
-]  # fmt: skip
-
 UNITS = ("ba", "ep", "sp", "tok", "sec")
 GRAMMAR = (
     "an interval is a number of optimizer steps (500), a string such as '500ba' (steps), '2ep' (epochs), "

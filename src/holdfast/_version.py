@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 
-__all__ = ["__version__", "code_id"]
-
 __version__ = "0.1.0"
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

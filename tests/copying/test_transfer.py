@@ -13,10 +13,9 @@ from checkpoint_kit import MODEL, Shape, build, small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import sending as sending_module
-from holdfast.copying.sending import WINDOW, Windows, num_windows
+from holdfast.copying.sending import WINDOW, TransferStopped, Windows, num_windows
 from holdfast.copying.transfer import (
     Copied,
-    TransferStopped,
     copy_checkpoint,
     copy_file,
     planned,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.copying.transfer import TransferStopped
+from holdfast.copying.sending import TransferStopped
 from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageError
 from holdfast.writer.ranks.agreement import JointUploads, named_error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.copying.transfer import TransferStopped
+from holdfast.copying.sending import TransferStopped
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -34,8 +34,6 @@ from holdfast.storage.resolve import resolve
 from .handle import Checkpoint
 from .verify import verify
 
-__all__ = ["follow"]
-
 Start = Literal["newest", "first", "next"] | int
 _AnswerT = TypeVar("_AnswerT")
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from holdfast.format.contents import ContentsReader, check_whole
 
-__all__ = ["Item", "TensorRow", "entries_of", "items", "plain_names", "short", "state_tree", "tensors", "top_names"]
-
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque"})
 _SHOWN_CHARACTERS = 60

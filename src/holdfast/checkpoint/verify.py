@@ -55,11 +55,6 @@ from holdfast.run.remains import is_remains
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.wrapped import PrefixStorage
 
-__all__ = [
-    "Problem", "Verification", "Verified", "fingerprint", "known_damaged", "note_verified", "read_metadata",
-    "read_verified", "verify", "verify_files",
-]  # fmt: skip
-
 Progress = Callable[[int], None]
 
 

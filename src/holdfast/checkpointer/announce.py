@@ -14,8 +14,6 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
 
-__all__ = ["Announcer", "Listener", "listeners"]
-
 _LOG = get_logger("announce")
 
 Listener = Callable[["Checkpoint"], object]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .run_session import RunSession
     from .save_policy import Schedule
 
-__all__ = ["FIRST_S", "MOST_S", "PRIOR_S", "AutoInterval", "Lives", "best_interval_s", "follow_costs"]
-
 _LOG = get_logger("checkpointer")
 PRIOR_S = 4 * 3600.0
 """Most time between failures that is assumed until the first of them."""

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from .announce import Listener
     from .guard import GuardWatch
 
-__all__ = ["Checkpointer"]
-
 _LOG = get_logger("checkpointer")
 _STARTED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # by `Checkpointer.start`, and not left
 

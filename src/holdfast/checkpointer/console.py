@@ -13,8 +13,6 @@ from holdfast.storage.base import Storage
 
 from .progress import RESERVED
 
-__all__ = ["ResumeBlock", "listed", "load_bar", "show_interval", "show_rollback", "show_stop"]
-
 _SHOWN = 8
 _OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
 _AFTER_S = 2.0

@@ -41,16 +41,15 @@ from holdfast.writer.messages import SaveJob
 from .console import listed
 from .identity import manifest_fields, new_start_id
 from .meeting import Alone, Meeting, meet
+from .pending_saves import ANSWER_MARGIN_S
 from .progress import RESERVED
-from .rank_group import ANSWER_MARGIN_S, RankGroup
+from .rank_group import RankGroup
 
 if TYPE_CHECKING:
     import torch
 
     from holdfast.model_files import Content, ModelFiles
     from holdfast.state.tree.sharded import Alike
-
-__all__ = ["SaveHandle", "SaveTarget", "begin_save", "load", "open_place", "save", "save_async"]
 
 _LOG = get_logger("state")
 _LOAD_S = 600.0  # that ranks which load together wait for each other

@@ -31,8 +31,6 @@ from .identity import is_foreign_array
 from .pending_saves import PendingSaves
 from .run_session import RunSession
 
-__all__ = ["Alarm", "GuardWatch", "Judge"]
-
 _LOG = get_logger("guard")
 _LEAST = 20  # values from which on spikes are told
 _LEAST_SCALE = 0.01  # of the median: a window without any noise would make each change a spike

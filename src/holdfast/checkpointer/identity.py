@@ -18,11 +18,6 @@ from holdfast.state.tree.arrays import is_spread, local_tensor
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-__all__ = [
-    "free_name", "is_foreign_array", "manifest_fields", "new_start_id", "plain_at_once", "plain_metrics",
-    "take_metrics", "taken_names",
-]  # fmt: skip
-
 
 def new_start_id() -> str:
     """Return an id for one life of a process; part of file names, so two lives never share a file."""

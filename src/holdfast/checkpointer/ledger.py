@@ -27,8 +27,6 @@ from holdfast.state.data.batches import ResumableBatches, batch_length
 from holdfast.state.data.digest import NOT_READ, batch_digest
 from holdfast.state.tree.values import PerRank
 
-__all__ = ["DataLedger"]
-
 _LOG = get_logger("data")
 _STORED = struct.Struct("<QQIII")  # content, indices, epoch, index, name
 _NUM_LIVES = 64

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from .rendezvous import Rendezvous
 
-__all__ = ["SILENCE_S", "Alone", "Meeting", "meet", "same_for_all"]
-
 SILENCE_S = 30.0
 """A rank that says nothing for so many seconds is given up."""
 

@@ -18,8 +18,6 @@ from holdfast.state.accelerator import has_streams
 from .identity import is_foreign_array, plain_at_once, plain_metrics, take_metrics
 from .run_session import RunSession
 
-__all__ = ["MetricLog", "NoLog"]
-
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
 _EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from .announce import Listener
 
-__all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
-
 _WORDS = ("auto", "must", "never")
 _MEANT: dict[object, str] = {
     None: "never", False: "never", True: "auto", "latest": "auto", "last": "auto", "newest": "auto", "always": "auto",

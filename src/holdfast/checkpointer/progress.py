@@ -24,8 +24,6 @@ from .ledger import DataLedger
 if TYPE_CHECKING:
     from .guard import Judge
 
-__all__ = ["RESERVED", "Batches", "NumberedBatches", "Progress"]
-
 RESERVED = "holdfast"
 """Top-level key of the run's own entries in a state."""
 

@@ -27,8 +27,6 @@ from .progress import Progress
 from .save_policy import Call, Deadline, SavePolicy, Schedule
 from .signals import StopSignals
 
-__all__ = ["ANSWER_MARGIN_S", "DistributedSavePolicy", "RankGroup", "agreed"]
-
 _WORD_S = 10.0
 _LOOK_S = 0.0005
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone

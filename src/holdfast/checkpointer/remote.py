@@ -26,8 +26,6 @@ from .pending_saves import Stats
 if TYPE_CHECKING:
     from .run_session import RunSession
 
-__all__ = ["RemoteWatch", "share_a_disk", "take_up"]
-
 _LOG = get_logger("checkpointer")
 
 

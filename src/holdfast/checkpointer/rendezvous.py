@@ -25,8 +25,6 @@ from holdfast._version import code_id
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-__all__ = ["Rendezvous", "StoreLife", "find_store", "meet_in", "store_of_this_life"]
-
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come
 _CONNECT = timedelta(seconds=60)

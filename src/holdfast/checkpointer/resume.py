@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.state.load.restore import Loaded, PutBack
 
-__all__ = ["BEGAN", "Fit", "ResumeResult", "beginning", "first_good", "resume_run", "saved_since"]
-
 BEGAN = "began"
 """Name of the note of a run that began at a checkpoint that ``resume=`` named.
 

@@ -17,8 +17,6 @@ from holdfast.errors import ConfigError
 from .progress import Progress
 from .signals import StopSignals
 
-__all__ = ["Call", "Deadline", "SavePolicy", "Schedule"]
-
 Call = Literal["save", "stop", "settle", "rollback", "keep"] | None
 
 

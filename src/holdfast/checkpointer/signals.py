@@ -20,8 +20,6 @@ from typing import Any
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 
-__all__ = ["StopSignals"]
-
 _LOG = get_logger("signals")
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Sent at the death of torchrun's agent; a process without a handler ignores it, unlike those above.

@@ -27,16 +27,14 @@ from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
 from .meeting import Meeting, same_for_all
-from .options import CheckpointerOptions
+from .options import CheckpointerOptions, Fit
 from .progress import RESERVED, Progress
-from .resume import BEGAN, Fit, ResumeResult, beginning, is_within, resume_run, saved_since
+from .resume import BEGAN, ResumeResult, beginning, is_within, resume_run, saved_since
 from .run_session import RunSession
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
     from holdfast.run.rollbacks import Rollback
-
-__all__ = ["StartedRun", "check_room", "start_run"]
 
 _CALLS = 4  # of the writer, that rank 0 makes one after the other
 _ALIKE = (

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from holdfast.interop.arithmetic import AverageResult
     from holdfast.interop.diff import CheckpointDifference, Missing, TensorChange
 
-__all__ = ["average", "diff", "export", "import_"]
-
 
 @click.command()
 @click.argument("path", type=PATH)

@@ -25,8 +25,6 @@ from holdfast.storage.resolve import resolve
 from .targets import PATH, Choice, choose, find, heed_checks, pick_options, reach, run_at
 from .terminal import console, counted, json_option, painted, print_json, printable
 
-__all__ = ["pin", "prune", "rm", "unpin"]
-
 
 @click.command()
 @click.argument("path", type=PATH)

@@ -36,8 +36,6 @@ from holdfast.storage.base import Storage
 from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
 from .terminal import console, fits, json_option, note, number, print_json, print_line, printable, table
 
-__all__ = ["best", "latest", "log", "watch"]
-
 _TAIL = 30
 
 _HEIGHT, _WIDEST = 14, 100

@@ -40,8 +40,6 @@ from .terminal import (
     table,
 )
 
-__all__ = ["ls", "show"]
-
 _RUN_COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreadable": "red", "silent": "yellow"}
 
 _METRICS_SHOWN = 3

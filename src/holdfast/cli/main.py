@@ -22,8 +22,6 @@ from .terminal import print_error, print_json
 from .transfer import cp, pull, push, sweep
 from .verify import doctor, verify
 
-__all__ = ["cli", "main"]
-
 _GROUPS = {
     "Train": ("run",),
     "Look": ("ls", "show", "diff", "log", "stats", "page", "latest", "best"),

@@ -49,11 +49,6 @@ try:
 except ImportError:  # pragma: no cover - Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = [
-    "LEFT", "Finding", "ProbeDeadline", "bad", "good", "probe_disk", "probe_machine",
-    "probe_store", "skew_of", "warn",
-]  # fmt: skip
-
 LEFT = f"{TEMPORARY}holdfast-doctor-"
 """First characters of the folder that the probes work in: no listing of Holdfast shows it."""
 

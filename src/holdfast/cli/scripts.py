@@ -17,8 +17,6 @@ from holdfast.errors import ConfigError
 from .targets import span_option
 from .terminal import check_output, ends_in_order, json_option, message, print_error, print_json, replace_file
 
-__all__ = ["attack", "run", "verify_resume"]
-
 
 class _Found(Protocol):
     def document(self) -> dict[str, Any]: ...

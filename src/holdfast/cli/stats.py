@@ -33,8 +33,6 @@ from .terminal import (
     replace_file,
 )
 
-__all__ = ["openmetrics", "page", "stats"]
-
 # Name (its end is the unit), kind, help text.
 _FAMILIES = (
     ("holdfast_step", "gauge", "Step of the newest checkpoint."),

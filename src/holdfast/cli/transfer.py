@@ -24,8 +24,6 @@ from holdfast.storage.resolve import resolve
 from .targets import PATH, Choice, choose, find, pick_options, reach, span_option, warn_of_quarantine
 from .terminal import age, console, counted, json_option, print_json, printable
 
-__all__ = ["cp", "pull", "push", "sweep"]
-
 _Command = Callable[..., None]
 Progress = Callable[[int], None]
 _WORDS = {"ok": "green", "foreign": "yellow", "gone": "yellow", "failed": "red"}

@@ -22,8 +22,9 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.fence import damaged_fences
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
+from holdfast.run.names import LOGS, REPORTS
 from holdfast.run.remains import is_remains
-from holdfast.run.reports import LOGS, REPORTS, read_history
+from holdfast.run.reports import read_history
 from holdfast.storage.base import Storage
 
 from .targets import PATH, Choice, choose, find, pick_options, reach
@@ -31,8 +32,6 @@ from .terminal import console, ends_in_order, json_option, print_json, printable
 
 if TYPE_CHECKING:
     from .probes import Finding
-
-__all__ = ["doctor", "verify"]
 
 _QUIET_S = 0.5
 _LOST = (

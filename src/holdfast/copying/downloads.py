@@ -40,8 +40,6 @@ from holdfast.storage.local.ops import POSIX
 from .local import private_directory
 from .transfer import copy_checkpoint
 
-__all__ = ["own_download", "shared_download", "take_turns"]
-
 _BAR_AFTER_S = 2.0
 _JOIN_S = 0.02  # for others, who waited for the download, to become users of it
 

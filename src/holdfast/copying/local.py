@@ -20,8 +20,6 @@ try:
 except ImportError:  # pragma: no cover - Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["clone_file", "clone_or_link_tree", "clone_tree", "private_directory"]
-
 _FICLONE = 0x40049409  # ioctl_ficlone(2): btrfs, XFS, bcachefs, OCFS2, NFS 4.2
 
 

@@ -28,16 +28,13 @@ from holdfast.run.fence import is_fence
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.run.lease import Lease, is_of_lease, make_owner
-from holdfast.run.names import INCOMING, PROBE, VERIFIED_FILE
-from holdfast.run.reports import LOGS, REPORTS
+from holdfast.run.names import INCOMING, LOGS, PROBE, REPORTS, VERIFIED_FILE
 from holdfast.run.trash import TRASH
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_tree import unlisted_of_others
 
 from .sending import WINDOW, Progress, Stop
 from .transfer import Copied, compare_files, copy_checkpoint, copy_file
-
-__all__ = ["CopyOutcome", "RunPlan", "check_apart", "copy_into_run", "copy_run", "plan_run"]
 
 _TRIES = 3
 _MARKS = "copied"  # in the notes of run.json

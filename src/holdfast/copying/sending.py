@@ -20,8 +20,6 @@ from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.names import start_id_of
 from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
-__all__ = ["WINDOW", "File", "ReadWindow", "Sender", "TransferStopped", "Trust", "Windows", "num_windows"]
-
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
 # windows: 256 MiB in all.
 _NUM_UPLOADS = 2

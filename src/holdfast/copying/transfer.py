@@ -40,12 +40,7 @@ from holdfast.run.remains import is_remains
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_tree import unlisted_of_others
 
-from .sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Trust, Windows
-
-__all__ = [
-    "REPEATED_FROM", "Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "planned",
-    "send_entries",
-]  # fmt: skip
+from .sending import WINDOW, File, Progress, Sender, Stop, Trust, Windows
 
 REPEATED_FROM = 1 << 20
 """To have a store repeat a file takes three requests, to send a small one takes one."""

@@ -16,12 +16,6 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import FileReader
 
-__all__ = [
-    "CHUNK", "DIGEST_BYTES", "ChunkHasher", "DigestFile", "Digests", "bytes_digest", "check_blanks", "check_object",
-    "chunk_digests", "close_by_blanks", "close_object", "digested", "file_digest", "num_chunks", "table_at",
-    "table_bytes", "verify_chunk",
-]  # fmt: skip
-
 CHUNK = 65536
 DIGEST_BYTES = 8  # in a chunk table
 _CLOSING = b',"digest":"'

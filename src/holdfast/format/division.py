@@ -18,8 +18,6 @@ from holdfast._ranks import rank_list
 
 from .digest import bytes_digest
 
-__all__ = ["Box", "Division", "disagreement", "flaw", "overlap", "sketch", "stored_for_all"]
-
 _LIMIT = 1 << 31
 _SKETCH = 64  # names of tensors in plain containers that are compared
 _NAMED = 5  # ranks or tensors spelled out in a message

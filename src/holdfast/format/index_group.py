@@ -27,8 +27,6 @@ from .tensor_file import item_size
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Boxes", "IndexGroup", "PieceTable", "Pieces", "read_indexes"]
-
 _TENSORS = b'"tensors":['
 _HEAD = {"index", "writer", "files", "tensors"}
 _DIGITS = b"0123456789"

@@ -15,11 +15,6 @@ from holdfast._outgoing import brief
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import Storage
 
-__all__ = [
-    "MANIFEST_NAME", "METADATA_FILE", "REMOVING_NAME", "SIDECARS", "UNLISTED", "check_links", "check_path", "join",
-    "save_id_of", "start_id_of",
-]  # fmt: skip
-
 MANIFEST_NAME = "manifest.json"
 REMOVING_NAME = ".removing.json"
 """Copy of the manifest of a checkpoint that is being removed; lists what is still to go after a crash."""

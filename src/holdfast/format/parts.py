@@ -27,12 +27,6 @@ from .manifest import MAX_MANIFEST_BYTES
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, check_path, join, save_id_of, start_id_of
 from .strict_json import dumps, loads
 
-__all__ = [
-    "check_plan", "clear_planned", "drop_plan", "has_plan", "is_passing", "is_plan", "is_staged", "parse_part",
-    "part_bytes", "part_name", "plan_name", "put_part", "put_plan", "read_part", "read_plan", "remove_part",
-    "staged_name", "sweep_given_up", "sweep_passing", "sweep_planned",
-]  # fmt: skip
-
 _LOG = get_logger("format")
 _PART, _PLAN, _STAGED = "part-", "plan-", "staged-"
 

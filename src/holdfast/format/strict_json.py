@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
 
-__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "check_depth", "dumps", "encode_big_int", "loads"]
-
 MAX_BYTES = 2 << 30
 MAX_DEPTH = 640
 """Nesting of JSON that is read; `codec` needs up to three levels for each of its own 200."""

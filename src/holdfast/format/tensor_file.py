@@ -20,11 +20,6 @@ from holdfast.storage.base import FileReader
 
 from .strict_json import loads
 
-__all__ = [
-    "BLOCK", "DTYPES", "HeaderEntry", "TensorFile", "TensorRow", "item_size", "lay_out", "read_header",
-    "split_by_size",
-]  # fmt: skip
-
 BLOCK = 4096
 MAX_HEADER = 100 << 20  # the limit of the safetensors library
 _MAX_COUNT = 1 << 62

@@ -37,12 +37,6 @@ from holdfast.trainers.function.worker.session import current_session
 
 from .reporting import last_change, new_place, scalars
 
-__all__ = [
-    "OneByOne", "all_written", "check_shared", "misaligned", "missing_metric", "model_files", "objects_of",
-    "own_loader", "report_finished", "saved_metrics", "say_late", "say_misaligned", "say_missing", "say_start",
-    "told_when_last", "trial_of", "written",
-]  # fmt: skip
-
 _LOG = get_logger("transformers")
 _ACCELERATE_LOG = get_logger("accelerate")
 _LOADER = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",

@@ -46,8 +46,6 @@ from .reporting import STAGED, TOPICS, claim, scalars, sweep_staged, unused, wri
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DirectoryCheckpoints", "LostCheckpoint", "ShardCheckpoints", "newest_sound", "verified_directory"]
-
 _ASIDE = "_holdfast-lost-"
 
 _LOG = get_logger("frameworks")

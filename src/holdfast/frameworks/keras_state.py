@@ -24,10 +24,6 @@ from holdfast.state.tree.values import PerRank
 
 from .reporting import scalars
 
-__all__ = [
-    "Counters", "FitRun", "Position", "Variables", "capture", "other_optimizers", "restore", "seeds", "set_seeds",
-]  # fmt: skip
-
 _LOG = get_logger("keras")
 _open: weakref.WeakValueDictionary[str, FitRun] = weakref.WeakValueDictionary()
 

@@ -19,11 +19,6 @@ from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
 
-__all__ = [
-    "HoldfastCallback", "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment",
-    "prepare_trainer",
-]  # fmt: skip
-
 
 class HoldfastCallback(Grafted):
     """Makes a resumed ``Trainer.fit(..., ckpt_path=...)`` exact, as far as Lightning allows, and says what is not.

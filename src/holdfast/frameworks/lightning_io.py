@@ -41,8 +41,6 @@ from holdfast.storage.resolve import resolve
 from .keepers import newest_sound
 from .reporting import drop_link, followed, is_marker, mark, move_aside, same_as_parent, scalars, unmark
 
-__all__ = ["HoldfastCheckpointIO", "Saves"]
-
 _LOG = get_logger("frameworks")
 _TRAINING = "training"  # in a manifest's ``extra``
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps

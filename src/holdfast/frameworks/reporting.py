@@ -30,12 +30,6 @@ from holdfast.run.process import is_dead, this_process
 from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import Session, current_session
 
-__all__ = [
-    "STAGED", "TOPICS", "claim", "drop_link", "epochs_between", "followed", "is_marker", "last_change", "mark",
-    "move_aside", "new_place", "reporting", "same_as_parent", "scalars", "sweep_staged", "unmark",
-    "unused", "written_together",
-]  # fmt: skip
-
 _LOG = get_logger("frameworks")
 TOPICS = ("written", "taken")
 """What is agreed on in the meeting."""

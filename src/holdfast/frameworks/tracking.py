@@ -20,8 +20,6 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.loop.callbacks import Callback
 
-__all__ = ["Tracker", "WandbArtifacts", "finite", "numbers"]
-
 
 class Tracker(Callback):
     """Override `record`; it is called with each committed checkpoint, one after the other, on another thread.

@@ -26,8 +26,6 @@ from .diff import CheckpointContents, CheckpointDifference, Leaf, TensorChange, 
 from .gathered import tensor_names
 from .source import OpenedCheckpoint
 
-__all__ = ["MOST", "AverageResult", "average", "compare_values", "ema_weights"]
-
 MOST = 200
 """The most checkpoints that one average takes."""
 _AT_ONCE = WINDOW // 8  # elements of a float64 window

@@ -38,11 +38,6 @@ from holdfast.storage.base import FileWriter, Storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "INDEX_NAME", "METADATA_NAME", "WEIGHTS_NAME", "WINDOW", "Blob", "Blocks", "BoxReader", "DirectPartWriter",
-    "ExportFolder", "Row", "assemble", "cast", "check_free", "check_parts", "fill", "rows_of", "windows", "write_alone",
-]  # fmt: skip
-
 # Names of files in formats of others: of torch.distributed.checkpoint, and of Transformers.
 METADATA_NAME, WEIGHTS_NAME, INDEX_NAME = ".metadata", "model.safetensors", "model.safetensors.index.json"
 

@@ -57,8 +57,6 @@ from .export import flatten_for_dcp
 from .gathered import nested, node_of, tensor_name, tensor_names
 from .source import OpenedCheckpoint, paths_of_one_name
 
-__all__ = ["HoldfastReader", "HoldfastWriter"]
-
 _Path = tuple[str | int, ...]
 _Paths = Mapping[str, _Path]
 

@@ -23,11 +23,6 @@ from holdfast.format.manifest import Manifest
 from holdfast.run.metrics import flat_metrics
 from holdfast.state.load.selection import Selection
 
-__all__ = [
-    "CheckpointContents", "CheckpointDifference", "Leaf", "Missing", "TensorChange", "Tolerance", "compare",
-    "read_contents",
-]  # fmt: skip
-
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "namedtuple"})
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})
 _Found = tuple[str, tuple[str, ...], "Leaf"]  # path, keys exactly, value

@@ -28,8 +28,6 @@ from holdfast.state.tree.values import ObjectNode, TensorRef
 from .blobs import METADATA_NAME, WEIGHTS_NAME, Blob, ExportFolder, rows_of
 from .source import OpenedCheckpoint, paths_of_one_name
 
-__all__ = ["FORMATS", "Exported", "export", "flatten_for_dcp", "watched_export"]
-
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 _HF_SHARD = 5_000_000_000  # bytes; the default of transformers
 

@@ -29,11 +29,6 @@ from .from_shards import from_dcp
 from .gathered import Gathered, mapped_ranges, own_file, ranges
 from .unpickle import Opaque, read_torch
 
-__all__ = [
-    "from_hf", "from_lightning", "from_safetensors", "from_torch", "is_hf", "is_lightning", "named", "shard_of",
-    "take_optimizers",
-]  # fmt: skip
-
 _WRAPPERS = ("module.", "_orig_mod.")
 # What optimizers of torch and those modelled on them keep for each element of a parameter, so in its shape. Other state
 # may have another: factored moments (Adafactor) have that of rows and columns, where a norm may have the same.

@@ -33,8 +33,6 @@ from .blobs import METADATA_NAME, Blob, BoxReader, Row, assemble
 from .gathered import Gathered, mapped_ranges, nested, node_of, own_file, streamed, tensor_name, tensor_names
 from .unpickle import MAX_METADATA, Opaque, read_metadata, read_torch, read_torch_stream
 
-__all__ = ["from_dcp", "from_deepspeed", "is_deepspeed"]
-
 
 def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     """Read a directory; its files stay open in ``stack``.

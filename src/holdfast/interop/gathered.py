@@ -31,11 +31,6 @@ from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import WINDOW, Blob, Row
 
-__all__ = [
-    "Gathered", "forget", "mapped_ranges", "nested", "node_of", "own_file", "ranges", "streamed", "tensor_name",
-    "tensor_names",
-]  # fmt: skip
-
 _MAX_HOLES = 10_000  # items of a list that an importer has left out
 
 _TWICE = "an item of this name was taken from elsewhere in the source"

@@ -17,8 +17,6 @@ from .from_files import from_hf, from_lightning, from_safetensors, from_torch, i
 from .from_shards import from_dcp, from_deepspeed, is_deepspeed
 from .gathered import Gathered
 
-__all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
-
 _NAMED = 5
 SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed")
 

@@ -28,8 +28,6 @@ from holdfast.storage.base import FileReader, Storage
 
 from .blobs import Blob, BoxReader, assemble, cast
 
-__all__ = ["OpenedCheckpoint", "paths_of_one_name"]
-
 
 def paths_of_one_name(named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, str]:
     """Return the names that several paths have, because names of other formats join keys; with a text about the paths.

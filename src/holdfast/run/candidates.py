@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .record import Record
 
-__all__ = ["GONE", "GUESTS", "Candidate", "MirrorView", "copies_shown", "find_copies", "newest_good"]
-
 GONE = "gone meanwhile"
 
 GUESTS = "guests"

@@ -18,8 +18,6 @@ from .journal import JournalEvent
 from .record import Record, timestamp
 from .reports import Attempt, RunHistory, lineage
 
-__all__ = ["Deletion", "Save", "attempt_rows", "deletions", "goodput", "saves", "stats", "summary"]
-
 _IN_ORDER = ("finished", "stopped", "closed")  # these lives have saved their last step
 
 _SIGNS, _PAUSES = 5, 3.0  # so many signs show a life's pace; it hangs after so many of its longest pauses without one

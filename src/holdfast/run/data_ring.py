@@ -26,8 +26,6 @@ import xxhash
 from holdfast._log import get_logger
 from holdfast.storage.local.beneath import Beneath
 
-__all__ = ["FOLDER", "NUM_ENTRIES", "BatchSpan", "DataRing", "RingEntry", "name_id", "read_rings"]
-
 FOLDER = ".ledger"
 NUM_ENTRIES = 4096
 _HEADER_BYTES = 4096

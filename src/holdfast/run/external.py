@@ -39,8 +39,6 @@ from .fence import newest_fence
 from .process import is_dead, this_process
 from .record import METRICS_FILE, Sidecar, change_sidecar
 
-__all__ = ["EXTERNAL", "External", "change", "held", "holders", "is_external_child"]
-
 EXTERNAL = ".external"
 """Directory of a run in which other processes put their messages about its checkpoints."""
 _NAME = re.compile(r"(hold|changed)-(.+)-[0-9a-f]{16}(?:\.json)?")

@@ -18,8 +18,6 @@ from holdfast.errors import StorageError, StorageNotFoundError
 from holdfast.format.digest import bytes_digest
 from holdfast.storage.base import Storage
 
-__all__ = ["ANY", "Fence", "clear_fences", "damaged_fences", "is_fence", "newest_fence", "write_fence"]
-
 _NAME = re.compile(r"fence-(\d{5,9})-[0-9A-Za-z]+\.json")
 _MAX_BYTES = 64 << 20
 ANY = "*"

@@ -59,11 +59,6 @@ from .fence import is_fence
 from .names import LEASE_FILE
 from .process import birth, is_dead, is_pid, machine, same_machine
 
-__all__ = [
-    "HEARTBEAT_S", "STALE_S", "Lease", "Predecessor", "announced", "files_of", "is_claim", "is_of_lease",
-    "make_owner", "owner_of",
-]  # fmt: skip
-
 LOCK_FILE = ".lease.lock"
 _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0

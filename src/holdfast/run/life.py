@@ -23,11 +23,6 @@ from typing import Any
 
 from .process import is_dead, this_process
 
-__all__ = [
-    "ARENAS", "GUARD_STATUS", "KEPT", "REQUEUE_STATUS", "VARIABLE", "LifeReport", "RolledBack", "RunReport",
-    "deaths_before", "kept_arenas", "kept_bytes", "read_reports",
-]  # fmt: skip
-
 VARIABLE = "HOLDFAST_LIFE"
 """Set in the processes of a script that `holdfast run` has started: the folder of this life."""
 REQUEUE_STATUS = 85

@@ -11,8 +11,6 @@ from holdfast._outgoing import brief
 from holdfast.errors import ConfigError
 from holdfast.format.strict_json import BIG_INT_BITS
 
-__all__ = ["check_length", "flat_metrics", "from_plain", "metric_value", "plain_metrics", "to_plain"]
-
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

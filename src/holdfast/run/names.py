@@ -8,11 +8,6 @@ from holdfast.errors import CheckpointExistsError
 from holdfast.format.names import join
 from holdfast.storage.base import Storage
 
-__all__ = [
-    "CHANGES_FILE", "GIVEN", "INCOMING", "LATEST", "LEASE_FILE", "LOGS", "NUMBERED", "PROBE", "REPORTS",
-    "ROLLBACKS", "RUN_FILE", "RUN_NAMES", "VERIFIED_FILE", "WATCHED", "is_checkpoint_name", "refuse_run",
-]  # fmt: skip
-
 RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 LEASE_FILE = "lease.json"
 REPORTS, LOGS = "reports", "logs"

@@ -16,11 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "birth", "boot_id", "how_it_ended", "is_dead", "is_pid", "is_running", "is_stopped", "is_zombie", "machine",
-    "memory_name", "network_name", "same_machine", "this_process",
-]  # fmt: skip
-
 
 def boot_id() -> str:
     """Identify this start of the kernel, which all containers of a machine share.

@@ -10,8 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["PythonCommand", "meant", "run_as_main", "script_folder"]
-
 _FLAGS = re.compile(r"-[uBOdqsv]+|-[XW].+")  # that an interpreter which is prepared for it can be started with as well
 
 

@@ -31,11 +31,6 @@ from .metrics import from_plain, to_plain
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
 
-__all__ = [
-    "COLUMNS", "METRICS_FILE", "Record", "RecordTable", "Sidecar", "change_sidecar", "pack", "read_sidecar",
-    "record_from_manifest", "timestamp", "unpack", "write_sidecar",
-]  # fmt: skip
-
 # Order of the values of a row. New columns go to the end: rows of an older writer are then shorter.
 COLUMNS = ("name", "attempt", "step", "epoch", "created", "size", "reused", "pinned", "metrics", "checkpoint_id")
 

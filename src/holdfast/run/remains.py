@@ -21,8 +21,6 @@ from holdfast.storage.together import together
 from .names import INCOMING, NUMBERED, PROBE
 from .record import METRICS_FILE
 
-__all__ = ["MayBeCopied", "is_remains", "listed_at_once", "names_under", "remove_listed", "sweep_hidden", "sweep_names"]
-
 MayBeCopied = Callable[[str, str], bool]
 """Tells of a directory, and the name of a file in it, whether that may be a copy of what was committed elsewhere."""
 _HIDDEN = re.compile(rf"(?:{re.escape(PROBE)}|{re.escape(INCOMING)})(?P<start>[0-9a-f]{{8,64}})/")

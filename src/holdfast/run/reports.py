@@ -28,13 +28,7 @@ from holdfast.storage.together import together
 
 from .journal import MOST_READ, Journal, JournalEvent, events_from
 from .metrics import from_plain, to_plain
-from .names import LOGS, REPORTS
-
-__all__ = [
-    "LOGS", "REPORTS", "Answer", "Attempt", "ReportBuffer", "ReportLog", "RunHistory", "check_rows",
-    "highest_attempt", "lineage", "live_attempts", "live_rows", "read_history", "read_lives", "read_reports",
-    "unused_start_id",
-]  # fmt: skip
+from .names import REPORTS
 
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16

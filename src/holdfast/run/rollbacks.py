@@ -22,11 +22,6 @@ from .data_ring import BatchSpan
 from .metrics import metric_value
 from .names import ROLLBACKS, WATCHED
 
-__all__ = [
-    "Rollback", "bad_steps", "choose", "in_words", "left_out_by", "notes_of", "order_to_try", "read_rollbacks",
-    "watched_metric",
-]  # fmt: skip
-
 _LOG = get_logger("checkpointer")
 
 

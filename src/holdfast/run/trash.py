@@ -25,8 +25,6 @@ from holdfast.storage.local.ops import errors_of
 
 from .process import boot_id
 
-__all__ = ["TRASH", "WEEK_S", "Trash", "TrashEntry"]
-
 TRASH = ".trash"  # directories whose names begin with a dot are never looked into for checkpoints
 WEEK_S = 7 * 86400.0
 _KEPT_MANIFEST = "manifest.in-trash.json"

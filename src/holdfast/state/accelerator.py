@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["accelerator", "any_on_device", "default_device", "group_backend", "has_streams", "make_current"]
-
 
 def accelerator() -> str | None:
     """Return the type of the accelerator of this machine ("cuda", "xpu", ...); None without one. Starts nothing."""

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._log import get_logger
 
-__all__ = ["INEXACT", "fix_gradient_order", "fix_or_warn", "parallel_modules"]
-
 _LOG = get_logger("state")
 
 # Where torch keeps hooks, and whether it reduces in Python; it has no public way to ask.

@@ -19,12 +19,6 @@ from holdfast.errors import ConfigError, StorageConflictError, StorageError, Sto
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "BLOCK", "TEMPORARY", "FileBatch", "FileReader", "FileWriter", "ObjectInfo", "ReplacingWriter",
-    "Storage", "StorageTraits", "check_condition", "check_path", "check_prefix", "check_range",
-    "check_view", "copy_bytes", "copy_over", "is_temporary_name", "temporary_name",
-]  # fmt: skip
-
 _EndingT = TypeVar("_EndingT", bound="_Ending")
 
 BLOCK = 4096

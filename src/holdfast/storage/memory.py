@@ -23,8 +23,6 @@ from .base import (
     check_view,
 )
 
-__all__ = ["BytesReader", "MemoryStorage"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Object:

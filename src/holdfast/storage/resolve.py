@@ -23,11 +23,6 @@ from holdfast.errors import ConfigError, HoldfastError
 from .base import Storage
 from .local.local_storage import LocalStorage
 
-__all__ = [
-    "check_slashes", "extend_path", "from_description", "import_paths", "importable", "load", "resolve", "schemes",
-    "split_uri",
-]  # fmt: skip
-
 # Holdfast's own schemes: where to find the function that makes a storage of a whole URI. By name, so that only what is
 # used is imported; each imports its own packages, and says which extra brings a missing package. Those of other
 # packages are entry points (`schemes`).

@@ -26,8 +26,6 @@ from .base import (
     check_prefix,
 )
 
-__all__ = ["InputStream", "OutputStream", "PrefixStorage", "WrappedStorage"]
-
 _IN_MEMORY = 16 << 20  # more of an object of unknown size goes to a temporary file
 _PIECE = 8 << 20
 

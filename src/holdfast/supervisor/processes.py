@@ -20,10 +20,6 @@ from holdfast.run.life import VARIABLE, read_reports
 from holdfast.run.process import is_running, is_zombie
 from holdfast.run.python_command import PythonCommand, meant
 
-__all__ = [
-    "LifeProcesses", "Spare", "describe_status", "first_error", "shell_status",
-]  # fmt: skip
-
 _STARTUP = Path(__file__).with_name("startup")
 _STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # registered by the start file
 _STACKS_S = 2.0  # for the stacks of one process

@@ -35,8 +35,6 @@ from .processes import (
     shell_status,
 )
 
-__all__ = ["Again", "Death", "End", "KeptArenas", "Supervisor", "after"]
-
 _LOOK_S = 1.0
 _ENTERS_S = 10.0  # that a process may take from entering a run to training
 _HANG_S = 300.0  # least time without a boundary that is a hang

@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Exchange", "Fault", "FaultProxy"]
-
 _PIECE = 64 << 10
 
 _Kind = Literal["500", "503", "403", "expired", "reset", "silence", "truncated", "short", "slow", "call"]

@@ -35,11 +35,6 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.ops import Ops
 
-__all__ = [
-    "CRASH_EXIT_CODE", "ArmedOps", "FaultyOps", "FaultyStorage", "ForkServer", "Operation", "Outcome",
-    "count_operations",
-]  # fmt: skip
-
 CRASH_EXIT_CODE = 9
 """Exit status of a process that ``crash_at`` ended."""
 

@@ -27,8 +27,6 @@ from holdfast.errors import ConfigError
 
 from .faults import Operation
 
-__all__ = ["PowerCutState", "Snapshot", "power_cut_states", "snapshot"]
-
 _ALL_SUBSETS_UP_TO = 5
 _RANDOM_CHOICES = 16
 

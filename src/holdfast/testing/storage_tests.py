@@ -20,8 +20,6 @@ from holdfast.storage.base import BLOCK, FileWriter, ReplacingWriter, Storage
 from holdfast.storage.resolve import from_description, import_paths
 from holdfast.writer.conversation import own_paths
 
-__all__ = ["StorageTests"]
-
 _ODD_NAMES = (
     "with space.txt",
     "Größe-データ-🔥.json",

@@ -31,12 +31,6 @@ from holdfast.state.data.batches import ResumableBatches, of_this_rank, with_ran
 from holdfast.state.data.order import DealtSampler, knows_its_rank
 from holdfast.state.gradient_order import fix_or_warn
 
-__all__ = [
-    "PreparedLoader", "Transfer", "enable_reproducibility", "get_device", "get_devices", "prepare_data_loader",
-    "prepare_model",
-]  # fmt: skip
-
-
 _logger = get_logger("data")
 _seed: int | None = None  # what `enable_reproducibility` was given
 

@@ -47,11 +47,6 @@ from .scripts import COPY_BYTES, Chains, check_records
 from .trace import LifePlan, Record, Records
 from .workplace import Aim, Change, ChangeWatch, Workplace, cut_power, make_durable, sees_power_cuts
 
-__all__ = [
-    "FINE", "OUTCOMES", "Kill", "Survival", "Trial", "attack_script", "ends_of_saves", "judge", "save_changes",
-    "survival_page",
-]  # fmt: skip
-
 _RANDOM = 4  # one of so many kills comes at a random time after a change
 _FIRST = 0.2  # the part of fresh lives that may be killed in their first save, when there is nothing to lose yet
 _VARIABLE = re.compile(r"[0-9a-f]{6,}|\d+(\.\d+)?")

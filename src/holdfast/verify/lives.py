@@ -32,11 +32,6 @@ from holdfast.run.python_command import PythonCommand, meant
 
 from .trace import LifePlan, Row
 
-__all__ = [
-    "Command", "Forked", "Life", "LifeFailedError", "Process", "WarmInterpreter", "WarmLife", "Watch", "check_script",
-    "end_with_parent", "observed_environment", "run_life", "script_command", "split_command",
-]  # fmt: skip
-
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
 _GRACE_S = 30.0  # after SIGTERM, until SIGKILL

@@ -15,8 +15,6 @@ from typing import Any
 
 from .trace import Record, Step, stages
 
-__all__ = ["EARLY", "Finding", "Match", "compare_fresh", "find_state", "from_checkpoint", "is_followed", "match_life"]
-
 EARLY = 16
 """So many steps may be made before a checkpoint is loaded: to warm up, to measure, to give an optimizer its state."""
 _ROUNDED = 0.02  # relative: bfloat16 keeps 8 bits

@@ -29,8 +29,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Observer", "root_modules", "start", "stateful_objects"]
-
 _SAMPLES = 16  # elements of each tensor in a row
 _INPUT_SAMPLES = 64
 _WHOLE_INPUT = 1 << 20  # inputs of up to so many elements are summed whole

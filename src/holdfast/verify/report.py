@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .scripts import KillAt
     from .trace import Record
 
-__all__ = ["Cause", "LifeReport", "Report", "advice", "document", "of_examined", "of_findings", "page", "strip"]
-
 _BATCHES = "draw the batches from `ck.batches(loader)`, which goes on in the middle of an epoch"
 _COUNT = "count with `ck.epochs`, `ck.batches` and `ck.global_step`"
 _STATE = 'put it into the state: `holdfast.Checkpointer(path, {..., "%s": %s})`'

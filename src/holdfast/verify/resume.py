@@ -29,11 +29,6 @@ from holdfast.storage.local.local_storage import LocalStorage
 from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
 from .trace import Difference, LifePlan, Moment, Row, Unsteady, first_difference, likely_causes, unsteady
 
-__all__ = [
-    "Examined", "Home", "Kill", "NothingToVerifyError", "ResumeDivergedError", "ResumeReport", "Twins",
-    "check_arguments", "choose", "choose_by_rows", "examine", "verify_resume", "verify_resume_script",
-]  # fmt: skip
-
 _SHOWN = 10
 Say = Callable[[str], None]
 

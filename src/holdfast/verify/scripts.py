@@ -22,8 +22,6 @@ from .resume import Home, NothingToVerifyError, ResumeDivergedError, Twins, chec
 from .trace import LifePlan, Moment, Records, saved_after, saves_after, stages
 from .workplace import OutputWatch, Workplace
 
-__all__ = ["COPY_BYTES", "Chains", "KillAt", "assert_resumes", "check_records", "choose_steps", "verify_script"]
-
 COPY_BYTES = 2 << 30
 _IN_PLACE = "; or run it where it is with --in-place and {run} in its arguments for the directory it writes to"
 _ANEW = (

@@ -17,8 +17,6 @@ import torch
 from holdfast.state.tree import rng
 from holdfast.state.tree.values import PerRank, RngSentinel
 
-__all__ = ["assert_state_equal", "differences", "digests", "leaves"]
-
 _SHOWN = 10
 
 

@@ -14,11 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "BESIDE", "Difference", "Item", "LifePlan", "Moment", "Record", "Records", "Row", "Step", "Unsteady",
-    "first_difference", "is_plain", "likely_causes", "saved_after", "saves_after", "stages", "unsteady",
-]  # fmt: skip
-
 BESIDE = "not in the state"
 """First part of the paths of items for modules that train beside a state; compared where both lives have them."""
 

@@ -27,8 +27,6 @@ from .observer import root_modules, stateful_objects
 from .state import digests as digests_of
 from .trace import BESIDE, Counter, LifePlan
 
-__all__ = ["Witness", "witness"]
-
 _COUNTER = Counter()
 _LEDGER = f"{RESERVED}/progress/ledger"
 _State = Callable[[], Mapping[Any, Any]]

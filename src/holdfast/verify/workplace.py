@@ -37,11 +37,6 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Aim", "Change", "ChangeWatch", "OutputWatch", "Workplace", "cut_power", "make_durable", "sees_power_cuts",
-    "unwritten",
-]  # fmt: skip
-
 _LINKED = (".git", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache")
 """Never written by a training: a link to the real one will do."""
 _LEFT_OUT = ("__pycache__",)

@@ -30,11 +30,6 @@ from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
-__all__ = [
-    "BOARD_BYTES", "KINDS", "NEVER", "WHO_LEFT", "Arena", "StepMailbox", "StepMemory", "can_share_memory",
-    "rows_left", "steps_done",
-]  # fmt: skip
-
 _LOG = get_logger("writer")
 _NAME = "holdfast-arena"
 _PAGE = 4096

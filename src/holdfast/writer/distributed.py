@@ -30,8 +30,6 @@ from .save import commit_parts, is_committed, say_stored_for_all
 if TYPE_CHECKING:
     from .uploads.staged_run import StagedParts
 
-__all__ = ["DeferredAnswers", "Joint"]
-
 _LOG = get_logger("writer.control")
 _REMEMBERED = 16
 _VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later

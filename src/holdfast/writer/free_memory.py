@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["FreeMemory", "free_memory"]
-
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
 
 

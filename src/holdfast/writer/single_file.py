@@ -29,8 +29,6 @@ from .handed import Watermark
 from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
 from .save import Task
 
-__all__ = ["FileSaves", "NameLeases", "write_file"]
-
 _LOG = get_logger("writer")
 _VIEW = 64 << 20
 _PIECE = 1 << 20  # both checksums of a piece are taken while it is in the processor's cache

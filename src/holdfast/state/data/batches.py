@@ -33,8 +33,6 @@ from .loaders import StatedPosition, clone_of
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
-__all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
-
 _logger = get_logger("data")
 _END = object()
 # Data sets that this process has seen a pass of.

@@ -16,8 +16,6 @@ import xxhash
 
 from .seeding import index_id
 
-__all__ = ["NOT_READ", "batch_digest", "indices_digest"]
-
 NOT_READ = 0
 _MOST = 1 << 18  # bytes of a tensor that are read whole: 50 microseconds are not enough for 1 MiB out of cold memory
 _BLOCK, _NUM_BLOCKS = 4096, 32

@@ -24,8 +24,6 @@ from holdfast.errors import ConfigError
 from .digest import indices_digest
 from .seeding import Stream, generators_of, index_id, mix
 
-__all__ = ["DealtSampler", "MapOrder", "Split", "knows_its_rank", "split_of"]
-
 _SAMPLES_AHEAD = 4096
 _BATCHES_AHEAD = 64
 _T = TypeVar("_T")

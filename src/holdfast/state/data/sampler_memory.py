@@ -22,8 +22,6 @@ from holdfast._log import get_logger
 
 from .seeding import put_generator, take_generator
 
-__all__ = ["SamplerMemory"]
-
 _MOST = 10_000_000  # elements of an attribute
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _log = get_logger("data")

@@ -18,12 +18,6 @@ from torch import nn
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.tensor_file import item_size
 
-__all__ = [
-    "all_dense", "array_from_tensor", "array_of", "array_to_tensor", "check_module", "check_tensor",
-    "decode_torch_value", "dtype_name", "dtype_of", "encode_torch_value", "is_array", "is_dense", "is_spread",
-    "local_of", "local_tensor", "move", "move_small", "reshard", "same_bits", "spread_types", "tensor_of",
-]  # fmt: skip
-
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _NO_NUMPY_BYTES = "OV"  # object and structured arrays: no bytes of their own, or no stable layout
 

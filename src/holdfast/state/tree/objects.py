@@ -30,13 +30,6 @@ from holdfast.errors import UnsupportedStateError
 from .arrays import reshard
 from .values import PerRank
 
-__all__ = [
-    "IMPLEMENTATION_FLAGS", "OTHER_STATE", "Modules", "apply_groups", "ask_in_order", "by_param_name",
-    "canonical_keys", "empty_beside", "has_objects", "is_metric", "is_plain", "live_names",
-    "metric_state", "odd_layouts", "parameter_names", "restore_metric", "shared_names", "state_device", "state_of",
-    "stored_parameters", "to_named", "to_positions", "unwrap", "without_tokens",
-]  # fmt: skip
-
 # Prefixes no user would choose: removed wherever they occur.
 _TOKENS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)

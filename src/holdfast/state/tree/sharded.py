@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "APART", "Alike", "Cut", "Held", "Parts", "Placement", "Region", "Regions", "common_group", "empty_alike",
-    "group_of", "held", "local_parts", "parallel_group", "ranks_alike", "spread_of", "stand_in",
-]  # fmt: skip
-
 APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
 """Names of dimensions of a mesh along which ranks hold different modules."""
 _Runs = list[tuple[int, int]]  # (first index, length), in the order in which they lie in memory

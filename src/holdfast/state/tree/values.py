@@ -25,8 +25,6 @@ from holdfast.errors import ConfigError
 
 from . import arrays
 
-__all__ = ["RNG", "Attrs", "ObjectNode", "PerRank", "PerRankNode", "RngSentinel", "TensorRef", "attrs", "fill"]
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _DONE = (torch.Tensor, int, float, str)  # nothing to fill in
 

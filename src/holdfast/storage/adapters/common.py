@@ -58,11 +58,6 @@ from ..base import (
 from ..local.ops import translate
 from ..memory import BytesReader
 
-__all__ = [
-    "AdaptedStorage", "Described", "FoundObject", "RangeReader", "SentWriter", "client_errors", "rebuild_options",
-    "temporary_beside", "translate_client",
-]  # fmt: skip
-
 _DENIED_NAMES = frozenset(
     {
         "AuthenticationException",

@@ -20,8 +20,6 @@ from ..base import ObjectInfo, Storage, copy_over
 from ..resolve import from_description, resolve, split_uri
 from ..wrapped import InputStream, OutputStream
 
-__all__ = ["StorageHandler", "as_pyarrow"]
-
 
 def as_pyarrow(storage: Storage) -> pyarrow.fs.FileSystem:
     """Return the file system of pyarrow in which a storage can be read and written."""

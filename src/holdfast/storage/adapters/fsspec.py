@@ -37,8 +37,6 @@ from .common import (
     temporary_beside,
 )
 
-__all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
-
 # Protocols whose rmdir removes nothing but an empty directory, as fsspec asks for: checked in their code.
 _SAFE_RMDIR = frozenset({"file", "local", "ftp", "sftp", "smb", "ssh", "webhdfs"})
 # They answer from copies of their own: a manifest or a lease may be out of date there.

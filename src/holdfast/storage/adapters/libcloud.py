@@ -26,8 +26,6 @@ from holdfast.errors import ConfigError, StorageError
 from ..base import FileReader, FileWriter, Storage
 from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
 
-__all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
-
 _NAMED = "environ:"
 _BLOCK = 4 << 20
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"

@@ -31,8 +31,6 @@ from .common import (
     temporary_beside,
 )
 
-__all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
-
 _T = TypeVar("_T")
 _OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
 # Classes of pyarrow.fs whose arguments are plain values, so that a description can rebuild them.

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError
 
-__all__ = ["SECRETS", "BucketConfig", "find_place", "looked_for", "split_settings"]
-
 # Options that are credentials: kept out of descriptions. Options are named as obstore names its configuration.
 SECRETS = frozenset(
     {

@@ -44,12 +44,6 @@ from ..base import TEMPORARY, Storage, StorageTraits
 from ..together import together
 from .bucket import BucketConfig
 
-__all__ = [
-    "MARK", "NO_BUCKET", "BucketClient", "Errors", "ShortAnswerError", "UnfinishedUploads", "Upload",
-    "again_if_broken", "as_condition", "conditions_of", "errors_of", "has_no_tls", "is_refusal", "landed",
-    "make_store", "said", "status_of", "was_retried",
-]  # fmt: skip
-
 _FEW = 2  # a store that has never heard of a request may answer 501, which the client takes for a passing failure
 _first_pid: list[int] = []
 

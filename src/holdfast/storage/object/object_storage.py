@@ -57,8 +57,6 @@ from .client import (
     status_of,
 )
 
-__all__ = ["ObjectReader", "ObjectStorage", "from_options", "from_uri", "list_all", "open_reader", "read_version"]
-
 _PART_BYTES = 16 << 20
 """Every part costs the store about the same work, however large it is."""
 

@@ -16,13 +16,6 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
 
-__all__ = [
-    "TIMESTAMP", "VALIDATED", "CheckpointConfig", "CheckpointConsistencyMode", "CheckpointStrategy",
-    "CheckpointUploadMode", "FailureConfig", "ReportedCheckpoint", "ReportedCheckpointStatus", "RunConfig",
-    "RunContext", "ScalingConfig", "UserCallback", "ValidationConfig", "ValidationFn", "ValidationTaskConfig",
-    "without_marks",
-]  # fmt: skip
-
 ValidationFn: TypeAlias = Callable[..., Mapping[str, Any]]
 """``fn(checkpoint, **fn_kwargs) -> dict`` of metrics."""
 

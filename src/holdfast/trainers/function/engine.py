@@ -15,11 +15,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from holdfast.writer.frames import Message
 
-__all__ = [
-    "Capacity", "Draining", "Dying", "Engine", "Event", "Exited", "GroupSpec", "Placed", "Reason", "Received",
-    "Started", "TaskEnded", "Unable", "Woken", "node_name",
-]  # fmt: skip
-
 Reason: TypeAlias = Literal["process", "garbled", "node", "drained", "unreachable", "unplaced"]
 """Why a worker has ended: its process ended; it was killed for what it sent; its node ended, or the
 agent there; its node ended as announced; the node was given up though it may be alive; or there was no

@@ -45,12 +45,6 @@ from holdfast.writer.messages import IngestSource
 
 from .transit import error_to_wire
 
-__all__ = [
-    "HandoffArea", "Staging", "Taken", "Unfinished", "bring_share", "check_source", "left_directory", "name_in_run",
-    "remove_local", "take",
-]  # fmt: skip
-
-
 _LOG = get_logger("trainers.function")
 _SIBLING = re.compile(r"\.holdfast-(?P<start>[0-9a-f]{8,64})-(?P<index>[0-9a-f]+)-(?P<rank>\d+)(\.doomed)?")
 _WRITER_S = 30.0  # for the writer of a dead worker, which still stores on the disk what it has

@@ -36,8 +36,6 @@ from .engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woke
 from .transit import error_from_wire, error_to_wire
 from .worker.main import leave_launched_group, run_here
 
-__all__ = ["InlineEngine", "Launched", "drive_here", "ranks_of_launcher", "work_here"]
-
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEET_S = 300.0
 _LONGEST = 90  # of the path of a folder: that of a socket in it has to fit into 107 bytes

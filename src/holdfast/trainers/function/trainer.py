@@ -50,8 +50,6 @@ from .transit import (
     unpack_result,
 )
 
-__all__ = ["TorchTrainer"]
-
 _LOG = get_logger("trainers.function")
 _SPARES = "HOLDFAST_SPARE_NODES"
 _MOST_SPARES = "2"

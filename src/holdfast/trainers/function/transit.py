@@ -31,12 +31,6 @@ from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import from_description
 from holdfast.writer.messages import error_from_json
 
-__all__ = [
-    "TravellingSecrets", "add_note", "checkpoint_at", "describe_location", "error_from_wire", "error_to_wire",
-    "learn_secrets", "open_root", "pack_call", "pack_checkpoint", "pack_result", "pack_secrets", "pack_value",
-    "run_validation", "takes_config", "unpack_call", "unpack_checkpoint", "unpack_result",
-]  # fmt: skip
-
 _MAX_PICKLE = 8 << 20  # an exception that holds a model travels in words only
 
 _LOG = get_logger("trainers.function")

@@ -18,11 +18,6 @@ from holdfast._meant import answering
 from holdfast._optional import tracker
 from holdfast.errors import ConfigError
 
-__all__ = [
-    "OF_SAVER", "OF_TRAINER", "OF_UPLOADER", "check_flags", "check_function", "check_loader", "check_path",
-    "choose_run_name", "of_fit", "several",
-]  # fmt: skip
-
 _SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
 _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
 _SCHEDULE = "give the schedulers their lengths yourself"

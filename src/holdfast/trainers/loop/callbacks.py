@@ -26,11 +26,6 @@ from .parallel import is_sharded
 from .state import State, Stateful
 from .time import Event, Time, Timestamp, TimeUnit, parse_every
 
-__all__ = [
-    "EMA", "Algorithm", "Callback", "EarlyStopper", "EarlyStopping", "EventEngine", "LabelSmoothing", "Logger",
-    "LoggerDestination", "ThresholdStopper",
-]  # fmt: skip
-
 _LOG = get_logger("trainers.loop")
 
 

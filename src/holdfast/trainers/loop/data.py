@@ -20,10 +20,6 @@ from holdfast.state.data.seeding import generators_kept, generators_within
 
 from .arguments import check_function, check_loader
 
-__all__ = [
-    "DataPosition", "DataSpec", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state",
-]  # fmt: skip
-
 _LOG = get_logger("trainers.loop")
 _NAME = "train"  # of the loader, as `holdfast log` names its batches
 _AHEAD = (

@@ -28,11 +28,6 @@ from .time import When, parse_when
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = [
-    "DEFAULT", "Averaged", "EvaluationShare", "Evaluator", "as_metrics", "as_spec", "check_subset", "computed",
-    "eval_metric_sets", "evaluators_of", "metrics_of", "move_metrics",
-]  # fmt: skip
-
 DEFAULT: Any = object()
 """Stands for the interval that the trainer has for all evaluators."""
 

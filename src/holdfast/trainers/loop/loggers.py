@@ -19,8 +19,6 @@ from .callbacks import Logger, LoggerDestination
 from .state import State
 from .time import TimeUnit, parse_every
 
-__all__ = ["ConsoleLogger", "JSONLLogger", "ProgressBar", "TensorBoardLogger"]
-
 _LOG = get_logger("trainers.loop")
 _BLOCK = 1 << 16
 _LINE_S = (10.0, 60.0)  # until the first line, and between two of them

@@ -30,11 +30,6 @@ from holdfast.state.tree.arrays import is_spread, local_tensor
 
 from .arguments import several
 
-__all__ = [
-    "TIMEOUT_S", "Parallel", "Ranks", "bare", "check_clip", "check_optimizers", "choose_device", "choose_optimizers",
-    "clip_gradients", "is_sharded", "move_plain", "place_model", "seed_ranks",
-]  # fmt: skip
-
 TIMEOUT_S = 600.0
 _BUCKET = 250 << 20
 _INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"

@@ -21,14 +21,6 @@ from .time import Time, TimeLike, TimeUnit
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = [
-    "ComposerScheduler", "ConstantScheduler", "ConstantWithWarmupScheduler", "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler", "CosineAnnealingWithWarmupScheduler", "ExponentialScheduler",
-    "LinearScheduler", "LinearWithWarmupScheduler", "MultiStepScheduler", "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler", "PolynomialWithWarmupScheduler", "StepScheduler", "compile_composer_scheduler", "compiled",
-    "refresh",
-]  # fmt: skip
-
 
 class ComposerScheduler(ABC):
     """A schedule: called with the state of training, it returns a factor. A function of a state is a schedule, too."""

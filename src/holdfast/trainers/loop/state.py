@@ -19,8 +19,6 @@ from .evaluator import Evaluator
 from .parallel import Ranks
 from .time import Span, Time, Timestamp, finished, parse_every
 
-__all__ = ["ATTRIBUTES", "State", "Stateful"]
-
 ATTRIBUTES = (
     "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
     "train_metrics", "eval_metrics", "run_name", "dataset_state",

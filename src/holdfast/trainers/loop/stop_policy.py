@@ -31,8 +31,6 @@ from .time import Every, TimeUnit, When
 if TYPE_CHECKING:
     from .saving.saver_group import SaverGroup
 
-__all__ = ["DistributedStopPolicy", "StopPolicy", "TrainerGuard", "make_pace"]
-
 _PAUSE_S = 2.0
 _LOSS = "loss/train/total"  # what `Guard(metric="loss")` means here
 

@@ -20,11 +20,6 @@ from holdfast.errors import ConfigError
 
 from .arguments import check_function
 
-__all__ = [
-    "COUNTERS", "GRAMMAR", "Event", "Every", "IntervalSpec", "Span", "Time", "TimeLike", "TimeUnit", "Timestamp",
-    "When", "finished", "parse_duration", "parse_every", "parse_when",
-]  # fmt: skip
-
 GRAMMAR = (
     "a time is a number and a unit: '2ep' (epochs), '500ba' (batches), '1000sp' (samples), '1e6tok' (tokens), '3iter' "
     "(iterations), '0.1dur' (share of the whole training), '90sec', or a span such as '90s', '15min', '36h', '1h20m40s'"

@@ -37,8 +37,6 @@ from .stop_policy import StopPolicy, TrainerGuard, make_pace
 from .time import Event, Every, Time, When, parse_duration, parse_when
 from .training import Evaluation, TrainingLoop, TrainStep, check_precision, make_scaler
 
-__all__ = ["Trainer"]
-
 _LOG = get_logger("trainers.loop")
 
 

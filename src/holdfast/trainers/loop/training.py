@@ -24,8 +24,6 @@ from .state import State
 from .stop_policy import StopPolicy
 from .time import Event, Every, Timestamp, When
 
-__all__ = ["Evaluation", "Precision", "TrainStep", "TrainingLoop", "check_precision", "make_scaler"]
-
 _END: Any = object()
 _EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}
 

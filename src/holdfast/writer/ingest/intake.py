@@ -41,8 +41,6 @@ from ..save import certainly_uncommitted, committed_already, outcome
 from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
 from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
 
-__all__ = ["Intake", "commit_in_place"]
-
 _LOG = get_logger("writer")
 _NAMED = 5
 _TINY_BYTES, _MANY = 64 << 10, 32

@@ -24,8 +24,6 @@ from holdfast.storage.base import Storage
 
 from .sources import Contents, SourceFile
 
-__all__ = ["FileList", "MergePlan", "MergedFile", "contested", "known_fields", "manifest_fields", "merge", "suffixed"]
-
 _NAMED = 5
 
 

@@ -41,11 +41,6 @@ from holdfast.storage.together import SerialExecutor
 
 from ..messages import IngestSource
 
-__all__ = [
-    "SMALL_BYTES", "Contents", "Copier", "Incoming", "SourceFile", "changed", "check_contents", "damaged", "opened",
-    "put_incoming", "read_incoming", "remove_incoming", "scan",
-]  # fmt: skip
-
 _NAMED = 5
 SMALL_BYTES = 1 << 20
 """Up to here a file goes through the page cache, together with others, and is digested where it was read."""

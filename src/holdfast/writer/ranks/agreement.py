@@ -24,11 +24,6 @@ from holdfast.errors import CheckpointError, StorageError
 from ..messages import error_from_json
 from .link import Message
 
-__all__ = [
-    "CommitSave", "JointSaves", "JointUploads", "RankStanding", "RescueAgreement", "SaveOutcome", "SaveVerdict",
-    "StepAgreement", "named_error",
-]  # fmt: skip
-
 _REMEMBERED = 16  # outcomes, for ranks that ask late
 _LOOK_S = 0.2  # for the end of uploads, which nobody announces
 

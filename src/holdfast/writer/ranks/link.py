@@ -29,11 +29,6 @@ from holdfast.errors import ConfigError, HoldfastError
 from ..arena import KINDS
 from ..frames import FrameDecoder, encode
 
-__all__ = [
-    "ANSWER_BYTES", "CHALLENGE_BYTES", "MAX_MESSAGE", "PROOF_BYTES", "Link", "Message", "allow_connections",
-    "check_connections", "check_word", "make_answer", "make_challenge", "make_proof", "read_answer",
-]  # fmt: skip
-
 _MAGIC = b"holdfast control 2\n"
 _NONCE_BYTES = 32
 _RANK = struct.Struct(">I")

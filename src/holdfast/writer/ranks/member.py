@@ -18,8 +18,6 @@ from ..arena import NEVER, StepMailbox
 from .link import CHALLENGE_BYTES, PROOF_BYTES, Link, Message, make_answer, make_proof
 from .server import BEAT_S, ENDED_S, STALE_S
 
-__all__ = ["ControlMember"]
-
 _LOG = get_logger("writer.control")
 _CONNECT_S = 5.0
 _PAUSE_S = (0.02, 0.5)

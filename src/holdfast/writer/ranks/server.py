@@ -29,8 +29,6 @@ from .agreement import (
 )
 from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
 
-__all__ = ["BEAT_S", "ENDED_S", "STALE_S", "ControlServer"]
-
 _LOG = get_logger("writer.control")
 BEAT_S = 5.0
 STALE_S = 30.0

@@ -17,15 +17,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from holdfast._log import get_logger
-from holdfast.copying.transfer import TransferStopped, copy_checkpoint, copy_file
+from holdfast.copying.sending import TransferStopped
+from holdfast.copying.transfer import copy_checkpoint, copy_file
 from holdfast.errors import HoldfastError, StorageError, StorageNotFoundError, StoragePermissionError
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
 from ..messages import MirrorLimits, WireValue
 from .queue import Stop, UploadQueue
-
-__all__ = ["FileUploads", "UploadJob", "UploadPointer", "remove_copy"]
 
 _LOG = get_logger("writer")
 _LAST_S = 600.0  # no lease waits for them, and the next training sends the newest once more

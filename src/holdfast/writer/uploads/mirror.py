@@ -34,16 +34,15 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import Lease
+from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, Sidecar, pack, read_sidecar
 from holdfast.run.remains import sweep_hidden
-from holdfast.run.reports import REPORTS, highest_attempt
+from holdfast.run.reports import highest_attempt
 from holdfast.run.retention import Verdict
 from holdfast.storage.base import Storage
 
 from ..messages import MirrorLimits
 from .queue import END_S, Stop, UploadQueue
-
-__all__ = ["ON_LOCAL_DISK", "Mirroring", "RemoteRun", "RemoteSide", "await_upload", "done_with", "start_mirror"]
 
 _LOG = get_logger("writer")
 _PIECE = 8 << 20

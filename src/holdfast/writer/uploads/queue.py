@@ -19,13 +19,11 @@ from typing import Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast._units import format_duration
-from holdfast.copying.transfer import TransferStopped
+from holdfast.copying.sending import TransferStopped
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.run.record import Record
 
 from ..messages import MirrorLimits
-
-__all__ = ["END_S", "Source", "UploadQueue", "given_up", "pause_s"]
 
 _LOG = get_logger("writer")
 END_S = 20.0

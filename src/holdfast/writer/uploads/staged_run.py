@@ -36,8 +36,6 @@ from ..save import committed_already
 from .mirror import ON_LOCAL_DISK
 from .queue import END_S, Stop, UploadQueue
 
-__all__ = ["StagedParts", "StagedRun", "files_in_front", "staged_saves"]
-
 _LOG = get_logger("writer")
 _LOOK_S = 0.02
 

@@ -15,12 +15,6 @@ from holdfast.writer.messages import IngestSource
 
 from ..engine import Event
 
-__all__ = [
-    "Action", "ActionResult", "Answer", "Begin", "Call", "Commit", "Details", "End", "FindStart", "Input", "KillGroup",
-    "LateMetrics", "NextAttempt", "Note", "OpenRun", "Protect", "Resumed", "RunState", "Say", "Send", "StartGroup",
-    "StopRequested", "StopValidation", "StoreRows", "Tick", "Validate", "check_transition",
-]  # fmt: skip
-
 # -- out: the run -----------------------------------------------------------------------------------------------------
 
 

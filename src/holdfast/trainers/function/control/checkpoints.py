@@ -28,11 +28,6 @@ from ..config import VALIDATED, ReportedCheckpointStatus
 from .actions import Resumed
 from .plan import RunSpec
 
-__all__ = [
-    "WANTED", "KnownCheckpoints", "RunContents", "Start", "UnwrittenValues", "Validations", "choose_start",
-    "find_start", "find_unvalidated", "status_of",
-]  # fmt: skip
-
 _LOOKED_AT = 1000  # most checkpoints whose manifests are searched for validations that did not run
 WANTED = "wanted"
 """``manifest.extra["validation"]`` of a checkpoint that is to be validated, when the report gave no arguments."""

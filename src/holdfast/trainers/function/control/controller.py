@@ -61,7 +61,6 @@ from .worker_group import (
     training_failed,
 )
 
-__all__ = ["Controller"]
 _HANDOVERS = 3  # agreed saves that are tried for one move
 _MOST_PAST = 100
 

@@ -76,8 +76,6 @@ from .checkpoints import RunContents, Start, find_start
 from .controller import Controller
 from .plan import RunSpec
 
-__all__ = ["Driver", "DriverOptions", "LogCopies", "Stops", "bring_beside", "say", "start_block"]
-
 _LOG = get_logger("trainers.function")
 _OP_S = 120.0  # most time of the writer for an operation
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -15,11 +15,6 @@ from holdfast.run.life import REQUEUE_STATUS
 
 from ..engine import Capacity
 
-__all__ = [
-    "Cause", "FailurePolicy", "GiveUp", "Restart", "Room", "RunSpec", "ScalingPolicy", "WaitLimits",
-    "ended_by_preemption", "growth_pause_s", "is_worth_writing",
-]  # fmt: skip
-
 _SIGTERM = 15
 _FREE_STARTS = 3
 _MAX_DELAY_S = 30.0

@@ -16,8 +16,6 @@ from holdfast._ranks import rank_list
 
 from .actions import Call
 
-__all__ = ["Ask", "CallbackCalls", "Entry", "LedgerEntry", "ReportLedger", "Stage"]
-
 _MAX_WAITING = 10_000
 
 

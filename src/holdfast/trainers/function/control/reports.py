@@ -22,8 +22,6 @@ from .checkpoints import WANTED, KnownCheckpoints, Start, UnwrittenValues, Valid
 from .plan import RunSpec, is_worth_writing
 from .report_ledger import Ask, CallbackCalls, Entry, LedgerEntry, ReportLedger, Stage
 
-__all__ = ["Reports", "epoch_of"]
-
 
 class Reports:
     """Takes messages of workers about reports, commits what is complete and sends the outcome to the workers.

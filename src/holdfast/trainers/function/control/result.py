@@ -18,8 +18,9 @@ from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics, metric_value
+from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, timestamp
-from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
+from holdfast.run.reports import Attempt, live_rows, read_reports
 from holdfast.run.retention import is_number, rank
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
@@ -28,8 +29,6 @@ from ..config import without_marks
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["Result"]
 
 _AFTER_THE_START = ("find", "start", "load")
 

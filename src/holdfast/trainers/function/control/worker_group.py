@@ -19,11 +19,6 @@ from .actions import Action, KillGroup, Send
 from .plan import Cause, WaitLimits, ended_by_preemption
 from .reports import Reports
 
-__all__ = [
-    "Clock", "Ending", "Handover", "Teardown", "WorkerGroup", "describe_exit", "find_trouble", "first_line",
-    "gather_s", "next_check", "training_failed",
-]  # fmt: skip
-
 _MAX_SHOWN = 300
 _HINTS = {
     signal.SIGKILL: " (killed by somebody, or by the kernel for lack of memory: dmesg tells)",

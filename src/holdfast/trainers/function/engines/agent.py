@@ -32,9 +32,6 @@ from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer
 from ..handoff import Unfinished
 from .supervisor import Child, Supervisor, threads_for
 
-__all__ = ["BEAT_S", "Agent", "AgentCall", "connect", "join_cluster", "look_at_storage", "run_agent"]
-
-
 BEAT_S = 2.0
 _CONNECT_S = 30.0
 _KEEP = 8  # both sides count in the same way

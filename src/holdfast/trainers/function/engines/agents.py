@@ -32,12 +32,6 @@ from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof,
 from ..engine import Capacity, Reason, node_name
 from .agent import BEAT_S, AgentCall, connect
 
-__all__ = [
-    "AgentFailed", "AgentLink", "AgentListener", "Agents", "NodeEvent", "NodePlace", "Nodes", "PlacesChanged",
-    "Refused", "StorageProbe", "missing_module",
-]  # fmt: skip
-
-
 _LOG = get_logger("trainers.function")
 _HELLO_S = 10.0
 _PAUSE_S = 0.1

@@ -47,9 +47,6 @@ from .agent import BEAT_S
 from .agents import AgentLink, Agents, NodePlace, Nodes
 from .supervisor import Child, LineLimit, LogText, Process, Supervisor, shown_and_kept, threads_for
 
-__all__ = ["ClusterEngine", "LocalEngine", "ProcessEngine", "arrange", "rank_environment"]
-
-
 _LOG = get_logger("trainers.function")
 P = TypeVar("P", bound=Process)
 _WORKER = "holdfast.trainers.function.worker.main:run"

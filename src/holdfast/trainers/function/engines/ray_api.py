@@ -19,8 +19,6 @@ from holdfast.errors import ConfigError
 
 from .agent import AgentCall
 
-__all__ = ["NodeFacts", "RayApi", "connect", "is_missed", "is_wanted"]
-
 _LOG = get_logger("trainers.function")
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 _CLIENT = (

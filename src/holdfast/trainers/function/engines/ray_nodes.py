@@ -21,8 +21,6 @@ from .agent import AgentCall
 from .agents import AgentFailed, NodeEvent, NodePlace, PlacesChanged, Refused, missing_module
 from .ray_api import NodeFacts, RayApi
 
-__all__ = ["Changes", "RayNodes", "Reservation", "Wanted", "choose_spares", "matches", "plan_changes"]
-
 _LOG = get_logger("trainers.function")
 _ONE_OF = re.compile(r"in\((.*)\)")
 T = TypeVar("T")

@@ -30,12 +30,6 @@ from holdfast.writer.frames import Channel, Message
 
 from .zygote import end_session
 
-__all__ = [
-    "Child", "LineLimit", "LogFile", "LogStream", "LogText", "Process", "Sink", "Supervisor", "shown_and_kept",
-    "threads_for",
-]  # fmt: skip
-
-
 _LOG = get_logger("trainers.function")
 # The folder of the current directory that `-c` puts first must not shadow the modules we start with.
 _BOOT = (

@@ -28,8 +28,6 @@ from typing import Any
 
 from holdfast.writer.frames import Channel, Message
 
-__all__ = ["Zygote", "end_session", "main"]
-
 # What a fresh interpreter does not leave to the kernel.
 _PYTHONS_OWN: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
 

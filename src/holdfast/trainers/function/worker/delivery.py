@@ -30,11 +30,6 @@ from ..handoff import HandoffArea, Staging, Taken, check_source, left_directory,
 from ..transit import describe_location, open_root, pack_checkpoint
 from .link import ControllerLink
 
-__all__ = [
-    "REPORT_OPTIONS", "Delivery", "Finish", "Request", "Shares", "UploadFn", "check_request", "check_score",
-    "plain_metrics", "score_of",
-]  # fmt: skip
-
 _LOG = get_logger("trainers.function")
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
 _ASYNC = CheckpointUploadMode.ASYNC

@@ -21,8 +21,6 @@ from holdfast.writer.frames import Channel, Message
 
 from ..transit import add_note, error_from_wire, error_to_wire
 
-__all__ = ["Agreement", "ControllerLink", "ReportQueue", "end_process"]
-
 _LOG = get_logger("trainers.function")
 _CLOSE_S = 1.0
 _HOLD_S = 60.0

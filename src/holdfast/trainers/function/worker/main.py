@@ -29,12 +29,6 @@ from holdfast.writer.frames import Channel, Message
 from ..transit import error_to_wire, learn_secrets, pack_result, takes_config, unpack_call
 from .session import Session, current_session
 
-__all__ = [
-    "Group", "barrier", "broadcast_from_rank_zero", "launched_group", "leave_launched_group", "process_group", "run",
-    "run_here", "run_task",
-]  # fmt: skip
-
-
 _LOG = get_logger("trainers.function")
 _FLUSH_S = 30.0
 _JOIN_S = 600.0  # as long as the controller waits for a group to begin

@@ -32,12 +32,6 @@ from ..transit import checkpoint_at, open_root, unpack_checkpoint
 from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
 from .link import ControllerLink, end_process
 
-__all__ = [
-    "Context", "Session", "StorageContext", "TrainContext", "current_session", "get_all_reported_checkpoints",
-    "get_checkpoint", "get_context", "in_session", "load_checkpoint", "local_rank", "report", "save_checkpoint",
-    "should_save", "world_rank", "world_size",
-]  # fmt: skip
-
 _current: Session | None = None
 
 

@@ -49,8 +49,6 @@ from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
 from .layout import as_torch_file, from_torch_file
 
-__all__ = ["FileImage", "lay", "opened", "read_note", "refuse_objects"]
-
 _NOTE = "holdfast.json"
 _FORMAT = "holdfast-file"
 _DIGEST = "xxh3:" + "0" * DIGEST_DIGITS  # until the writer knows it

@@ -35,11 +35,6 @@ from ..time import COUNTERS, Timestamp
 from .files import read_note
 from .layout import is_composers
 
-__all__ = [
-    "CONTAINERS", "Destinations", "FolderEntry", "NameTemplate", "SaverNames", "container_of", "is_foreign",
-    "is_in_the_way", "is_later", "is_sharded_of_torch", "look", "look_at", "names_in", "run_variables",
-]  # fmt: skip
-
 RUN_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 TIME_VARIABLES = (*(name for name in COUNTERS if name != "iteration"), "total_wct", "epoch_wct", "batch_wct")
 # The totals first: two counters within an epoch say nothing without the epoch.

@@ -39,8 +39,6 @@ from ..parallel import TIMEOUT_S, Ranks
 from .files import FileImage
 from .finder import FolderEntry, look
 
-__all__ = ["LEASE_S", "FileLeases", "SaveFolder", "check_link", "link_latest", "linked_by"]
-
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0
 _PROBED = re.compile(re.escape(PROBE) + r"[0-9a-f]{8,64}")

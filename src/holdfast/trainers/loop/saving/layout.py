@@ -33,11 +33,6 @@ from ..data import with_state
 from ..parallel import Ranks
 from ..state import State
 
-__all__ = [
-    "IgnoreKeys", "as_ours", "as_torch_file", "check_ignore_keys", "emptied", "expand", "from_torch_file", "gathered",
-    "ignored", "is_composers", "left_out_of", "of_rank",
-]  # fmt: skip
-
 _LOG = get_logger("trainers.loop")
 _LEFT_OUT = "ignored_keys"
 _MODEL = "state/model/"

@@ -12,7 +12,7 @@ from holdfast._log import get_logger
 from holdfast.checkpoint.handle import locate
 from holdfast.checkpointer.console import ResumeBlock, load_bar
 from holdfast.checkpointer.functions import save
-from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S
 from holdfast.checkpointer.run_session import answer
 from holdfast.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -49,11 +49,6 @@ from .layout import (
     of_rank,
 )
 from .uploads import Locator, as_object_store
-
-__all__ = [
-    "LoadCheckpoint", "LoadOptions", "LoadReport", "load_checkpoint", "load_from", "load_path", "place_of",
-    "save_checkpoint",
-]  # fmt: skip
 
 _LOG = get_logger("trainers.loop")
 # What has to fit for training to go on; anything else that does not fit is said.

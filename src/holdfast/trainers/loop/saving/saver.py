@@ -20,8 +20,7 @@ import xxhash
 from holdfast._log import get_logger
 from holdfast._meant import removed
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.pending_saves import PendingSaves, passing_error, state_of
-from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S, PendingSaves, passing_error, state_of
 from holdfast.config import Guard, Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -42,8 +41,6 @@ from .folder import SaveFolder, check_link
 from .layout import check_ignore_keys, ignored
 from .saves import AsyncSaver, LastSave, PostCommit
 from .uploads import RemoteUploaderDownloader
-
-__all__ = ["CheckpointSaver", "SaverContext", "check_guard", "default_saver", "rescue_with"]
 
 
 class SaverContext:

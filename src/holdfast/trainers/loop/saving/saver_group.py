@@ -14,7 +14,8 @@ import torch
 from holdfast._log import get_logger
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.checkpointer.metrics import MetricLog
-from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S, RankGroup
+from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S
+from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.resume import first_bad
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.errors import (
@@ -44,8 +45,6 @@ from .layout import IgnoreKeys, check_ignore_keys
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .saver import CheckpointSaver, SaverContext
 from .uploads import as_object_store
-
-__all__ = ["SaverGroup", "StartingPoint"]
 
 _LOG = get_logger("trainers.loop")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take

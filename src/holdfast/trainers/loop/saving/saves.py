@@ -30,8 +30,6 @@ from .folder import SaveFolder, link_latest
 from .layout import as_torch_file, expand, gathered
 from .uploads import RemoteUploaderDownloader
 
-__all__ = ["AsyncSaver", "LastSave", "PostCommit"]
-
 _LOG = get_logger("trainers.loop")
 
 

@@ -33,8 +33,6 @@ from ..state import State
 from .finder import FolderEntry
 from .folder import storage_prefix
 
-__all__ = ["Locator", "RemoteUploaderDownloader"]
-
 _LOG = get_logger("trainers.loop")
 
 
