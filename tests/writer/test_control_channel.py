@@ -450,7 +450,7 @@ def test_last_words_are_heard_though_nothing_can_be_sent_any_more(reset: bool) -
                 channel.server._send_all({"do": "beat"})
                 time.sleep(0.001)
 
-        channel.server._soon(send_to_the_dead)
+        channel.server._calls.put(send_to_the_dead)
         assert busy.wait(LIMIT_S)
         leaver.send({"do": "left", "why": "ValueError: boom", "offers": False})
         leaver.send({"do": "bye", "why": "ValueError: boom"})
@@ -486,7 +486,7 @@ def test_a_rank_that_leaves_as_rank_0s_writer_is_killed_is_known_to_have_left() 
 
     leaving = threading.Thread(target=lambda: joint.finish("ValueError: boom", dead=False, rescue=rescue))
     try:
-        server._soon(is_killed)
+        server._calls.put(is_killed)
         assert busy.wait(LIMIT_S)
         leaving.start()
         assert said.wait(LIMIT_S)
@@ -603,7 +603,7 @@ def test_a_job_that_was_suspended_goes_on(channel: Channel) -> None:
         for member in server._members:
             member.heard -= 60
 
-    server._soon(wake)
+    server._calls.put(wake)
     channel.save("s-1")
     assert channel.commits.get(timeout=LIMIT_S) == "s-1"
     assert not any(member.gone for member in server._members)
@@ -621,7 +621,7 @@ def test_a_member_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch, ch
         channel.server._next_beat = time.monotonic() + LIMIT_S
         quiet.set()
 
-    channel.server._soon(be_quiet)
+    channel.server._calls.put(be_quiet)
     assert quiet.wait(LIMIT_S)
     beats = [member._heard for member in channel.members]
     gone_s = 60.0

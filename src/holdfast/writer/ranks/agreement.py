@@ -441,8 +441,6 @@ class StepAgreement:
 
     Args:
         world_size: number of ranks.
-        margin: how far beyond the last known step the first proposal is. In step with each other, ranks are at most
-            one step apart, so 2 is the nearest that works.
 
     Attributes:
         step: the step proposed or armed, None while there is none.
@@ -451,8 +449,10 @@ class StepAgreement:
         armed: whether all ranks know.
     """
 
-    def __init__(self, world_size: int, *, margin: int = 2) -> None:
-        self._world_size, self._margin = world_size, margin
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        # How far beyond the last known step a proposal is: in step with each other, ranks are at most one step apart.
+        self._margin = 2
         self.step: int | None = None
         self.kind = "save"
         self.armed = False

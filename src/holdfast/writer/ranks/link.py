@@ -15,14 +15,16 @@ before anything acts on them: what goes wrong behind that check is a mistake of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
+import queue
 import resource
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -66,6 +68,7 @@ _NO_NETWORK = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENE
 _TURN_BYTES = 8 << 20  # what one connection may say before the others are heard
 
 Message = dict[str, Any]
+_T = TypeVar("_T")
 
 
 def make_challenge() -> bytes:
@@ -129,6 +132,40 @@ def _check(what: str, message: dict[str, Any], fields: Mapping[str, _Kinds]) -> 
         value = message.get(name)
         if type(value) not in kinds:
             raise HoldfastError(f"a {what!r} on the control channel has no good {name!r}")
+
+
+class Inbox(queue.SimpleQueue[_T]):
+    """What other threads put for a thread that waits for sockets: a selector waits for it as for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return what to wait for."""
+        return self._woken.fileno()
+
+    def put(self, item: _T, block: bool = True, timeout: float | None = None) -> None:
+        """Add an item; never waits."""
+        super().put(item)
+        with contextlib.suppress(OSError):  # it is awake, or at its end
+            self._wake.send(b"x")
+
+    def take(self) -> Iterator[_T]:
+        """Iterate over what is there, which is taken out."""
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while self._woken.recv(4096):
+                pass
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self.get_nowait()
+
+    def close(self) -> None:
+        """Let nobody wait for it any more; idempotent."""
+        self._wake.close()
+        self._woken.close()
 
 
 class Link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import queue
 import selectors
 import socket
 import threading
@@ -15,7 +14,7 @@ from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
 from ..arena import NEVER, StepMailbox
-from .link import CHALLENGE_BYTES, PROOF_BYTES, Link, Message, make_answer, make_proof
+from .link import CHALLENGE_BYTES, PROOF_BYTES, Inbox, Link, Message, make_answer, make_proof
 from .server import BEAT_S, ENDED_S, STALE_S
 
 _LOG = get_logger("writer.control")
@@ -60,10 +59,7 @@ class ControlMember:
         self._rank, self._addresses, self._token, self._board = rank, list(addresses), token, board
         self._hear, self._again, self._stopped, self._hold = hear, again, stopped, hold
         self._beat_s, self._stale_s = beat_s, stale_s
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
+        self._outbox: Inbox[Message | None] = Inbox()
         self._link: Link | None = None
         self._judged: Message | None = None  # the last verdict
         self._heard = time.monotonic()
@@ -78,21 +74,13 @@ class ControlMember:
     def say(self, message: Message) -> None:
         """Send a message; a message that is lost with its connection is repeated by ``again``."""
         self._outbox.put(message)
-        self._stir()
 
     def close(self, why: str, timeout_s: float = 5.0) -> None:
         """Say farewell and end; idempotent."""
         self._closing = time.monotonic()
         self._outbox.put({"do": "bye", "why": why})
         self._outbox.put(None)
-        self._stir()
         self._thread.join(timeout_s)
-
-    def _stir(self) -> None:
-        try:
-            self._wake.send(b"x")
-        except (BlockingIOError, OSError):
-            return
 
     # -- the thread
 
@@ -116,7 +104,7 @@ class ControlMember:
             _LOG.exception("the connection to rank 0's writer has failed")
             self.lost = f"the connection to rank 0's writer has failed: {error!r}"
         finally:
-            for end in (self._link, self._wake, self._woken):
+            for end in (self._link, self._outbox):
                 if end is not None:
                     end.close()
             if self.lost is not None:
@@ -155,20 +143,10 @@ class ControlMember:
                     f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
                 )
                 return False
-            if _ready([self._woken], [], pause_s):
-                self._clear_wake()
-                if self._wants_end():
-                    return False
-            pause_s = min(2 * pause_s, _PAUSE_S[1])
-
-    def _wants_end(self) -> bool:
-        """Look for the end among what is to be said; the rest waits in `again`."""
-        while True:
-            try:
-                if self._outbox.get_nowait() is None:
-                    return True
-            except queue.Empty:
+            _ready([self._outbox], [], pause_s)
+            if None in self._outbox.take():  # the end; whatever else is to be said waits in `again`
                 return False
+            pause_s = min(2 * pause_s, _PAUSE_S[1])
 
     def _talk(self) -> bool:
         """Talk until the connection breaks (False) or all is said (True)."""
@@ -188,10 +166,7 @@ class ControlMember:
             if now >= next_beat:
                 next_beat = now + self._beat_s
                 fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
-            sources: list[Link | socket.socket] = [link, self._woken]
-            ready = _ready(sources, [link] if link.unsent else [], max(0.0, next_beat - now))
-            if self._woken in ready:
-                self._clear_wake()
+            ready = _ready([link, self._outbox], [link] if link.unsent else [], max(0.0, next_beat - now))
             ended = self._say_all(link)
             if ended:
                 return True
@@ -254,16 +229,13 @@ class ControlMember:
 
     def _say_all(self, link: Link) -> bool | None:
         """Send what waits; True at the end, False when the other side is gone."""
-        while True:
-            try:
-                message = self._outbox.get_nowait()
-            except queue.Empty:
-                return None
+        for message in self._outbox.take():
             if message is None:
                 self._flush(link)
                 return True
             if not link.send(message):
                 return False
+        return None
 
     def _flush(self, link: Link) -> None:
         until = time.monotonic() + _CONNECT_S
@@ -332,15 +304,8 @@ class ControlMember:
         standing = {"done": board.done, "acted": board.acted, "armed": board.armed, "kind": board.kind}
         return {**standing, "target": None if target in (NEVER, 0) else target}
 
-    def _clear_wake(self) -> None:
-        try:
-            while self._woken.recv(4096):
-                pass
-        except (BlockingIOError, InterruptedError):
-            return
 
-
-def _ready(reading: Sequence[Link | socket.socket], writing: Sequence[Link], timeout_s: float) -> list[Any]:
+def _ready(reading: Sequence[Link | Inbox[Any]], writing: Sequence[Link], timeout_s: float) -> list[Any]:
     """Wait, and return what can be read; unlike `select.select` also where a thousand files are open."""
     with selectors.DefaultSelector() as selector:
         for end in dict.fromkeys([*reading, *writing]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import selectors
 import socket
 import threading
@@ -16,18 +15,8 @@ from typing import Any
 from holdfast._log import get_logger
 
 from ..frames import encode
-from .agreement import (
-    CommitSave,
-    JointSaves,
-    JointUploads,
-    RankStanding,
-    RescueAgreement,
-    SaveOutcome,
-    SaveVerdict,
-    StepAgreement,
-    named_error,
-)
-from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
+from . import agreement
+from .link import ANSWER_BYTES, Inbox, Link, Message, check_word, make_challenge, make_proof, read_answer
 
 _LOG = get_logger("writer.control")
 BEAT_S = 5.0
@@ -92,10 +81,10 @@ class ControlServer:
         # A writer that was killed is started again, and joins again, long before this.
         self._rejoin_s = min(stale_s, STALE_S) / 3
         self._ended_s = min(ENDED_S, self._rejoin_s)
-        self.saves = JointSaves(world_size, timeout_s=timeout_s)
-        self.steps = StepAgreement(world_size)
-        self.uploads = JointUploads(world_size)
-        self.rescue = RescueAgreement(world_size)
+        self.saves = agreement.JointSaves(world_size, timeout_s=timeout_s)
+        self.steps = agreement.StepAgreement(world_size)
+        self.uploads = agreement.JointUploads(world_size)
+        self.rescue = agreement.RescueAgreement(world_size)
         self._parts: dict[str, dict[int, Message]] = {}  # of staged saves, until they have ended
         now = time.monotonic()
         self._members = [_Member(now) for _ in range(world_size)]
@@ -106,16 +95,13 @@ class ControlServer:
         self._strangers: dict[Link, _Stranger] = {}  # the oldest first
         self._ranks: dict[Link, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
+        self._calls: Inbox[Callable[[], None]] = Inbox()
         self._ending: str | None = None
         self._next_beat = now + beat_s
         self._watched = now
         listener.setblocking(False)
-        for sock in (self._wake, self._woken):
-            sock.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._calls, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="holdfast-control", daemon=True)
         self._thread.start()
 
@@ -123,11 +109,11 @@ class ControlServer:
 
     def committed(self, save: str, *, value: dict[str, Any] | None = None, error: dict[str, Any] | None = None) -> None:
         """Tell how a commit ended."""
-        self._soon(lambda: self._act(self.saves.committed(save, value=value, error=error)))
+        self._calls.put(lambda: self._act(self.saves.committed(save, value=value, error=error)))
 
     def tell(self, message: Message) -> None:
         """Send a message to all ranks that are there."""
-        self._soon(lambda: self._send_all(message))
+        self._calls.put(lambda: self._send_all(message))
 
     def parts(self, save: str) -> list[Message]:
         """Return the parts of a staged save that is to be committed, as the ranks have described them, by rank."""
@@ -139,15 +125,8 @@ class ControlServer:
         def end() -> None:
             self._ending = why
 
-        self._soon(end)
+        self._calls.put(end)
         self._thread.join(_FLUSH_S + 5.0)
-
-    def _soon(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-        try:
-            self._wake.send(b"x")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or at its end
 
     # -- the thread
 
@@ -163,8 +142,8 @@ class ControlServer:
         finally:
             for link in [*self._ranks, *self._strangers]:
                 link.close()
-            for sock in (self._listener, self._wake, self._woken):
-                sock.close()
+            self._listener.close()
+            self._calls.close()
             self._selector.close()
 
     def _turn(self) -> None:
@@ -175,24 +154,12 @@ class ControlServer:
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._woken:
-                self._drain()
+            elif key.fileobj is self._calls:
+                for call in self._calls.take():
+                    call()
             else:
                 self._talk(key.fileobj)  # type: ignore[arg-type]
         self._watch(time.monotonic())
-
-    def _drain(self) -> None:
-        try:
-            while self._woken.recv(4096):
-                pass
-        except (BlockingIOError, InterruptedError):
-            pass
-        while True:
-            try:
-                call = self._calls.get_nowait()
-            except queue.Empty:
-                return
-            call()
 
     def _watch(self, now: float) -> None:
         slept, self._watched = now - self._watched, now
@@ -341,7 +308,7 @@ class ControlServer:
             self.saves.judged(rank, judged["about"], go=judged["go"])
         if (order := self.uploads.order) is not None:
             self._send(rank, order)
-        self._post(self.steps.joined(rank, RankStanding(**message["standing"])))
+        self._post(self.steps.joined(rank, agreement.RankStanding(**message["standing"])))
         if self._broken is not None:  # it may have been cut off when the others were told
             self._send(rank, self._broken)
         if self.steps.gathered:
@@ -449,15 +416,15 @@ class ControlServer:
         if self.rescue.refuse():
             self._send_all({"do": "rescue", "save": ""})
         elif self.rescue.needs(rank) and self.rescue.chosen is not None:
-            self._act(self.saves.failed(rank, self.rescue.chosen, named_error("HoldfastError", why)))
+            self._act(self.saves.failed(rank, self.rescue.chosen, agreement.named_error("HoldfastError", why)))
 
     # -- answers
 
-    def _act(self, actions: Iterable[CommitSave | SaveOutcome | SaveVerdict]) -> None:
+    def _act(self, actions: Iterable[agreement.CommitSave | agreement.SaveOutcome | agreement.SaveVerdict]) -> None:
         for action in actions:
-            if isinstance(action, CommitSave):
+            if isinstance(action, agreement.CommitSave):
                 self._commit(action.save)
-            elif isinstance(action, SaveVerdict):
+            elif isinstance(action, agreement.SaveVerdict):
                 self._send(action.rank, {"do": "verdict", "about": action.about, "go": action.go})
             else:
                 self._parts.pop(action.save, None)
