@@ -135,7 +135,58 @@ _SMALL = ("loss", "error", "perplexity")  # in names of metrics of which less is
 _FALLS, _RISES = ("min", "less", "lt"), ("max", "greater", "gt")
 
 
-class EarlyStopping(Callback):
+class _MetricStopper(Callback):
+    """Ends training by a metric, of an evaluation or of training, where the end of epochs is not always soon enough."""
+
+    in_epochs = True  # for "train", look at the end of epochs alone
+
+    def __init__(self, monitor: str, dataloader_label: str, comp: Any, arguments: str) -> None:
+        if comp is None:
+            comp = "min" if any(word in monitor.lower() for word in _SMALL) else "max"
+        known = comp.lower() in (*_FALLS, *_RISES) if isinstance(comp, str) else callable(comp)
+        if not known:
+            raise ConfigError(
+                f"{type(self).__name__}(comp={comp!r}): use 'min' ('less'), 'max' ('greater') or a function "
+                f"({arguments}) -> bool"
+            )
+        self.monitor, self.dataloader_label, self._comp = monitor, dataloader_label, comp
+
+    def _beats(self, value: float, other: float) -> bool:
+        if callable(self._comp):
+            try:
+                return bool(self._comp(*torch.tensor([value, other], dtype=torch.float64)))
+            except TypeError:  # of numbers, such as a function that rounds them
+                return bool(self._comp(value, other))
+        return value < other if self._comp.lower() in _FALLS else value > other
+
+    def _judge(self, state: State, value: float) -> None:
+        raise NotImplementedError
+
+    def _look(self, state: State, values: Mapping[str, Any]) -> None:
+        if self.monitor not in values:
+            raise ConfigError(
+                f"{type(self).__name__}(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric; there "
+                f"are {', '.join(sorted(values)) or 'none'}"
+            )
+        self._judge(state, float(values[self.monitor]))
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of the evaluation that has just ended."""
+        if state.dataloader_label == self.dataloader_label:
+            self._look(state, state.eval_metric_values.get(self.dataloader_label, {}))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training so far."""
+        if self.dataloader_label == "train" and not self.in_epochs:
+            self._look(state, computed(state.train_metrics, state.ranks))
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training."""
+        if self.dataloader_label == "train":
+            self._look(state, state.train_metric_values)
+
+
+class EarlyStopping(_MetricStopper):
     """Ends training when a metric has stopped getting better. Composer calls it ``EarlyStopper``, a name it also has.
 
     Args:
@@ -158,41 +209,22 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: Any = 1,
     ) -> None:
-        if comp is None:
-            falls = any(word in monitor.lower() for word in _SMALL)
-            comp = "min" if falls else "max"
-        known = comp.lower() in (*_FALLS, *_RISES) if isinstance(comp, str) else callable(comp)
-        if not known:
-            raise ConfigError(
-                f"EarlyStopping(comp={comp!r}): use 'min' ('less'), 'max' ('greater') or a function (new, best) -> bool"
-            )
-        self.monitor, self.dataloader_label, self.min_delta = monitor, dataloader_label, abs(min_delta)
-        self._better = comp
+        super().__init__(monitor, dataloader_label, comp, "new, best")
+        self.min_delta = abs(min_delta)
         self.patience = parse_every(patience, "patience").interval
         if self.patience.unit is TimeUnit.DURATION:
             raise ConfigError(f"EarlyStopping(patience={patience!r}): give epochs, batches, samples or a time")
+        self.in_epochs = self.patience.unit is TimeUnit.EPOCH
         self.best: float | None = None
         self.best_at: Timestamp | None = None
 
     def _improved(self, new: float) -> bool:
         if self.best is None:
             return not math.isnan(new)
-        if callable(self._better):
-            try:
-                better = self._better(*torch.tensor([new, self.best], dtype=torch.float64))
-            except TypeError:  # of numbers, such as a function that rounds them
-                better = self._better(new, self.best)
-            return bool(better) and abs(new - self.best) > self.min_delta
-        gain = self.best - new if self._better.lower() in _FALLS else new - self.best
-        return bool(gain > self.min_delta)
+        return self._beats(new, self.best) and abs(new - self.best) > self.min_delta
 
-    def _look(self, state: State, values: Mapping[str, Any]) -> None:
-        if self.monitor not in values:
-            raise ConfigError(
-                f"EarlyStopping(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric; there are "
-                f"{', '.join(sorted(values)) or 'none'}"
-            )
-        new, now = float(values[self.monitor]), _with_epoch(state)
+    def _judge(self, state: State, value: float) -> None:
+        new, now = value, _with_epoch(state)
         if self.best_at is None or self._improved(new):
             self.best, self.best_at = (None if math.isnan(new) else new), now
             return
@@ -211,21 +243,6 @@ class EarlyStopping(Callback):
                 "EarlyStopping(%r, dataloader_label=%r) never stops this training: there is no eval_dataloader of that "
                 "name (there are %s)", self.monitor, self.dataloader_label, ", ".join(state.eval_dataloaders) or "none",
             )  # fmt: skip
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of the evaluation that has just ended."""
-        if state.dataloader_label == self.dataloader_label:
-            self._look(state, state.eval_metric_values.get(self.dataloader_label, {}))
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training so far, where patience is shorter than epochs."""
-        if self.dataloader_label == "train" and self.patience.unit is not TimeUnit.EPOCH:
-            self._look(state, computed(state.train_metrics, state.ranks))
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training."""
-        if self.dataloader_label == "train":
-            self._look(state, state.train_metric_values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and when it was."""
@@ -247,7 +264,7 @@ def _with_epoch(state: State) -> Timestamp:
 EarlyStopper = EarlyStopping
 
 
-class ThresholdStopper(Callback):
+class ThresholdStopper(_MetricStopper):
     """Ends training when a metric has come past a threshold.
 
     Args:
@@ -262,48 +279,17 @@ class ThresholdStopper(Callback):
     def __init__(
         self, monitor: str, dataloader_label: str, threshold: float, *, comp: Any = None, stop_on_batch: bool = False
     ) -> None:
-        if comp is None:
-            comp = "less" if any(word in monitor.lower() for word in _SMALL) else "greater"
-        if not callable(comp) and comp not in (*_FALLS, *_RISES):
-            raise ConfigError(
-                f"ThresholdStopper(comp={comp!r}): use 'greater', 'less' or a function (value, threshold)"
-            )
+        super().__init__(monitor, dataloader_label, comp, "value, threshold")
         check_flags(stop_on_batch=stop_on_batch)
-        self.monitor, self.dataloader_label, self.threshold = monitor, dataloader_label, threshold
-        self._passes, self.stop_on_batch = comp, stop_on_batch
+        self.threshold, self.stop_on_batch, self.in_epochs = threshold, stop_on_batch, not stop_on_batch
 
-    def _look(self, state: State, values: Mapping[str, Any]) -> None:
-        if self.monitor not in values:
-            raise ConfigError(
-                f"ThresholdStopper(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric; there are "
-                f"{', '.join(sorted(values)) or 'none'}"
-            )
-        value = float(values[self.monitor])
-        if callable(self._passes):
-            passed = bool(self._passes(*torch.tensor([value, self.threshold], dtype=torch.float64)))
-        else:
-            passed = value < self.threshold if self._passes in _FALLS else value > self.threshold
-        if passed:
+    def _judge(self, state: State, value: float) -> None:
+        if self._beats(value, self.threshold):
             _LOG.warning(
                 "%s %s is %s, past %s: training ends at batch %d",
                 self.dataloader_label, self.monitor, value, self.threshold, int(state.timestamp.batch),
             )  # fmt: skip
             state.stop_training()
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of the evaluation that has just ended."""
-        if state.dataloader_label == self.dataloader_label:
-            self._look(state, state.eval_metric_values.get(self.dataloader_label, {}))
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training so far."""
-        if self.stop_on_batch and self.dataloader_label == "train":
-            self._look(state, computed(state.train_metrics, state.ranks))
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training."""
-        if self.dataloader_label == "train":
-            self._look(state, state.train_metric_values)
 
 
 class EventEngine:

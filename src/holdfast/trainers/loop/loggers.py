@@ -75,16 +75,10 @@ class JSONLLogger(LoggerDestination):
         self._file.flush()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Write what is kept."""
+        """Write what is kept; after evaluations and training, too."""
         self.flush()
 
-    def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Write what is kept."""
-        self.flush()
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Write what is kept."""
-        self.flush()
+    eval_after_all = fit_end = epoch_end
 
     def close(self, state: State, logger: Logger) -> None:
         """Write what is kept and close the file."""
