@@ -21,16 +21,8 @@ from holdfast._log import get_logger
 from holdfast._meant import suggests
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
-from holdfast.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigError,
-    HoldfastError,
-    IncompleteCheckpointError,
-    SessionError,
-)
-from holdfast.format.names import MANIFEST_NAME
-from holdfast.run.names import refuse_run
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, IncompleteCheckpointError, SessionError
+from holdfast.run.names import check_free
 from holdfast.state.load.restore import Loaded, load_state, set_attributes
 from holdfast.state.load.selection import covers
 from holdfast.state.save.snapshot import Snapshotter
@@ -473,7 +465,7 @@ class SaveTarget:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False, or a run.
         """
         joint = self.team is not None
-        self._check_free(overwrite=overwrite)
+        check_free(self.target.storage, self.target.directory, overwrite=overwrite)
         manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
             step=step,
@@ -506,15 +498,6 @@ class SaveTarget:
         if not future.done():
             whose = "" if self.team is None else f"rank {self.team.rank}: "
             raise HoldfastError(f"{whose}{what} is not durable after {limit_s:.0f} s")
-
-    def _check_free(self, *, overwrite: bool) -> None:
-        target = self.target
-        refuse_run(target.storage, target.directory)
-        if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
-            raise CheckpointExistsError(
-                f"{target.uri} is a committed checkpoint already: pass overwrite=True to replace it, or use another "
-                "name"
-            )
 
 
 def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsupported: str) -> SaveTarget:

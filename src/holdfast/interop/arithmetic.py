@@ -18,10 +18,11 @@ import torch
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionError
+from holdfast.run.names import check_free
 from holdfast.state.load.selection import Selection
 from holdfast.state.tree import arrays
 
-from .blobs import WINDOW, Blob, BoxReader, Row, check_free, check_parts, fill, windows, write_alone
+from .blobs import WINDOW, Blob, BoxReader, Row, check_parts, fill, windows, write_alone
 from .diff import CheckpointContents, CheckpointDifference, Leaf, TensorChange, Tolerance, read_contents
 from .gathered import tensor_names
 from .source import OpenedCheckpoint
@@ -113,7 +114,7 @@ def average(
         CorruptCheckpointError: stored bytes are damaged.
     """
     shares = _shares(sources, weights)
-    check_free(destination, overwrite=overwrite)
+    check_free(destination.storage, destination.directory, overwrite=overwrite, where=" (--overwrite)")
     with contextlib.ExitStack() as stack:
         for source in sources:
             with contextlib.suppress(StoragePermissionError):  # a storage that is read-only deletes nothing either

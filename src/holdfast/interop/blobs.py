@@ -30,9 +30,8 @@ from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_d
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
-from holdfast.format.names import MANIFEST_NAME, join, save_id_of
+from holdfast.format.names import join, save_id_of
 from holdfast.format.tensor_file import TensorRow, item_size, lay_out, split_by_size
-from holdfast.run.names import refuse_run
 from holdfast.storage.base import FileWriter, Storage
 
 if TYPE_CHECKING:
@@ -422,20 +421,6 @@ class DirectPartWriter:
         place, digest = self._digests.add(table), file_digest(table)
         self._entries.append(
             FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
-        )
-
-
-def check_free(target: Checkpoint, *, overwrite: bool) -> None:
-    """Refuse to replace a committed checkpoint, or to write one onto a run, before any work is done.
-
-    Raises:
-        CheckpointExistsError: the target is committed already, and ``overwrite`` is false; or it is a run.
-    """
-    refuse_run(target.storage, target.directory)
-    if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
-        raise CheckpointExistsError(
-            f"{target.uri} is a committed checkpoint already: pass overwrite=True (--overwrite) to replace it, or use "
-            "another name"
         )
 
 

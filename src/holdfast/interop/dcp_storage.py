@@ -40,13 +40,12 @@ from torch.futures import Future
 
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.checkpointer.identity import manifest_fields, new_start_id
-from holdfast.errors import CheckpointExistsError, ConfigError, UnsupportedStateError
+from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, Replaced, commit, look_before
 from holdfast.format.division import Box
 from holdfast.format.index import Piece
-from holdfast.format.names import MANIFEST_NAME
-from holdfast.run.names import refuse_run
+from holdfast.run.names import check_free
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.targets import ReadRequest, box_of, spans
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
@@ -146,14 +145,10 @@ class HoldfastWriter(_Place, StorageWriter):
         """Refuse to replace a checkpoint before anything is written.
 
         Raises:
-            CheckpointExistsError: the path is committed already, and ``overwrite`` is false.
+            CheckpointExistsError: the path is committed already, and ``overwrite`` is false; or it is a run.
         """
         target = self._target()
-        if not self.overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
-            raise CheckpointExistsError(
-                f"{target.uri} is a committed checkpoint already: HoldfastWriter(..., overwrite=True) replaces it, or "
-                "use another name"
-            )
+        check_free(target.storage, target.directory, overwrite=self.overwrite, where=" in HoldfastWriter(...)")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -161,7 +156,6 @@ class HoldfastWriter(_Place, StorageWriter):
 
         Raises:
             ConfigError: two tensors would have one name.
-            CheckpointExistsError: the target is a run.
         """
         paths = {
             _paths(plan).get(item.index.fqn, (item.index.fqn,))
@@ -171,7 +165,6 @@ class HoldfastWriter(_Place, StorageWriter):
         }
         _check_names((path, [tensor_name(path)]) for path in paths)
         target = self._target()
-        refuse_run(target.storage, target.directory)
         self._replaced = look_before(target.storage, target.directory)
         return plans
 

@@ -11,8 +11,9 @@ from functools import partial
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.names import check_free
 
-from .blobs import METADATA_NAME, check_free, write_alone
+from .blobs import METADATA_NAME, write_alone
 from .from_files import from_hf, from_lightning, from_safetensors, from_torch, is_hf, shard_of
 from .from_shards import from_dcp, from_deepspeed, is_deepspeed
 from .gathered import Gathered
@@ -94,7 +95,7 @@ def watched_import(
     if format not in SOURCES:
         raise ConfigError(f"cannot import from {format!r}: use one of {', '.join(SOURCES)}")
     target = Checkpoint(destination)
-    check_free(target, overwrite=overwrite)
+    check_free(target.storage, target.directory, overwrite=overwrite, where=" (--overwrite)")
     with ExitStack() as stack:
         of = source if isinstance(source, Checkpoint) else Checkpoint(source)
         is_file = of.storage.exists(of.directory)

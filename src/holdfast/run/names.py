@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import CheckpointExistsError
-from holdfast.format.names import join
+from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
 RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
@@ -46,4 +46,24 @@ def refuse_run(storage: Storage, directory: str) -> None:
         raise CheckpointExistsError(
             f"{where} is a run: a checkpoint written onto it would hide it. Give a name of its own, beside the run or "
             f"within it ({where}/NAME); overwriting does not replace a run"
+        )
+
+
+def check_free(storage: Storage, directory: str, *, overwrite: bool, where: str = "") -> None:
+    """Refuse to write a checkpoint onto a run, or onto a committed one, before any work is done.
+
+    Args:
+        storage: where to.
+        directory: the checkpoint in it.
+        overwrite: a committed one is to be replaced.
+        where: where else to say so, for the message.
+
+    Raises:
+        CheckpointExistsError: one is there.
+    """
+    refuse_run(storage, directory)
+    if not overwrite and storage.exists(join(directory, MANIFEST_NAME)):
+        raise CheckpointExistsError(
+            f"{join(storage.uri.rstrip('/'), directory)} is a committed checkpoint already: pass overwrite=True{where} "
+            "to replace it, or use another name"
         )

@@ -28,7 +28,7 @@ from holdfast.format.commit import commit, look_before, make_folders, read_manif
 from holdfast.format.digest import check_blanks, close_by_blanks, file_digest
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, check_path, join
-from holdfast.format.parts import clear_planned, is_passing, plan_name, put_plan, read_plan
+from holdfast.format.parts import clear_planned, drop_plan, is_passing, plan_name, put_plan, read_plan
 from holdfast.storage.base import FileBatch, Storage
 from holdfast.storage.local.beneath import Beneath
 from holdfast.storage.local.local_storage import LocalStorage, door_of
@@ -398,10 +398,7 @@ def commit_in_place(
                     clear_planned(storage, job.directory, plan_name(job.save_id), [listing.digests_path])
             raise
         seconds["commit"] = time.perf_counter() - start - seconds["digest"]
-    try:
-        storage.delete(join(job.directory, plan_name(job.save_id)))
-    except HoldfastError as error:
-        _LOG.warning("%s is committed, but its plan stays there for now: %s", job.directory, error)
+    drop_plan(storage, job.directory, job.save_id)
     seconds["total"] = time.perf_counter() - start
     return outcome(job.directory, manifest, run, seconds=seconds, bytes_written=written, kind="in place")
 
