@@ -6,7 +6,8 @@ chosen unless it is named: it has no float64, so a script that says nothing may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -60,3 +61,22 @@ def group_backend(kind: str) -> str:
         return "gloo" if named is None else str(named(kind))
     except ValueError:
         return "gloo"
+
+
+def move(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """Move every tensor of a batch to a device, whatever the batch is made of; what is there already is not copied."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if callable(getattr(value, "to", None)):  # PackedSequence (a tuple too), BatchEncoding, graphs
+        return value.to(device)
+    moved: Any
+    if isinstance(value, Mapping):
+        moved = {key: move(item, device, non_blocking=non_blocking) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        moved = [move(item, device, non_blocking=non_blocking) for item in value]
+    else:
+        return value
+    try:
+        return value._make(moved) if hasattr(value, "_make") else type(value)(moved)
+    except TypeError:  # of a class of its own, which takes other arguments
+        return tuple(moved) if isinstance(value, tuple) else moved

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.errors import ConfigError
-from holdfast.state.accelerator import default_device, has_streams, make_current
+from holdfast.state.accelerator import default_device, has_streams, make_current, move
 from holdfast.state.data.batches import ResumableBatches, of_this_rank, with_ranks_apart
 from holdfast.state.data.order import DealtSampler, knows_its_rank
 from holdfast.state.gradient_order import fix_or_warn
@@ -443,36 +443,16 @@ class Transfer:
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device; what is there already is not copied."""
         if not self._overlap:
-            return self._move(batch)
+            return move(batch, self.device, non_blocking=False)
         module = torch.get_device_module(self.device)
         if self._stream is None:
             self._stream = module.Stream(self.device)
         with module.stream(self._stream):
-            moved = self._move(batch)
+            moved = move(batch, self.device, non_blocking=True)
         current = module.current_stream(self.device)
         current.wait_stream(self._stream)
         _record(moved, current)
         return moved
-
-    def _move(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device, non_blocking=self._overlap)
-        if callable(getattr(value, "to", None)):  # PackedSequence (a tuple too), BatchEncoding, graphs
-            return value.to(self.device)
-        if isinstance(value, tuple):
-            items = [self._move(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, list):
-            return [self._move(item) for item in value]
-        if type(value) is dict:
-            return {key: self._move(item) for key, item in value.items()}
-        if isinstance(value, Mapping):
-            moved = {key: self._move(item) for key, item in value.items()}
-            try:
-                return type(value)(moved)  # type: ignore[call-arg]
-            except TypeError:
-                return moved
-        return value
 
 
 def _record(value: Any, stream: Any) -> None:

@@ -15,6 +15,7 @@ from holdfast.checkpointer.guard import Judge
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.data_ring import BatchSpan
+from holdfast.state.accelerator import move
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 from holdfast.state.data.seeding import generators_kept, generators_within
 
@@ -312,21 +313,6 @@ def num_tokens(batch: Any) -> int:
     return 0
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch, whatever it is made of."""
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(to_device(value, device) for value in batch)
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
 def on_device(batch: Any, spec: DataSpec | None, device: torch.device, *, part: bool = False) -> Any:
     """Return a batch as the model gets it.
 
@@ -338,7 +324,7 @@ def on_device(batch: Any, spec: DataSpec | None, device: torch.device, *, part: 
     """
     if spec is not None and spec.batch_transforms is not None:
         batch = spec.batch_transforms(batch)
-    batch = to_device(batch, device)
+    batch = move(batch, device, non_blocking=True)
     return spec.microbatch_transforms(batch) if part and spec is not None and spec.microbatch_transforms else batch
 
 
