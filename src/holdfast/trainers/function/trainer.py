@@ -22,6 +22,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import as_given
 from holdfast.storage.resolve import resolve
 
+from . import transit
 from .config import (
     TIMESTAMP,
     CheckpointConfig,
@@ -38,17 +39,6 @@ from .control.result import Result
 from .engines import ray_api
 from .engines.process_engine import ClusterEngine, LocalEngine
 from .engines.ray_nodes import RayNodes, Wanted
-from .transit import (
-    describe_location,
-    pack_call,
-    pack_checkpoint,
-    pack_result,
-    pack_secrets,
-    pack_value,
-    takes_config,
-    unpack_checkpoint,
-    unpack_result,
-)
 
 _LOG = get_logger("trainers.function")
 _SPARES = "HOLDFAST_SPARE_NODES"
@@ -121,7 +111,7 @@ class TorchTrainer:
         if (train_func is None) == (train_loop_per_worker is None):
             raise ConfigError("TorchTrainer() takes one function: train_func (or train_loop_per_worker, its Ray name)")
         function: Any = train_func or train_loop_per_worker
-        takes_config(function)
+        transit.takes_config(function)
         _check("train_loop_config", train_loop_config, Mapping, "a dict")
         _check("scaling_config", scaling_config, ScalingConfig, "a holdfast.ScalingConfig")
         _check("run_config", run_config, RunConfig, "a holdfast.RunConfig")
@@ -184,7 +174,7 @@ class TorchTrainer:
         if end.error is not None:
             raise end.error
         stops.raise_again()
-        return self._result(driver, keep, unpack_result(driver.controller.returned))
+        return self._result(driver, keep, transit.unpack_result(driver.controller.returned))
 
     def _driver(self, name: str, storage: Storage, engine: Any, *, launched: int = 1) -> tuple[Driver, Keep]:
         """Make the driver of a run; the engine is closed if that fails."""
@@ -199,7 +189,7 @@ class TorchTrainer:
         memory, newest = driver.controller.reports.known.memory, driver.controller.reports.known.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order[:2]):
-            values = unpack_checkpoint(memory.values).to_dict()
+            values = transit.unpack_checkpoint(memory.values).to_dict()
         return Result(driver.storage, keep=keep, memory=values, return_value=value)
 
     def _fit_here(self, name: str) -> Result:
@@ -221,11 +211,13 @@ class TorchTrainer:
             try:
                 if info.rank:
                     packed = work_here(launched, self._function, self._config)
-                    return Result(storage, keep=_keep(self._run.checkpoint_config), return_value=unpack_result(packed))
+                    return Result(
+                        storage, keep=_keep(self._run.checkpoint_config), return_value=transit.unpack_result(packed)
+                    )
                 engine = InlineEngine(launched.workers)
                 driver, keep = self._driver(launched.name, storage, engine, launched=info.world_size)
                 value = drive_here(driver, engine, self._function, self._config)
-                launched.tell_end(None, pack_result(value) or b"")
+                launched.tell_end(None, transit.pack_result(value) or b"")
                 return self._result(driver, keep, value)
             except BaseException as error:
                 launched.tell_end(error, b"")
@@ -318,13 +310,13 @@ class TorchTrainer:
 
     def _options(self, name: str, storage: Storage) -> DriverOptions:
         if self._validation is not None:
-            pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
+            transit.pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
         return DriverOptions(
-            blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
+            blob=b"" if self._scaling.num_workers == 0 else transit.pack_call(self._function, self._config),
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,
             environment=_threads(self._scaling),
-            secrets=pack_secrets(storage, *self._first[2]),
+            secrets=transit.pack_secrets(storage, *self._first[2]),
             validation=self._validation,
             callbacks=self._run.callbacks or (),
             context=RunContext(
@@ -390,8 +382,8 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
         if not found.ok:
             raise CorruptCheckpointError(f"resume_from_checkpoint: {given.uri} is damaged: {'; '.join(found.problems)}")
     if given.storage.describe() is None:
-        return None, pack_checkpoint(given), ()
-    return describe_location(given.storage, given.directory), None, (given.storage,)
+        return None, transit.pack_checkpoint(given), ()
+    return transit.describe_location(given.storage, given.directory), None, (given.storage,)
 
 
 def _default_name(function: Any) -> str:

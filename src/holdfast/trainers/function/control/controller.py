@@ -20,30 +20,8 @@ from holdfast.writer.messages import RunOpened
 
 from ..engine import Capacity, Draining, Dying, Exited, Placed, Received, Started, Unable
 from ..transit import error_from_wire
-from .actions import (
-    Action,
-    ActionResult,
-    Begin,
-    Call,
-    Commit,
-    Details,
-    End,
-    FindStart,
-    Input,
-    KillGroup,
-    LateMetrics,
-    NextAttempt,
-    Note,
-    OpenRun,
-    RunState,
-    Say,
-    StartGroup,
-    StopRequested,
-    StopValidation,
-    StoreRows,
-    Validate,
-    check_transition,
-)
+from . import actions
+from .actions import RunState, check_transition
 from .checkpoints import RunContents, Start, choose_start
 from .plan import Cause, GiveUp, Room, RunSpec
 from .report_ledger import ReportLedger
@@ -82,7 +60,7 @@ class Controller:
 
     def __init__(self, plan: RunSpec) -> None:
         self._plan, self._limits = plan, plan.limits
-        self._out: list[Action] = []
+        self._out: list[actions.Action] = []
         self.state = RunState.INITIALIZING
         self.reports = Reports(plan, self._out)
         self.attempt = self.restarts = 0
@@ -108,22 +86,22 @@ class Controller:
         self._rows_lost = False
         self._now = 0.0
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float) -> list[actions.Action]:
         """Begin; return the first actions."""
         self._now = now
         self._clock.begin(now)
-        self._ask(OpenRun())
-        actions, self._out[:] = list(self._out), []
-        return actions
+        self._ask(actions.OpenRun())
+        out, self._out[:] = list(self._out), []
+        return out
 
-    def handle(self, event: Input, now: float) -> list[Action]:
+    def handle(self, event: actions.Input, now: float) -> list[actions.Action]:
         """Take an event; return the actions that follow from it."""
         if self.state.is_end:
             return []
         self._now = now
-        if isinstance(event, ActionResult):
+        if isinstance(event, actions.ActionResult):
             self._on_outcome(event)
-        elif isinstance(event, StopRequested):
+        elif isinstance(event, actions.StopRequested):
             self._on_stop(event.why)
         elif isinstance(event, Capacity):
             self._room.update(event, now)
@@ -137,8 +115,8 @@ class Controller:
             self._on_worker(event)
         if not self.state.is_end:
             self._advance()
-        actions, self._out[:] = list(self._out), []
-        return actions
+        out, self._out[:] = list(self._out), []
+        return out
 
     def deadline(self) -> float | None:
         """Return when a `Tick` is due if nothing else happens; None: never."""
@@ -158,32 +136,32 @@ class Controller:
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
-    def _on_outcome(self, outcome: ActionResult) -> None:
+    def _on_outcome(self, outcome: actions.ActionResult) -> None:
         action, value, error = outcome.action, outcome.value, outcome.error
-        if isinstance(error, RunBusyError) and not isinstance(action, OpenRun):
+        if isinstance(error, RunBusyError) and not isinstance(action, actions.OpenRun):
             self._fatal(error)  # the lease is lost: another process writes to the run now
-        if isinstance(action, Commit):
+        if isinstance(action, actions.Commit):
             self._last_sign = self._now  # workers may have waited for this
             self.reports.done(action, value, error, self._now)
-        elif isinstance(action, Validate):
+        elif isinstance(action, actions.Validate):
             self.reports.validated(value, error)
-        elif isinstance(action, LateMetrics):
+        elif isinstance(action, actions.LateMetrics):
             self.reports.ranked(action.name, value or ())
             if error is not None:
                 self._say(f"the metrics of {action.name} could not be stored: {first_line(error)}")
-        elif isinstance(action, (OpenRun, FindStart, NextAttempt)):
+        elif isinstance(action, (actions.OpenRun, actions.FindStart, actions.NextAttempt)):
             self._answer_until = None
             if error is not None:
                 self._end(RunState.ERRORED, first_line(error), error)
-            elif isinstance(action, OpenRun):
+            elif isinstance(action, actions.OpenRun):
                 self._opened(value)
-            elif isinstance(action, FindStart):
+            elif isinstance(action, actions.FindStart):
                 self._found(value)
             else:
                 self._registered(value)
-        elif error is not None and isinstance(action, StartGroup):
+        elif error is not None and isinstance(action, actions.StartGroup):
             self._end(RunState.ERRORED, first_line(error), error)  # whatever was started ends with the engine
-        elif error is not None and isinstance(action, StoreRows):
+        elif error is not None and isinstance(action, actions.StoreRows):
             if not self._rows_lost:
                 self._say(f"metrics could not be stored (said once): {first_line(error)}")
             self._rows_lost = True
@@ -195,11 +173,11 @@ class Controller:
         noted = opened.notes.get("number")
         if isinstance(noted, int):
             self.reports.known.number = max(self.reports.known.number, noted)
-        self._ask(FindStart())
+        self._ask(actions.FindStart())
 
     def _registered(self, attempt: dict[str, Any]) -> None:
         self.attempt, self._start_id = attempt["attempt"], attempt["start_id"]
-        self._ask(FindStart())
+        self._ask(actions.FindStart())
 
     def _found(self, contents: RunContents) -> None:
         self.reports.known.refresh(contents.kept, taken=contents.taken, set_aside=contents.set_aside)
@@ -241,7 +219,7 @@ class Controller:
         self.reports.begin(ledger, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
         self._last_sign, self._ending, self._handover = self._now, None, None
         self._become(RunState.SCHEDULING)
-        self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
+        self._out.append(actions.StartGroup(attempt=self.attempt, num_workers=size))
 
     def _on_worker(self, event: Placed | Started | Received | Dying | Exited) -> None:
         group, rank = self._group, event.rank
@@ -263,7 +241,9 @@ class Controller:
             return
         if isinstance(event, Started):
             group.started.add(rank)
-            self._out.append(Begin(rank=rank, header=self._begin_message(group, rank), memory=self._start.memory))
+            self._out.append(
+                actions.Begin(rank=rank, header=self._begin_message(group, rank), memory=self._start.memory)
+            )
             return
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
@@ -330,7 +310,7 @@ class Controller:
             self._say(f"rank {rank} sent a message that this version does not know: {header['on']}")
         elif not before and self.reports.ledger.any_report:
             self._clock.end("load", self._now)
-            self._out.append(Details(details={"seconds": dict(self._clock.seconds)}))
+            self._out.append(actions.Details(details={"seconds": dict(self._clock.seconds)}))
             self._idle_starts = 0
 
     # -- moves -----------------------------------------------------------------------------------------------------
@@ -406,7 +386,7 @@ class Controller:
         self._tear_down()
         if again and self._teardown is not None:  # a second signal ends the run without waiting
             self._teardown.kill_until = self._now + self._limits.stop_s
-            self._out.append(KillGroup())
+            self._out.append(actions.KillGroup())
 
     def _tear_down(self, *, settle_s: float = 0.0) -> None:
         if self._teardown is None:
@@ -428,7 +408,7 @@ class Controller:
             "last_step": max(self.reports.ledger.entered),
         }  # fmt: skip
         if self._plan.has_callbacks:
-            self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(group.causes)}))
+            self._out.append(actions.Call(hook="after_exception", arguments={"worker_exceptions": dict(group.causes)}))
         self._idle_starts += not self.reports.ledger.any_report
         self._group = None
         if not free:
@@ -445,7 +425,7 @@ class Controller:
                 self._say(f"the last {self._idle_starts} starts came to nothing: waiting {decision.delay_s:g} s")
         self.restarts += 1
         self._clock = Clock(since=self._now)
-        self._ask(NextAttempt(reason=reason, details=details))
+        self._ask(actions.NextAttempt(reason=reason, details=details))
 
     # -- after each event and when time has passed -----------------------------------------------------------------
 
@@ -483,7 +463,7 @@ class Controller:
             self._end(RunState.ERRORED, first_line(teardown.fatal), teardown.fatal)
         elif (name := self._damaged(group)) is not None:
             self._suspect, self._group = (name, group), None
-            self._ask(FindStart(deep=(name,)))
+            self._ask(actions.FindStart(deep=(name,)))
         else:
             self._decide(group, free=group.unplaced)
 
@@ -516,12 +496,12 @@ class Controller:
         self._group = self._teardown = None
         running = self.reports.validations.running
         if running is not None:
-            self._out.append(StopValidation(name=running.name))
-        self._out.append(Note(key="number", value=self.reports.known.number))
+            self._out.append(actions.StopValidation(name=running.name))
+        self._out.append(actions.Note(key="number", value=self.reports.known.number))
         seconds = {"seconds": dict(self._clock.seconds)}
-        self._out.append(End(state=state, reason=reason, error=error, details={**seconds, **(details or {})}))
+        self._out.append(actions.End(state=state, reason=reason, error=error, details={**seconds, **(details or {})}))
 
-    def _ask(self, action: OpenRun | FindStart | NextAttempt) -> None:
+    def _ask(self, action: actions.OpenRun | actions.FindStart | actions.NextAttempt) -> None:
         self._answer_until = self._now + self._limits.start_s
         self._out.append(action)
 
@@ -529,4 +509,4 @@ class Controller:
         self.state = check_transition(self.state, state)
 
     def _say(self, line: str) -> None:
-        self._out.append(Say(line=line))
+        self._out.append(actions.Say(line=line))

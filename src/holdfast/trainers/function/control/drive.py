@@ -44,34 +44,8 @@ from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpene
 from ..config import ValidationConfig
 from ..engine import Engine, GroupSpec, TaskEnded, Woken
 from ..transit import TravellingSecrets, checkpoint_at, error_to_wire, pack_value, run_validation
-from .actions import (
-    Action,
-    ActionResult,
-    Answer,
-    Begin,
-    Call,
-    Commit,
-    Details,
-    End,
-    FindStart,
-    Input,
-    KillGroup,
-    LateMetrics,
-    NextAttempt,
-    Note,
-    OpenRun,
-    Protect,
-    Resumed,
-    RunState,
-    Say,
-    Send,
-    StartGroup,
-    StopRequested,
-    StopValidation,
-    StoreRows,
-    Tick,
-    Validate,
-)
+from . import actions
+from .actions import RunState
 from .checkpoints import RunContents, Start, find_start
 from .controller import Controller
 from .plan import RunSpec
@@ -127,43 +101,45 @@ class Driver:
     def __init__(self, plan: RunSpec, options: DriverOptions, storage: Storage, engine: Engine) -> None:
         self._plan, self._options, self._engine, self.storage = plan, options, engine, storage
         self.controller = Controller(plan)
-        self._inputs: deque[Input] = deque()
+        self._inputs: deque[actions.Input] = deque()
         self._session = session = RunSession(storage, timeout_s=_OP_S, timeout_name="")
-        self._end: End | None = None
+        self._end: actions.End | None = None
         self._contents: RunContents | None = None  # at the last look
         self._announced = False
         self._begun = time.monotonic()
         self._in_callbacks_s = 0.0
-        self._tasks: dict[int, Validate] = {}
+        self._tasks: dict[int, actions.Validate] = {}
         self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
-            OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
-            NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
-            FindStart: self._find_start,
+            actions.OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
+            actions.NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
+            actions.FindStart: self._find_start,
             # Not held: it is the newest until the next commit, and after that the rules decide alone.
-            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
-            Details: lambda do: self._op(do, "details", details=dict(do.details)),
-            Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
-            StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
-            Protect: lambda do: self._op(do, "protect", names=list(do.names)),
-            LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
-            Commit: self._commit,
-            StartGroup: self._start_group,
-            KillGroup: lambda do: self._engine.kill(None, do.grace_s),
-            Begin: self._begin,
-            Answer: self._answer,
-            Send: lambda do: self._tell(do.rank, dict(do.header), do.error),
-            Validate: self._validate,
-            StopValidation: self._stop_validation,
-            Call: self._call,
-            Say: lambda do: say(f"holdfast: {do.line}"),
+            actions.Resumed: lambda do: self._op(
+                do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False
+            ),
+            actions.Details: lambda do: self._op(do, "details", details=dict(do.details)),
+            actions.Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
+            actions.StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
+            actions.Protect: lambda do: self._op(do, "protect", names=list(do.names)),
+            actions.LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
+            actions.Commit: self._commit,
+            actions.StartGroup: self._start_group,
+            actions.KillGroup: lambda do: self._engine.kill(None, do.grace_s),
+            actions.Begin: self._begin,
+            actions.Answer: self._answer,
+            actions.Send: lambda do: self._tell(do.rank, dict(do.header), do.error),
+            actions.Validate: self._validate,
+            actions.StopValidation: self._stop_validation,
+            actions.Call: self._call,
+            actions.Say: lambda do: say(f"holdfast: {do.line}"),
         }
 
     def stop(self, why: str) -> None:
         """Ask for the end of the run; callable from any thread and from signal handlers."""
-        self._post(StopRequested(why=why))
+        self._post(actions.StopRequested(why=why))
 
-    def run(self) -> End:
+    def run(self) -> actions.End:
         """Go on until the run has ended; say how."""
         self._carry_out(self.controller.start(self._now()))
         while self._end is None:
@@ -174,7 +150,7 @@ class Driver:
                     self._take(event)
             while self._inputs:
                 self._take(self._inputs.popleft())
-            self._take(Tick())
+            self._take(actions.Tick())
             self._session.note_step(self.num_reports)
         return self._end
 
@@ -186,7 +162,7 @@ class Driver:
             copies.close()  # with what the workers have printed last
         session = self._session
         if session.is_open and not session.client.closed:
-            end = self._end or End(state=RunState.ERRORED, reason="the driver failed")
+            end = self._end or actions.End(state=RunState.ERRORED, reason="the driver failed")
             finished = {"step": self.num_reports} if end.state is RunState.FINISHED else None
             try:
                 session.end(end.reason, details=end.details, finished=finished)
@@ -215,7 +191,7 @@ class Driver:
 
     # -- events and actions --------------------------------------------------------------------------------------
 
-    def _post(self, given: Input) -> None:
+    def _post(self, given: actions.Input) -> None:
         self._inputs.append(given)
         self._engine.wake()
 
@@ -225,21 +201,21 @@ class Driver:
         deadline = self.controller.deadline()
         return None if deadline is None else max(0.0, deadline - self._now())
 
-    def _take(self, given: Input) -> None:
+    def _take(self, given: actions.Input) -> None:
         self._carry_out(self.controller.handle(given, self._now()))
 
     def _now(self) -> float:
         """Return the controller's time, which stands still in callbacks: no worker is heard then."""
         return time.monotonic() - self._in_callbacks_s
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, End):
+    def _carry_out(self, wanted: Iterable[actions.Action]) -> None:
+        for action in wanted:
+            if isinstance(action, actions.End):
                 self._end = action
                 if self._announced:
-                    self._do(Call(hook="after_run", arguments={}))
+                    self._do(actions.Call(hook="after_run", arguments={}))
                 continue
-            if isinstance(action, StartGroup) and not self._announced:
+            if isinstance(action, actions.StartGroup) and not self._announced:
                 self._announce()
             self._do(action)
 
@@ -249,14 +225,14 @@ class Driver:
         if session.is_open and contents is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
             say(*start_block(self._plan, session.opened, contents, self.controller.first, keep=keep, use_gpu=use_gpu))
-        self._do(Call(hook="before_run", arguments={}))
+        self._do(actions.Call(hook="before_run", arguments={}))
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: actions.Action) -> None:
         """Begin to carry out an action; what goes wrong at once becomes its outcome."""
         try:
             self._does[type(action)](action)
         except HoldfastError as error:
-            self._post(ActionResult(action=action, error=error))
+            self._post(actions.ActionResult(action=action, error=error))
 
     def _task_ended(self, event: TaskEnded) -> None:
         """Take the end of a validation."""
@@ -264,32 +240,34 @@ class Driver:
         if action is None:
             return
         value = pickle.loads(event.result) if event.result is not None else None
-        self._post(ActionResult(action=action, value=value, error=event.error))
+        self._post(actions.ActionResult(action=action, value=value, error=event.error))
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def _follow(self, action: Action, future: Future[Any]) -> None:
+    def _follow(self, action: actions.Action, future: Future[Any]) -> None:
         def settled(done: Future[Any]) -> None:
             error = done.exception()
-            self._post(ActionResult(action=action, value=None if error is not None else done.result(), error=error))
+            self._post(
+                actions.ActionResult(action=action, value=None if error is not None else done.result(), error=error)
+            )
 
         future.add_done_callback(settled)
 
-    def _op(self, action: Action, op: str, **args: Any) -> None:
+    def _op(self, action: actions.Action, op: str, **args: Any) -> None:
         self._follow(action, self._session.client.run_op(op, **args))
 
-    def _in_thread(self, action: Action, work: Callable[[], None]) -> None:
+    def _in_thread(self, action: actions.Action, work: Callable[[], None]) -> None:
         """Carry out an action that reads storage; ``work`` posts its outcome."""
 
         def run() -> None:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
-                self._post(ActionResult(action=action, error=error))
+                self._post(actions.ActionResult(action=action, error=error))
 
         threading.Thread(target=run, name="holdfast-execute", daemon=True).start()
 
-    def _find_start(self, action: FindStart) -> None:
+    def _find_start(self, action: actions.FindStart) -> None:
         """Look through the run in a thread: a checkpoint may have thousands of files."""
         session = self._session
 
@@ -303,13 +281,13 @@ class Driver:
                 dead=session.opened.dead,
                 validations=self._options.validation is not None and self._contents is None,
             )
-            self._post(ActionResult(action=action, value=contents))
+            self._post(actions.ActionResult(action=action, value=contents))
 
         self._in_thread(action, work)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _commit(self, action: Commit) -> None:
+    def _commit(self, action: actions.Commit) -> None:
         client, storage, sources = self._session.client, self.storage, action.sources
         created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job: dict[str, Any] = {
@@ -336,7 +314,7 @@ class Driver:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def _start_group(self, action: StartGroup) -> None:
+    def _start_group(self, action: actions.StartGroup) -> None:
         environment = dict(self._options.environment)
         self._engine.start(
             GroupSpec(
@@ -357,13 +335,13 @@ class Driver:
             self._copies = LogCopies(self.storage)
         return self._copies.folder
 
-    def _begin(self, action: Begin) -> None:
+    def _begin(self, action: actions.Begin) -> None:
         attachments = [self._options.blob, action.memory or b"", self._options.secrets]
         while attachments and not attachments[-1]:
             attachments.pop()
         self._engine.send(action.rank, dict(action.header), attachments)
 
-    def _answer(self, action: Answer) -> None:
+    def _answer(self, action: actions.Answer) -> None:
         header: dict[str, Any] = {"do": "answer", "call": action.call}
         if action.error is not None:
             self._tell(action.rank, header, action.error)
@@ -380,7 +358,7 @@ class Driver:
 
     # -- validations and callbacks -------------------------------------------------------------------------------
 
-    def _validate(self, action: Validate) -> None:
+    def _validate(self, action: actions.Validate) -> None:
         validation = self._options.validation
         if validation is None:
             raise HoldfastError("there is no function that validates")
@@ -395,12 +373,12 @@ class Driver:
         )
         self._tasks[task] = action
 
-    def _stop_validation(self, action: StopValidation) -> None:
+    def _stop_validation(self, action: actions.StopValidation) -> None:
         for task, running in self._tasks.items():
             if running.name == action.name:
                 self._engine.kill_task(task)
 
-    def _call(self, action: Call) -> None:
+    def _call(self, action: actions.Call) -> None:
         arguments = [
             checkpoint_at(value) if name == "checkpoint" and value is not None else value
             for name, value in action.arguments.items()

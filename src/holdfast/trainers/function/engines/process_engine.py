@@ -25,22 +25,7 @@ from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
 
-from ..engine import (
-    Capacity,
-    Draining,
-    Dying,
-    Event,
-    Exited,
-    GroupSpec,
-    Placed,
-    Reason,
-    Received,
-    Started,
-    TaskEnded,
-    Unable,
-    Woken,
-    node_name,
-)
+from .. import engine
 from ..handoff import Unfinished
 from ..transit import error_from_wire
 from .agent import BEAT_S
@@ -70,7 +55,7 @@ class ProcessEngine(Generic[P]):
     """
 
     def __init__(self) -> None:
-        self._ready: list[Event] = []
+        self._ready: list[engine.Event] = []
         self._posted: deque[Callable[[], None]] = deque()
         self._over = False
         self._ranks: dict[int, P] = {}
@@ -100,7 +85,7 @@ class ProcessEngine(Generic[P]):
         if task in self._tasks:
             self._kill(self._tasks[task], grace_s)
 
-    def events(self, timeout_s: float | None) -> list[Event]:
+    def events(self, timeout_s: float | None) -> list[engine.Event]:
         """Wait for events; an empty list after ``timeout_s``. None waits until there is one.
 
         What a signal handler raises passes through and loses no event, but may cut a message in two: handlers had
@@ -135,7 +120,7 @@ class ProcessEngine(Generic[P]):
 
     def _on_wake(self) -> None:
         if b"w" in os.read(self._woken, 1 << 16):
-            self._ready.append(Woken())
+            self._ready.append(engine.Woken())
 
     def _work_off(self) -> None:
         while self._posted:
@@ -151,11 +136,11 @@ class ProcessEngine(Generic[P]):
 
     def _started(self, process: P, pid: int) -> None:
         if process.rank is not None:
-            self._ready.append(Started(rank=process.rank, pid=pid))
+            self._ready.append(engine.Started(rank=process.rank, pid=pid))
 
     def _said(self, process: P, message: Message) -> None:
         if process.rank is not None:
-            self._ready.append(Received(rank=process.rank, message=message))
+            self._ready.append(engine.Received(rank=process.rank, message=message))
         else:
             process.outcome = message
             self._limit(process, _TASK_END_S)
@@ -163,13 +148,13 @@ class ProcessEngine(Generic[P]):
     def _said_for(self, number: int, message: Message) -> None:
         """Take a message in place of a worker that has died."""
         if (rank := self._ended_ranks.get(number)) is not None:
-            self._ready.append(Received(rank=rank, message=message))
+            self._ready.append(engine.Received(rank=rank, message=message))
 
     def _dying(self, process: P) -> None:
         if process.rank is not None:
-            self._ready.append(Dying(rank=process.rank))
+            self._ready.append(engine.Dying(rank=process.rank))
 
-    def _ended(self, process: P, status: int | None, why: str, reason: Reason = "process") -> None:
+    def _ended(self, process: P, status: int | None, why: str, reason: engine.Reason = "process") -> None:
         """Take the end of a process.
 
         Args:
@@ -188,7 +173,7 @@ class ProcessEngine(Generic[P]):
         elif self._ranks.get(process.rank) is process:
             del self._ranks[process.rank]
             self._ready.append(
-                Exited(
+                engine.Exited(
                     rank=process.rank,
                     exit_code=code if number is None else None,
                     signal=number,
@@ -211,7 +196,7 @@ class ProcessEngine(Generic[P]):
         else:
             (result,) = outcome.attachments
         if self._tasks.pop(process.number, None) is not None:
-            self._ready.append(TaskEnded(task=process.number, result=result, error=error))
+            self._ready.append(engine.TaskEnded(task=process.number, result=result, error=error))
 
     # ---- what a subclass has
 
@@ -266,7 +251,7 @@ class LocalEngine(ProcessEngine[Child]):
 
     # ---- workers
 
-    def start(self, spec: GroupSpec) -> None:
+    def start(self, spec: engine.GroupSpec) -> None:
         """Start a group without waiting for it.
 
         Raises:
@@ -283,7 +268,7 @@ class LocalEngine(ProcessEngine[Child]):
                 f"cannot start {spec.num_workers} workers: {error}; check the limits on processes and open files"
             ) from error
 
-    def _fork_all(self, spec: GroupSpec) -> None:
+    def _fork_all(self, spec: engine.GroupSpec) -> None:
         # Bound here and handed to rank 0: a free port that is only chosen may be taken before it is used.
         with socket.create_server((_HOST, 0), backlog=1024) as listener:
             common = {
@@ -384,10 +369,10 @@ class _Child(Process):
 class _Group:
     """The group that is being started, or runs."""
 
-    spec: GroupSpec
+    spec: engine.GroupSpec
     number: int
     until: float
-    places: list[tuple[NodePlace, Placed]] | None = None
+    places: list[tuple[NodePlace, engine.Placed]] | None = None
     asked_port: bool = False
     forked: bool = False
 
@@ -419,7 +404,7 @@ class ClusterEngine(ProcessEngine[_Child]):
         self._absent: set[str] = set()  # modules that are missing on proven nodes too
         self._group: _Group | None = None
         self._numbers = 0
-        self._announced: Capacity | None = None
+        self._announced: engine.Capacity | None = None
         self._closed = False
         self._read_at = time.monotonic()
         self._agents = Agents(
@@ -430,13 +415,13 @@ class ClusterEngine(ProcessEngine[_Child]):
             on_message=self._take,
             on_lost=self._lose,
             on_leaving=self._leave,
-            on_unfit=lambda error: self._ready.append(Unable(error=error)),
+            on_unfit=lambda error: self._ready.append(engine.Unable(error=error)),
             silence_s=_SILENCE_S if silence_s is None else silence_s,
         )
 
     # ---- workers
 
-    def start(self, spec: GroupSpec) -> None:
+    def start(self, spec: engine.GroupSpec) -> None:
         """Start a group without waiting for it.
 
         Raises:
@@ -529,7 +514,7 @@ class ClusterEngine(ProcessEngine[_Child]):
                 sink.flush()
             self._ended(child, header["status"], header["why"])
 
-    def _ended(self, process: _Child, status: int | None, why: str, reason: Reason = "process") -> None:
+    def _ended(self, process: _Child, status: int | None, why: str, reason: engine.Reason = "process") -> None:
         super()._ended(process, status, why, reason)
         self._children.pop(process.number, None)
         if self._group is not None and not self._ranks:
@@ -560,10 +545,10 @@ class ClusterEngine(ProcessEngine[_Child]):
         """Announce that nodes with workers are about to go."""
         ranks = tuple(rank for rank, child in self._ranks.items() if child.node in leaving)
         if ranks:
-            soon = ", ".join(f"{node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
-            self._ready.append(Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
+            soon = ", ".join(f"{engine.node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
+            self._ready.append(engine.Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
 
-    def _lose(self, node: str, why: str, reason: Reason) -> None:
+    def _lose(self, node: str, why: str, reason: engine.Reason) -> None:
         """End every process on a node that is lost."""
         for key in [key for key in self._outputs if key[0] == node]:
             _end_output(self._outputs.pop(key))
@@ -608,7 +593,7 @@ class ClusterEngine(ProcessEngine[_Child]):
                 child = self._ranks[placed.rank]
                 child.node, child.where = place.node, placed.where
                 for sink in child.sinks:
-                    sink.prefix = f"({child.name}, {node_name(place.node)}) "
+                    sink.prefix = f"({child.name}, {engine.node_name(place.node)}) "
                 self._ready.append(placed)
         nodes = {place.node for place, _ in group.places}
         whole = len(self._ranks) == group.spec.num_workers
@@ -666,7 +651,7 @@ class ClusterEngine(ProcessEngine[_Child]):
     def _output(self, link: AgentLink, number: int) -> tuple[LogText, LogText]:
         key = (link.node, number)
         if key not in self._outputs:  # output of the agent's own zygote
-            self._outputs[key] = shown_and_kept(f"workers on {node_name(link.node)}", None)
+            self._outputs[key] = shown_and_kept(f"workers on {engine.node_name(link.node)}", None)
         return self._outputs[key]
 
     def _close_output(self, link: AgentLink, number: int, stream: int) -> None:
@@ -691,7 +676,7 @@ def _end_output(sinks: tuple[LogText, LogText]) -> None:
         sink.end()
 
 
-def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePlace, Placed]] | None:
+def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePlace, engine.Placed]] | None:
     """Choose a place for each rank; None if there are too few.
 
     Ranks follow the ids of nodes and then the lowest accelerator, so that ranks of a node are neighbours and the same
@@ -714,7 +699,7 @@ def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePla
     found = []
     for rank, place in enumerate(chosen):
         size = sum(1 for other in chosen if other.node == place.node)
-        placed = Placed(
+        placed = engine.Placed(
             rank=rank,
             node=place.node,
             address=place.address,
@@ -728,7 +713,7 @@ def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePla
 
 
 def rank_environment(
-    spec: GroupSpec, placed: Placed, *, master: tuple[str, int], gpus: Iterable[str]
+    spec: engine.GroupSpec, placed: engine.Placed, *, master: tuple[str, int], gpus: Iterable[str]
 ) -> dict[str, str]:
     """Return the variables of a worker that its node cannot know.
 

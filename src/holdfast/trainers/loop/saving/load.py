@@ -33,21 +33,11 @@ from ..evaluator import metrics_of
 from ..parallel import TIMEOUT_S, Ranks, is_sharded
 from ..state import State
 from ..time import Event
+from . import layout
 from .files import FileImage, lay, opened, refuse_objects
 from .finder import NameTemplate, container_of, is_sharded_of_torch, look_at, names_in, run_variables
 from .folder import storage_prefix
-from .layout import (
-    IgnoreKeys,
-    as_ours,
-    check_ignore_keys,
-    emptied,
-    expand,
-    gathered,
-    ignored,
-    is_composers,
-    left_out_of,
-    of_rank,
-)
+from .layout import IgnoreKeys
 from .uploads import Locator, as_object_store
 
 _LOG = get_logger("trainers.loop")
@@ -245,14 +235,14 @@ def _load_plain(
     globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
     found = refuse_objects(found, uri, globs=globs, weights_only=options.weights_only)
     notes: list[str] = []
-    if is_composers(found):
-        found = as_ours(found, state, notes)
+    if layout.is_composers(found):
+        found = layout.as_ours(found, state, notes)
     ranks, before = state.ranks, found.get("rng")
     counter: Any = found["state"].get("timestamp")
     for name in ("Timestamp", "batch"):
         counter = counter.get(name) if isinstance(counter, Mapping) else None
     batch = counter if isinstance(counter, int) else None
-    found = of_rank(found, ranks.rank, ranks.world_size, step=batch)
+    found = layout.of_rank(found, ranks.rank, ranks.world_size, step=batch)
     generators = found.pop("rng", None)
     stored = lay({"state": found["state"]}, uri, mapped=mapped)
     report = _load_stored(stored, uri, state, replace(options, progress_bar=False), ranks=Ranks(), verify=False)
@@ -284,7 +274,7 @@ def _load_stored(
         report.notes.append("it holds weights only: training begins at batch 0")
     strict = _STRICT if options.strict_model_weights else _STRICT - {"state/model"}
     lenient = {"rng", *(f"state/{name}" for name in (*live["state"], *saved))} - strict
-    if left_out := left_out_of(saved):
+    if left_out := layout.left_out_of(saved):
         lenient.update(left_out)
         report.notes.append(f"it was saved without {', '.join(left_out)} (save_ignore_keys)")
     _mark_metrics(live["state"], saved, stored.per_rank or {})
@@ -299,7 +289,7 @@ def _load_stored(
     except StateMismatchError as error:
         raise _in_our_words(error, place.uri, uri, options.advice) from None
     empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}
-    empty |= emptied(paths(stored), skip, loaded.restored) if skip else set()
+    empty |= layout.emptied(paths(stored), skip, loaded.restored) if skip else set()
     report.restored += [path for path in loaded.restored if path not in empty]
     report.not_restored += loaded.not_restored
     report.notes += loaded.notes
@@ -392,7 +382,7 @@ def save_checkpoint(
     """
     variables = run_variables(state.run_name, state.ranks.info)
     path = NameTemplate(check_path(filename, "name"), what="name").format(variables, state.timestamp)
-    ignore = check_ignore_keys(ignore_keys, "ignore_keys")
+    ignore = layout.check_ignore_keys(ignore_keys, "ignore_keys")
     container = container_of(path, what="name")
     if container != "directory" and is_sharded(state.model):
         raise ConfigError(
@@ -401,11 +391,11 @@ def save_checkpoint(
     step, bare = state.timestamp.count("batch"), weights_only or container == "safetensors"
     # Within an evaluation the weights alone are saved as they are evaluated: training does not go on from them.
     with contextlib.nullcontext() if bare else state.as_in_training():
-        live = ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
+        live = layout.ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
         if container == "directory":
             save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
             return path
-        found = gathered(expand(live), state.ranks)
+        found = layout.gathered(layout.expand(live), state.ranks)
         note = {"step": step, "weights_only": bare, "metrics": metrics_of(state)}
         state.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
     return path
@@ -460,7 +450,7 @@ def load_checkpoint(
     )
     options = LoadOptions(
         weights_only=load_weights_only, strict_model_weights=strict_model_weights, progress_bar=progress_bar,
-        ignore_keys=check_ignore_keys(ignore_keys, "ignore_keys"),
+        ignore_keys=layout.check_ignore_keys(ignore_keys, "ignore_keys"),
     )  # fmt: skip
     store = None if object_store is None else as_object_store(object_store)
     report = load_path(check_path(path, "path"), state, options=options, object_store=store)
@@ -491,7 +481,7 @@ class LoadCheckpoint(Callback):
         self.load_path = check_path(load_path, "LoadCheckpoint(load_path)")
         check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
         self.load_weights_only, self.strict_model_weights = load_weights_only, strict_model_weights
-        self.ignore_keys = check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
+        self.ignore_keys = layout.check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
         try:
             self.event = Event.of(event)
         except (AttributeError, ValueError):
