@@ -169,6 +169,11 @@ class CheckpointSaver(Callback):
         ConfigError: an argument is wrong.
     """
 
+    # Of the training that it takes part in, from `attach` on.
+    _context: SaverContext
+    place: SaveFolder
+    names: SaverNames
+
     def __init__(
         self,
         folder: str | os.PathLike[str] = "{run_name}/checkpoints",
@@ -216,9 +221,6 @@ class CheckpointSaver(Callback):
         self.makes_files = _maker_of_files(model_files, self.filename, self.container)
         self.model_files: ModelFiles | None = None  # of the state of the trainer
         self._is_source = False
-        self._context_given: SaverContext | None = None
-        self._folder: SaveFolder | None = None
-        self._names: SaverNames | None = None
         self._post_commit: PostCommit | None = None
         self._saves: AsyncSaver | None = None
         self._parent: str | None = None
@@ -244,23 +246,6 @@ class CheckpointSaver(Callback):
         return not self.weights_only
 
     @property
-    def place(self) -> SaveFolder:
-        """The folder it saves to."""
-        assert self._folder is not None
-        return self._folder
-
-    @property
-    def names(self) -> SaverNames:
-        """The names it gives in this run."""
-        assert self._names is not None
-        return self._names
-
-    @property
-    def _context(self) -> SaverContext:
-        assert self._context_given is not None
-        return self._context_given
-
-    @property
     def uploaders(self) -> list[RemoteUploaderDownloader]:
         """Where its checkpoints are uploaded to; nowhere if they are remote already."""
         return [] if self.remote_file_name is None or self.place.is_remote else self._context.uploaders
@@ -279,7 +264,7 @@ class CheckpointSaver(Callback):
             ConfigError: a name leads out of the folder, the model is no single file, nothing would stay of it, or there
                 can be no ``model_files`` of this state.
         """
-        self._context_given, self._folder, self._is_source = context, folder, is_source
+        self._context, self.place, self._is_source = context, folder, is_source
         self._post_commit, self._last, self._ready, self._parent = None, None, False, None
         for template in (self.filename, self.latest_filename):
             if template is not None:
@@ -289,7 +274,7 @@ class CheckpointSaver(Callback):
                 f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
                 "one file: use a name without suffix (a Holdfast directory), and `holdfast export` to make a file of it"
             )
-        self._names = SaverNames(
+        self.names = SaverNames(
             variables=context.variables, file=self.filename, latest=self.latest_filename,
             remote=self.remote_file_name, remote_latest=self.latest_remote_file_name,
         )  # fmt: skip
@@ -307,7 +292,7 @@ class CheckpointSaver(Callback):
 
     def drop_pointer(self) -> None:
         """Write no pointer to the newest upload: another saver has its name."""
-        self._names = replace(self.names, remote_latest=None)
+        self.names = replace(self.names, remote_latest=None)
 
     def is_named_by_run(self, destinations: Iterable[Any]) -> bool:
         """Tell whether what it saves for a resume is found again only by the name of the run."""
@@ -473,8 +458,7 @@ class CheckpointSaver(Callback):
 
     def is_due(self, event: Event) -> bool:
         """Tell whether it is time by the interval; a function is not asked."""
-        state, every = self._context.state, self.every
-        return isinstance(every, Every) and every.due(event, state.previous_timestamp, state.timestamp, state.span)
+        return isinstance(self.every, Every) and self._is_crossed(self.every, event)
 
     def _is_crossed(self, every: Every, event: Event) -> bool:
         state = self._context.state
