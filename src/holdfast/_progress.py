@@ -43,10 +43,10 @@ def progress_bar(
 
 
 @contextlib.contextmanager
-def sized_progress_bar(label: str, *, after_s: float = 0.5) -> Iterator[Callable[[int | None, int], None]]:
+def sized_progress_bar(label: str) -> Iterator[Callable[[int | None, int], None]]:
     """Give a function that takes (bytes in all, 0) when these are known, and (None, bytes just done)."""
     total: list[int | None] = [None]
-    with progress_bar(label, lambda: total[0], after_s=after_s) as bar:
+    with progress_bar(label, lambda: total[0], after_s=0.5) as bar:
 
         def progress(new_total: int | None, done: int) -> None:
             if new_total is None:

@@ -54,11 +54,6 @@ def file_digest(table: bytes) -> str:
     return "xxh3:" + xxh3_128_hexdigest(table)
 
 
-def verify_chunk(view: memoryview | bytes, table: bytes, number: int) -> bool:
-    """Tell whether ``view`` is chunk ``number`` of the file that ``table`` belongs to."""
-    return chunk_digests(view) == table[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
-
-
 def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memoryview, bytes]]:
     """Read a file through one buffer, of whole chunks: yield where each view begins, the view, and its chunk digests.
 

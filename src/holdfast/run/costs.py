@@ -190,7 +190,7 @@ def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: boo
         "deleted": len(gone),
         "deleted_by": dict(_counted((deletion.why, 1) for deletion in gone.values())),
         "attempts": attempts,
-        "failures": sum(bool(row["lost_steps"]) or _is_failure(row["reason"]) for row in attempts),
+        "failures": sum(bool(row["lost_steps"]) or row["reason"] not in (None, *_IN_ORDER) for row in attempts),
         "lost_steps": sum(row["lost_steps"] for row in attempts),
         "failure_s": sum((row["lost_s"] or 0.0) for row in attempts),
         "down_s": sum((row["down_s"] or 0.0) for row in attempts),
@@ -210,10 +210,6 @@ def summary(values: Sequence[float]) -> dict[str, float | int | None]:
     total = math.fsum(ordered)
     mean = statistics.fmean(ordered)
     return {"count": len(ordered), "sum": total, "mean": mean, "p50": at(0.5), "p95": at(0.95), "max": ordered[-1]}
-
-
-def _is_failure(reason: str | None) -> bool:
-    return reason is not None and reason not in ("finished", "stopped", "closed")
 
 
 def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

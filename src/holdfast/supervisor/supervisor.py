@@ -27,13 +27,7 @@ from holdfast.run.life import ARENAS, DEATHS, KEPT, MODULES, REQUEUE_STATUS, Run
 from holdfast.run.python_command import PythonCommand
 
 from . import STOPS, HeldSignals
-from .processes import (
-    LifeProcesses,
-    Spare,
-    describe_status,
-    first_error,
-    shell_status,
-)
+from .processes import LifeProcesses, Spare, describe_status, first_error, shell_status
 
 _LOOK_S = 1.0
 _ENTERS_S = 10.0  # that a process may take from entering a run to training

@@ -154,11 +154,6 @@ class Record:
     end: Mapping[str, Any] | None = None
     error: str = ""
 
-    @property
-    def num_epochs(self) -> int:
-        """Return how often a loader came to its end."""
-        return int(self.steps[-1]["ep"]) if self.steps else 0
-
 
 class Records(dict[int, Record]):
     """The records of a life by rank; a rank of which nothing is known has made no step."""

@@ -21,12 +21,7 @@ from typing import Any
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._optional import require
-from holdfast.errors import (
-    ConfigError,
-    StorageError,
-    StorageExistsError,
-    StorageNotFoundError,
-)
+from holdfast.errors import ConfigError, StorageError, StorageExistsError, StorageNotFoundError
 
 from ..base import (
     TEMPORARY,

@@ -103,9 +103,8 @@ class FileUploads:
         self._pointed: dict[str, tuple[int, int, str]] = {}
         self._held: dict[str, bytes | None] = {}  # what a pointer held when we last looked
         self._alone = False
-        self._is_store = (
-            target.traits.num_parallel > 1
-        )  # objects are there whole or not at all; elsewhere they grow in place
+        # Objects are there whole or not at all; elsewhere they grow in place.
+        self._is_store = target.traits.num_parallel > 1
         self._paths: dict[str, threading.Lock] = {}  # jobs of one path go one after another
         self._died_at = math.inf
         self._looking = threading.Lock()
@@ -182,9 +181,7 @@ class FileUploads:
         job, source, target = asked.job, asked.source, self._target
         if job.pointer is not None:
             self._look_at(job.pointer)
-        if job.name is None:
-            pass
-        else:
+        if job.name is not None:
             with self._paths.setdefault(job.path, threading.Lock()):
                 self._check_ours(job)
                 # No store completes a big upload on a condition, so this looks once more before the last step.

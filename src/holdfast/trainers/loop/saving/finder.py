@@ -241,20 +241,8 @@ def is_later(found: re.Match[str], now: Timestamp) -> bool | None:
 
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
-    ".tar",
-    ".tgz",
-    ".gz",
-    ".bz2",
-    ".lzma",
-    ".lz4",
-    ".lzo",
-    ".xz",
-    ".zst",
-    ".zip",
-    ".pth",
-    ".pkl",
-    ".bin",
-    ".ckpt",
+    *(".tar", ".tgz", ".gz", ".bz2", ".lzma", ".lz4", ".lzo", ".xz", ".zst", ".zip"),
+    *(".pth", ".pkl", ".bin", ".ckpt"),
 )
 
 
