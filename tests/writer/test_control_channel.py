@@ -685,6 +685,23 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
     member.close("done")
 
 
+def test_a_member_that_leaves_as_its_connection_breaks_ends(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not look for rank 0's writer as long as for one that is to come back: its end is known by then."""
+    until(lambda: channel.server.steps.gathered)
+    send = Link.send
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(Link, "send", lambda self, message: message["do"] != "bye" and send(self, message))
+    leaving = threading.Thread(target=channel.members[2].close, args=("done", LIMIT_S))
+    begun = time.monotonic()
+    leaving.start()
+    leaving.join(LIMIT_S)
+    assert time.monotonic() - begun < channel.times["stale_s"] / 2
+
+
 @pytest.fixture
 def small_client() -> Iterator[WriterClient]:
     """A writer process that was started under a soft limit of fewer files than there are ranks."""
