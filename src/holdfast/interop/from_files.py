@@ -22,6 +22,7 @@ from holdfast.format.names import check_path
 from holdfast.format.strict_json import loads
 from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.state.save.torch_file import from_plain
+from holdfast.state.tree.objects import renamed
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import INDEX_NAME, METADATA_NAME, WEIGHTS_NAME, Blob
@@ -177,11 +178,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     name_of = dict(zip(keys, names, strict=True))
     if not all(isinstance(kept, Mapping) for kept in states.values()):
         return None
-    return {
-        **optimizer,
-        "state": {prefix + name_of[key]: kept for key, kept in states.items()},
-        "param_groups": [{**group, "params": [prefix + name_of[key] for key in group["params"]]} for group in groups],
-    }
+    return renamed(optimizer, lambda key: prefix + name_of[key])
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
