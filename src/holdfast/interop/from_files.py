@@ -506,7 +506,7 @@ def _blobs(folder: str, files: _Files, stack: ExitStack, gathered: Gathered, ite
     for file, wanted in files.items():
         head, tail = os.path.split(own_file(folder, file))
         reader = stack.enter_context(LocalStorage(head).open(tail))
-        entries = read_header(reader, os.path.join(folder, file))[1]
+        entries = read_header(reader, os.path.join(folder, file)).entries
         for name in _taken(folder, file, entries, wanted, item, gathered):
             entry = entries[name]
             dtype = _TORCH.get(entry.dtype)
