@@ -28,6 +28,11 @@ from holdfast.storage.resolve import resolve
 
 from .terminal import note
 
+__all__ = [
+    "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "pick_options", "poll_option",
+    "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
+]  # fmt: skip
+
 PATH = click.Path()  # a directory or a URI; the shell completes it
 _Command = Callable[..., None]
 _SHOWN = 8

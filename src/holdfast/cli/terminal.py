@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+__all__ = [
+    "PlainTable", "age", "check_output", "console", "counted", "ends_in_order", "fits", "handling", "json_option",
+    "message", "note", "number", "painted", "print_columns", "print_error", "print_json", "print_line", "printable",
+    "replace_file", "say", "table",
+]  # fmt: skip
+
 Row = tuple[Mapping[str, str], str, str]
 
 _PIPE_WIDTH = 160

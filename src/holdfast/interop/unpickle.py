@@ -26,6 +26,10 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
+__all__ = [
+    "MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_plain", "read_torch", "read_torch_stream",
+]  # fmt: skip
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _ALLOWED_IN_METADATA = {

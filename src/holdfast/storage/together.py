@@ -18,6 +18,8 @@ from holdfast.errors import StorageNotFoundError
 
 from .base import StorageTraits
 
+__all__ = ["SerialExecutor", "asked_again", "together"]
+
 _T = TypeVar("_T")
 _LOOK_AGAIN_S = (0.1, 0.3, 0.6)
 

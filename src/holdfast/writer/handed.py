@@ -22,6 +22,10 @@ from .arena import Arena
 from .frames import Message
 from .messages import FilePlan, SaveJob, error_from_json
 
+__all__ = [
+    "Arriving", "Attachments", "Handed", "ReceivedAttachments", "Watermark", "Window", "WindowSource", "watermark",
+]  # fmt: skip
+
 
 class Attachments(Protocol):
     """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""

@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .seeding import SeededDataset
 
+__all__ = ["IndexFeed", "PersistentWorkerSeeds", "StatedPosition", "clone_of"]
+
+
 _STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
 

@@ -19,6 +19,11 @@ import xxhash
 
 from ..tree import rng
 
+__all__ = [
+    "SampleKey", "SampleKeys", "SeededDataset", "Stream", "generators_kept", "generators_of", "generators_within",
+    "index_id", "mix", "put_generator", "seed_all", "take_generator",
+]  # fmt: skip
+
 _MASK = (1 << 64) - 1
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_OBJECTS = 64
