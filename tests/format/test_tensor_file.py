@@ -55,7 +55,7 @@ def test_safetensors_opens_what_we_write(tmp_path):
             assert loaded[name].shape == tensor.shape
         assert loaded[name].flatten().view(torch.uint8).tolist() == tensor.flatten().view(torch.uint8).tolist()
         assert item_size(dtype) == tensor.element_size()
-    start, entries = read_header(reader_of(header + data))
+    start, entries, _ = read_header(reader_of(header + data))
     assert start == len(header)
     assert list(entries) == names
     for name, _, _, nbytes in rows:
@@ -84,7 +84,7 @@ def test_reads_what_safetensors_writes(tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2, 2)}, tmp_path / "x", {"k": "v"})
     data = (tmp_path / "x").read_bytes()
-    _, entries = read_header(reader_of(data))
+    entries = read_header(reader_of(data)).entries
     assert {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
         "a": ("BF16", (3,)),
         "b": ("F32", (2, 2)),

@@ -81,6 +81,15 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
         plain(None, load_path=tmp_path / "w.safetensors")
 
 
+def test_weights_with_a_forged_header_are_an_error(tmp_path: Path) -> None:
+    """What such a file says about itself is text, and its tensors lie one behind the other."""
+    apart = '{"__metadata__":{"holdfast":"{}"},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}'
+    for header, data in (('{"__metadata__":{"holdfast":5}}', b""), (apart, b"ab")):
+        (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + data)
+        with pytest.raises(hf.CorruptCheckpointError, match=r"w\.safetensors"):
+            plain(None, load_path=tmp_path / "w.safetensors")
+
+
 def test_runs_that_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With {run_name} in the file names a run goes on from its own checkpoints only, and says whose else there are."""
     options: dict[str, Any] = {"save_filename": "{run_name}-ep{epoch}.pt", "save_latest_filename": None}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
@@ -177,11 +177,16 @@ class HeaderEntry:
     nbytes: int
 
 
-def read_header(reader: FileReader, where: str = "file") -> tuple[int, dict[str, HeaderEntry]]:
-    """Read and check the header of a safetensors file.
+class Header(NamedTuple):
+    """The header of a file: the offset at which data starts, the tensors by name, in file order, and the metadata."""
 
-    Returns:
-        The offset at which data starts, and the tensors by name, in file order.
+    start: int
+    entries: dict[str, HeaderEntry]
+    metadata: dict[str, Any]
+
+
+def read_header(reader: FileReader, where: str = "file") -> Header:
+    """Read and check the header of a safetensors file.
 
     Raises:
         CorruptCheckpointError: lengths, offsets or shapes do not add up.
@@ -197,7 +202,8 @@ def read_header(reader: FileReader, where: str = "file") -> tuple[int, dict[str,
     if length:
         reader.read_into(8, memoryview(body))
     header = loads(body, max_bytes=MAX_HEADER, max_depth=8, where=where)
-    if not isinstance(header, dict) or not isinstance(header.pop("__metadata__", {}), dict):
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(metadata, dict):
         raise _bad(where, "it, or its metadata, is no JSON object")
     start = 8 + length
     entries = {name: _entry(name, item, start, where) for name, item in header.items()}
@@ -209,7 +215,7 @@ def read_header(reader: FileReader, where: str = "file") -> tuple[int, dict[str,
         end += entry.nbytes
     if end != reader.size:
         raise _bad(where, f"its tensors end at byte {end}, the file has {reader.size}")
-    return start, entries
+    return Header(start, entries, metadata)
 
 
 def _entry(name: str, item: Any, data_start: int, where: str) -> HeaderEntry:

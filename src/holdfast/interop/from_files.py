@@ -22,6 +22,7 @@ from holdfast.format.names import check_path
 from holdfast.format.strict_json import loads
 from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.state.save.torch_file import from_plain
+from holdfast.state.tree.objects import renamed
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import INDEX_NAME, METADATA_NAME, WEIGHTS_NAME, Blob
@@ -177,11 +178,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     name_of = dict(zip(keys, names, strict=True))
     if not all(isinstance(kept, Mapping) for kept in states.values()):
         return None
-    return {
-        **optimizer,
-        "state": {prefix + name_of[key]: kept for key, kept in states.items()},
-        "param_groups": [{**group, "params": [prefix + name_of[key] for key in group["params"]]} for group in groups],
-    }
+    return renamed(optimizer, lambda key: prefix + name_of[key])
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -509,7 +506,7 @@ def _blobs(folder: str, files: _Files, stack: ExitStack, gathered: Gathered, ite
     for file, wanted in files.items():
         head, tail = os.path.split(own_file(folder, file))
         reader = stack.enter_context(LocalStorage(head).open(tail))
-        entries = read_header(reader, os.path.join(folder, file))[1]
+        entries = read_header(reader, os.path.join(folder, file)).entries
         for name in _taken(folder, file, entries, wanted, item, gathered):
             entry = entries[name]
             dtype = _TORCH.get(entry.dtype)

@@ -22,7 +22,7 @@ from holdfast.state.load.stored import open_stored
 from holdfast.state.load.targets import box_of
 from holdfast.state.save.torch_file import MARK, to_plain
 from holdfast.state.tree import arrays
-from holdfast.state.tree.objects import OTHER_STATE
+from holdfast.state.tree.objects import OTHER_STATE, renamed
 from holdfast.state.tree.values import ObjectNode, PerRankNode, TensorRef
 from holdfast.storage.base import FileReader, Storage
 
@@ -213,7 +213,7 @@ class OpenedCheckpoint:
 def _positions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Number the parameters of an optimizer in the order of its groups."""
     names = [name for group in state["param_groups"] for name in group["params"]]
-    found = _renamed(state, {name: at for at, name in enumerate(names)})
+    found = renamed(state, {name: at for at, name in enumerate(names)}.__getitem__)
     others = found.pop(OTHER_STATE, {})
     return {**found, "state": {**others, **found["state"]}}
 
@@ -222,17 +222,7 @@ def _short_names(state: Mapping[str, Any], modules: list[str]) -> dict[str, Any]
     """Name parameters as in their module, without its path in the state, unless two would have the same name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     short = {name: _within(name, modules) for name in names}
-    return _renamed(state, short if len(set(short.values())) == len(short) else {name: name for name in names})
-
-
-def _renamed(state: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **state,
-        "state": {new[name]: kept for name, kept in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    return renamed(state, short.__getitem__) if len(set(short.values())) == len(short) else dict(state)
 
 
 def _within(name: str, modules: list[str]) -> str:

@@ -277,9 +277,12 @@ class _Table:
     @classmethod
     def of(cls, rows: Iterable[Row]) -> _Table:
         made = cls()
-        for row in rows:
-            made.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
+        made.add(rows)
         return made
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
 
     def like(self, row: Row) -> list[Row]:
         return self.rows.get((row["rank"], row["run"], row["step"], row["event"]), [])
@@ -359,8 +362,7 @@ def first_difference(
             if difference is not None:
                 return replace(difference, **place, resumed=resumed.get(row["rank"])), compared
             compared += 1
-        for row in rows:
-            own.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
+        own.add(rows)
     return _length(reference, lives[-1] if lives else (), every), compared
 
 

@@ -201,6 +201,16 @@ def to_named(optimizer: Optimizer, rows: Sequence[Sequence[str]]) -> dict[str, A
     return {"state": state, "param_groups": hyper, **({OTHER_STATE: others} if others else {})}
 
 
+def renamed(optimizer: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the state of an optimizer with other names, or numbers, for its parameters."""
+    state, groups = optimizer.get("state", {}), optimizer["param_groups"]
+    return {
+        **optimizer,
+        "state": {rename(name): kept for name, kept in state.items()},
+        "param_groups": [{**group, "params": [*map(rename, group.get("params", ()))]} for group in groups],
+    }
+
+
 def by_param_name(groups: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return what stands for each parameter by the name that torch keeps for it (``param_names`` of a group).
 

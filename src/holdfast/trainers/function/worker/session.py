@@ -553,9 +553,7 @@ class Context:
 
     # Ray Train has no trials any more; scripts that still ask get the run.
 
-    def get_trial_name(self) -> str:
-        """Name of the run."""
-        return str(self._begin["run_name"])
+    get_trial_name = get_experiment_name
 
     def get_trial_id(self) -> str:
         """Name of the run and number of this attempt: changes with each start of the workers."""

@@ -168,7 +168,7 @@ def read_note(storage: Storage, path: str, *, verify: bool = False) -> dict[str,
         stream = cast("BinaryIO", io.BufferedReader(InputStream(reader), 1 << 20))
         where = f"{storage.uri}/{path}"
         if path.endswith(".safetensors"):
-            return _weights_note(stream, reader.size, where, verify=verify)
+            return _weights_note(reader, stream, where, verify=verify)
         return _torch_note(stream, where, verify=verify)
 
 
@@ -194,23 +194,15 @@ def _torch_note(stream: BinaryIO, where: str, *, verify: bool) -> dict[str, Any]
     return note
 
 
-def _weights_note(stream: BinaryIO, size: int, where: str, *, verify: bool) -> dict[str, Any] | None:
-    length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or 8 + length > size:
-        raise CorruptCheckpointError(f"{where} is no complete safetensors file: it has {size} bytes", file=where)
-    try:
-        header = json.loads(stream.read(length))
-        text = header.get("__metadata__", {}).get("holdfast")
-        ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
-    except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
-        raise CorruptCheckpointError(f"{where}: not a sound safetensors header: {error}", file=where) from error
-    if text is None:
+def _weights_note(reader: FileReader, stream: BinaryIO, where: str, *, verify: bool) -> dict[str, Any] | None:
+    header = read_header(reader, where)
+    if (text := header.metadata.get("holdfast")) is None:
         return None
     note = _parsed(text, where)
-    if 8 + length + max(ends, default=0) != size:
-        raise CorruptCheckpointError(f"{where} is cut short or has bytes too many: {size}", file=where)
     if verify:
-        _compare(file_digest(b"".join(chunk_digests(data) for data in _blocks(stream, size - 8 - length))), note, where)
+        stream.seek(header.start)
+        table = b"".join(chunk_digests(data) for data in _blocks(stream, reader.size - header.start))
+        _compare(file_digest(table), note, where)
     return note
 
 
@@ -226,7 +218,7 @@ def _blocks(stream: BinaryIO, count: int) -> Any:
 def _parsed(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         note = json.loads(text)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"{where}: what the file says about itself is damaged", file=where) from error
     if not isinstance(note, dict) or note.get("format") != _FORMAT:
         raise CorruptCheckpointError(f"{where}: what the file says about itself is damaged", file=where)
@@ -373,7 +365,7 @@ def _read_weights(path: str, uri: str) -> dict[str, Any]:
     """Open a safetensors file; its tensors are mapped."""
     _verify(path, uri)
     with LocalStorage(os.path.dirname(path) or ".").open(os.path.basename(path)) as reader:
-        _, entries = read_header(reader, uri)
+        entries = read_header(reader, uri).entries
     whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
     model = {}
     for key, entry in entries.items():

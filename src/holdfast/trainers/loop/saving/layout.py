@@ -177,7 +177,7 @@ def as_torch_file(expanded: Mapping[str, Any]) -> Any:
     found = dict(expanded)
     state = dict(found["state"])
     if isinstance(state.get("optimizers"), Mapping):
-        state["optimizers"] = _renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
+        state["optimizers"] = _renamed(state["optimizers"], lambda name: name.removeprefix(_MODEL))
     return to_plain({**found, "state": state}, _plain_leaf)
 
 
@@ -189,25 +189,19 @@ def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
         def back(name: str) -> str:
             return name if name.startswith("param.") or "/" in name else _MODEL + name
 
-        state["optimizers"] = _renamed_optimizers(state["optimizers"], back)
+        state["optimizers"] = _renamed(state["optimizers"], back)
     return found
 
 
-def _renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+def _renamed(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Rename the parameters in the states of optimizers, where they are kept by name."""
-    return {key: _renamed(state, rename) for key, state in optimizers.items()}
 
+    def renamed(state: Any) -> Any:
+        if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
+            return state
+        return objects.renamed(state, lambda name: rename(name) if isinstance(name, str) else name)
 
-def _renamed(optimizer: Any, rename: Callable[[str], str]) -> Any:
-    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("param_groups"), list):
-        return optimizer
-
-    def each(names: Iterable[Any]) -> list[Any]:
-        return [rename(name) if isinstance(name, str) else name for name in names]
-
-    state = optimizer.get("state", {})
-    groups = [{**group, "params": each(group.get("params", ()))} for group in optimizer["param_groups"]]
-    return {**optimizer, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
+    return {key: renamed(state) for key, state in optimizers.items()}
 
 
 def _plain_leaf(value: Any, path: str) -> Any:
