@@ -13,10 +13,10 @@ import mmap
 import sys
 import threading
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -27,9 +27,9 @@ from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.together import SerialExecutor, asked_again, together
 
-from ..tree.arrays import move
+from ..tree.arrays import move, move_small
 from .shared_reads import Block, FileBlocks, SharedReads
-from .targets import BATCH, Pick, ReadRequest, can_pick, extent, is_direct, read_block
+from .targets import BATCH, SMALL, Pick, ReadRequest, can_pick, extent, is_direct, read_block
 
 __all__ = ["BlockFeed", "read_tensors", "split"]
 
@@ -63,10 +63,10 @@ def read_tensors(
         CorruptCheckpointError: a chunk differs from its digest. Targets may be partly written by then.
         StorageError: the storage failed.
     """
-    by_file: dict[str, list[ReadRequest]] = {}
+    by_file: dict[str, list[ReadRequest]] = defaultdict(list)
     for request in requests:
         if request.nbytes:
-            by_file.setdefault(request.file, []).append(request)
+            by_file[request.file].append(request)
 
     def read(file: str) -> int:
         total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
@@ -80,8 +80,9 @@ def read_tensors(
             shared.done_with(file)
         return total
 
-    few = [file for file, rows in by_file.items() if shared is None and sum(row.nbytes for row in rows) <= _FEW_BYTES]
-    beside = sorted(few) if storage.traits.num_parallel > 1 else []
+    beside: list[str] = []
+    if storage.traits.num_parallel > 1 and shared is None:
+        beside = sorted(file for file, rows in by_file.items() if sum(row.nbytes for row in rows) <= _FEW_BYTES)
     with contextlib.closing(SerialExecutor("holdfast-read")) as side:
         total = sum(together(storage, [partial(read, file) for file in beside]))
         return total + sum(read(file) for file in sorted(by_file.keys() - {*beside}))
@@ -106,7 +107,12 @@ def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
     More than one batch is needed only where tensors tied in the checkpoint are apart in the live state. Rows that want
     parts of the very same range stay together: it is read once for all of them.
     """
-    if all(row.offset + row.nbytes <= following.offset for row, following in pairwise(rows)):
+    end = 0
+    for row in rows:
+        if row.offset < end:
+            break
+        end = row.offset + row.nbytes
+    else:
         return [rows]
     batches: list[list[ReadRequest]] = [[]]
     for row in rows:
@@ -246,10 +252,12 @@ class _FileJob:
         self.rows, self.places, self.starts, self.alone = rows, places, [row.offset for row in rows], 0
         blocks, parts = self._blocks()
         feed = BlockFeed(blocks, self.reader)
+        # No more than is scattered at a time: to take and clear pages costs more than to copy out of them.
+        room = max([size for _, size, owner in blocks if owner < 0] + [size for _, size, _ in parts], default=0)
 
         def work(parts: Sequence[tuple[int, int, Block]] = ()) -> None:
             # Not closed explicitly: the frames of an error hold views of it, so close() would raise and hide the error.
-            buffer = mmap.mmap(-1, BLOCK)
+            buffer = mmap.mmap(-1, max(room, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
             view = memoryview(buffer)
             base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             try:
@@ -359,11 +367,12 @@ class _FileJob:
         starts, rows, places = self.starts, self.rows, self.places
         for number in range(max(0, bisect_right(starts, offset) - 1), bisect_left(starts, end)):
             first, place = starts[number], places[number]
-            low, high = max(first, offset), min(first + rows[number].nbytes, end)
+            high = first + rows[number].nbytes
+            low, high = first if first > offset else offset, high if high < end else end  # `max` takes longer
             if low >= high:
                 continue
             if isinstance(place, int):
-                move(place + low - first, base + low - offset, high - low)
+                (move_small if high - low <= SMALL else move)(place + low - first, base + low - offset, high - low)
             else:
                 for pick in place:
                     pick.take(low - first, base + low - offset, high - low)
