@@ -38,6 +38,7 @@ Place = int | list[Pick]
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 BLOCK = 2 << 20  # bytes read and checked at a time: they fit the cache, and take the interpreter lock seldom
+_MIXED = 512 << 10  # the same of small tensors of a disk, which are scattered while they are in the nearest cache
 _HINT = 8 << 20  # bytes of one hint to the storage of what will be read next
 _FEW_BYTES = 8 << 20  # up to so many wanted bytes, files of an object store are read side by side
 
@@ -72,6 +73,7 @@ def read_tensors(
         total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
         with _open(storage, file, rows) as reader, torch.no_grad():  # no_grad holds for one thread only
             job = _FileJob(reader, file, digests, side, progress)
+            job.mixed = _MIXED if storage.traits.num_parallel == 1 else BLOCK  # each block is a request to some stores
             for number, batch in enumerate(_apart(rows)):
                 # Shared blocks come in the order of the file, so only one pass can take from them.
                 job.shared = shared.file(file) if shared is not None and number == 0 else None
@@ -214,6 +216,7 @@ class _FileJob:
     ) -> None:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.shared: FileBlocks | None = None
+        self.mixed = BLOCK  # bytes of a block that is scattered
         self.rows: Sequence[ReadRequest] = ()
         self.later = 0  # offset of the first row of the next group; sys.maxsize if there is none
         self.starts: list[int] = []
@@ -302,11 +305,11 @@ class _FileJob:
 
         def add(start: int, stop: int, owner: int) -> None:
             if self.shared is None:
-                split(start, stop, owner, blocks)
+                split(start, stop, owner, blocks, self.mixed)
                 return
             for low, high, block in self.shared.cut(start, stop):
                 if block is None:
-                    split(low, high, owner, blocks)
+                    split(low, high, owner, blocks, self.mixed)
                 elif parts and parts[-1][2] is block and sum(parts[-1][:2]) == low:
                     parts[-1] = (parts[-1][0], high - parts[-1][0], block)
                 else:
@@ -415,17 +418,17 @@ class BlockFeed:
         self._reader.will_read(start, stop - start)
 
 
-def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]]) -> None:
-    """Append blocks for a range; a block to be scattered is joined to the block before it while there is room."""
+def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]], mixed: int = BLOCK) -> None:
+    """Append blocks for a range; one to be scattered, of ``mixed`` bytes, is joined to the one before if it fits."""
     while start < stop:
         if owner < 0 and blocks:
             offset, size, before = blocks[-1]
-            room = BLOCK - size
+            room = mixed - size
             if before < 0 and offset + size == start and room > 0:
                 take = min(room, stop - start)
                 blocks[-1] = (offset, size + take, -1)
                 start += take
                 continue
-        size = min(BLOCK, stop - start)
+        size = min(mixed if owner < 0 else BLOCK, stop - start)
         blocks.append((start, size, owner))
         start += size
