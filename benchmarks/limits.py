@@ -21,6 +21,7 @@ __all__ = ["Limits", "memory_block"]
 _CHUNK = 8 << 20
 _HASHED = 512 << 10
 _PAGE = 4096
+_LINE = 64
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -143,7 +144,7 @@ class Limits:
                 size = min(_HASHED, tensor.nbytes - start, self.size - offset)
                 if size > 0:
                     pieces.append((offset, tensor.data_ptr() + start, size))
-                    offset += size
+                    offset += -(-size // _LINE) * _LINE  # bytes that lie otherwise than in memory are copied slower
         fd = os.open(path, os.O_RDONLY)
 
         def piece(number: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -96,7 +96,8 @@ class Matcher(MatchPlan):
             return live
         if path and self.selection.everything and live.keys() == saved.keys() and _tensors_only(live, saved):
             for key, value in live.items():
-                self.read(saved[key], value, f"{path}/{key}")
+                if (problem := self.targets.add(saved[key].name, value)) is not None:
+                    self.problems.wrong.append(f"{path}/{key}: {problem}")
             self.restored.append(path)
             return OrderedDict(live) if type(saved) is OrderedDict else dict(live)
         simple = not holds_live(live.values()) and not any(map(has_node, saved.values()))
@@ -302,9 +303,10 @@ def _tensors_only(live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> bool:
     """Tell whether both sides hold only tensors, as a big dict of weights does."""
     return (
         type(saved) in (dict, OrderedDict)
-        and all(type(value) is torch.Tensor for value in live.values())
-        and all(type(value) is TensorRef and value.kind == "tensor" for value in saved.values())
-        and all(type(key) is str for key in live)
+        and {*map(type, live.values())} <= {torch.Tensor}
+        and {*map(type, saved.values())} <= {TensorRef}
+        and {*map(attrgetter("kind"), saved.values())} <= {"tensor"}
+        and {*map(type, live)} <= {str}
     )
 
 

@@ -80,7 +80,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = plan.fresh(ref, where)
-        elif in_place and _shape(value) != tuple(plan.stored.entry(ref.name).shape):
+        elif in_place and (is_lazy(value) or value.shape != plan.stored.entry(ref.name).shape):
             odd[key] = ref, where
         elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
             if plan.read(ref, value, where):
@@ -101,7 +101,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             plan.problems.wrong.append(f"{where}: {_NO_SHAPE}")
         else:
             plan.read(ref, raw[key], where)  # notes the two shapes
-    given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
+    given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()} if absent else {}
     for value, where in absent:
         # Other libraries (transformers) store a tied tensor under one of its names only.
         tied = isinstance(value, torch.Tensor) and not is_lazy(value)
@@ -149,7 +149,7 @@ def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
 
 
 def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    return key.endswith(_EXTRA_STATE_KEY_SUFFIX) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -329,13 +329,12 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         return live
     by_name = _by_param_name(saved.state["param_groups"], live, rows)
 
-    def rename(name: str) -> str:
-        return plan.selection.renamed(by_name.get(name, name))
-
-    of_one_name_each((name, rename(name)) for group in saved.state["param_groups"] for name in group["params"])
-    states = {rename(name): state for name, state in saved.state["state"].items()}
-    stored_name = {rename(name): name for name in saved.state["state"]}
-    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
+    grouped = [name for group in saved.state["param_groups"] for name in group["params"]]
+    now = {name: plan.selection.renamed(by_name.get(name, name)) for name in (*grouped, *saved.state["state"])}
+    of_one_name_each((name, now[name]) for name in grouped)
+    states = {now[name]: state for name, state in saved.state["state"].items()}
+    stored_name = {now[name]: name for name in saved.state["state"]}
+    groups = [{**group, "params": [now[name] for name in group["params"]]} for group in saved.state["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
     for group, row in zip(live.param_groups, rows, strict=True):
@@ -344,11 +343,15 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
             is_wanted = plan.takes(where)
             if name in known:
                 have, state = live.state.get(param, {}), states.get(name, {})
-                if flaw := _of_another_shape(plan, param, have, state, where, stored_name.get(name, name)):
+                mine = _in_place(plan, have, state, where)
+                flaw = None
+                if len(mine) < len(state) or is_lazy(param):
+                    flaw = _of_another_shape(plan, param, have, state, where, stored_name.get(name, name))
+                if flaw:
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
-                fresh[param] = _match_state(plan, have, state, where, new)
+                fresh[param] = _match_state(plan, have, mine, state, where, new)
             elif not is_wanted:
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
@@ -362,7 +365,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
 
     def put_back() -> None:
         for param, values in fresh.items():
-            filled = {key: _move(plan.filled(value), key, param.device) for key, value in values.items()}
+            device = param.device
+            filled = {key: _move(plan.filled(value), key, device) for key, value in values.items()}
             if filled:
                 live.state[param] = filled
             else:
@@ -462,9 +466,24 @@ def _from_positions(saved: Mapping[Any, Any], live: Optimizer, rows: list[list[s
     )
 
 
+def _in_place(plan: MatchPlan, have: Mapping[Any, Any], saved: Mapping[Any, Any], path: str) -> dict[Any, torch.Tensor]:
+    """Return the live tensors, by their keys, that stored tensors are to be read into."""
+    fits, takes = plan.targets.fits, plan.takes
+    return {
+        key: have[key]
+        for key, item in saved.items()
+        if type(item) is TensorRef
+        and item.kind == "tensor"
+        and key in have
+        and takes(f"{path}/{key}")
+        and fits(item.name, have[key])
+    }
+
+
 def _match_state(
     plan: MatchPlan,
     have: Mapping[Any, Any],
+    mine: Mapping[Any, torch.Tensor],
     saved: Mapping[Any, Any],
     path: str,
     new: Callable[[Any, str, TensorEntry, torch.dtype], torch.Tensor],
@@ -474,6 +493,7 @@ def _match_state(
     Args:
         plan: of the load.
         have: the live state.
+        mine: those of its tensors that are read in place, as `_in_place` finds them.
         saved: the stored state.
         path: of both.
         new: makes a tensor for (key, stored name, entry, dtype) where the live state has none that fits.
@@ -484,16 +504,15 @@ def _match_state(
     values = {key: item for key, item in have.items() if not plan.takes(f"{path}/{key}")}
     for key, item in saved.items():
         where = f"{path}/{key}"
-        if not plan.takes(where):
-            continue
-        if not (isinstance(item, TensorRef) and item.kind == "tensor"):
-            values[key] = plan.fresh(item, where)
-            continue
-        entry = plan.stored.entry(item.name)
-        dtype = arrays.dtype_of(entry.dtype)
-        target = have.get(key)
-        if not (isinstance(target, torch.Tensor) and target.dtype == dtype and target.shape == tuple(entry.shape)):
-            target = new(key, item.name, entry, dtype)
+        target = mine.get(key)
+        if target is None:
+            if not plan.takes(where):
+                continue
+            if not (isinstance(item, TensorRef) and item.kind == "tensor"):
+                values[key] = plan.fresh(item, where)
+                continue
+            entry = plan.stored.entry(item.name)
+            target = new(key, item.name, entry, arrays.dtype_of(entry.dtype))
         if plan.read(item, target, where):
             values[key] = target
     return values
@@ -553,7 +572,7 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
         home = plan.home_of(first) if entry.shape else torch.device("cpu")  # torch keeps counters there, too
         return torch.empty(entry.shape, dtype=dtype, device=home)
 
-    return _match_state(plan, have, saved, path, new)
+    return _match_state(plan, have, _in_place(plan, have, saved, path), saved, path, new)
 
 
 def _first(optimizer: Optimizer) -> torch.Tensor:

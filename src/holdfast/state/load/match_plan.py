@@ -80,6 +80,7 @@ class MatchPlan(ABC):
     ) -> None:
         self._added = added  # paths that the live state may lack: their values are made anew
         self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
+        self._takes_all = selection.everything
         self.device = device  # for tensors that have no memory yet; None: the CPU
         self.notes: list[str] = []
         self.targets = Targets(stored, cast)
@@ -100,12 +101,18 @@ class MatchPlan(ABC):
                 if (new := selection.renamed(name)) != name and name not in self.outdone:
                     self.moved[new], self._origin[new] = ref, name
 
+    def forget_actions(self) -> None:
+        """Let go of calls that have been made: they hold this plan, and all it was made from until a collection."""
+        self.actions, self._handovers, self.last = [], [], []
+
     @abstractmethod
     def match(self, live: Any, saved: Any, path: str) -> Any:
         """Match one value; returns its replacement in the result."""
 
     def takes(self, path: str) -> bool:
         """Tell whether a live entry is wanted, by its own path or by its stored path."""
+        if self._takes_all:
+            return True
         if not self.selection.renames:
             return self.selection.takes(path)
         return self.selection.takes(path, self.stored_path(path))

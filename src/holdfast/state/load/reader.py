@@ -13,10 +13,10 @@ import mmap
 import sys
 import threading
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -27,9 +27,9 @@ from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.together import SerialExecutor, asked_again, together
 
-from ..tree.arrays import move
+from ..tree.arrays import move, move_small
 from .shared_reads import Block, FileBlocks, SharedReads
-from .targets import BATCH, Pick, ReadRequest, can_pick, extent, is_direct, read_block
+from .targets import BATCH, SMALL, Pick, ReadRequest, can_pick, extent, is_direct, read_block
 
 __all__ = ["BlockFeed", "read_tensors", "split"]
 
@@ -38,6 +38,7 @@ Place = int | list[Pick]
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 BLOCK = 2 << 20  # bytes read and checked at a time: they fit the cache, and take the interpreter lock seldom
+_MIXED = 512 << 10  # the same of small tensors of a disk, which are scattered while they are in the nearest cache
 _HINT = 8 << 20  # bytes of one hint to the storage of what will be read next
 _FEW_BYTES = 8 << 20  # up to so many wanted bytes, files of an object store are read side by side
 
@@ -63,15 +64,16 @@ def read_tensors(
         CorruptCheckpointError: a chunk differs from its digest. Targets may be partly written by then.
         StorageError: the storage failed.
     """
-    by_file: dict[str, list[ReadRequest]] = {}
+    by_file: dict[str, list[ReadRequest]] = defaultdict(list)
     for request in requests:
         if request.nbytes:
-            by_file.setdefault(request.file, []).append(request)
+            by_file[request.file].append(request)
 
     def read(file: str) -> int:
         total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
         with _open(storage, file, rows) as reader, torch.no_grad():  # no_grad holds for one thread only
             job = _FileJob(reader, file, digests, side, progress)
+            job.mixed = _MIXED if storage.traits.num_parallel == 1 else BLOCK  # each block is a request to some stores
             for number, batch in enumerate(_apart(rows)):
                 # Shared blocks come in the order of the file, so only one pass can take from them.
                 job.shared = shared.file(file) if shared is not None and number == 0 else None
@@ -80,8 +82,9 @@ def read_tensors(
             shared.done_with(file)
         return total
 
-    few = [file for file, rows in by_file.items() if shared is None and sum(row.nbytes for row in rows) <= _FEW_BYTES]
-    beside = sorted(few) if storage.traits.num_parallel > 1 else []
+    beside: list[str] = []
+    if storage.traits.num_parallel > 1 and shared is None:
+        beside = sorted(file for file, rows in by_file.items() if sum(row.nbytes for row in rows) <= _FEW_BYTES)
     with contextlib.closing(SerialExecutor("holdfast-read")) as side:
         total = sum(together(storage, [partial(read, file) for file in beside]))
         return total + sum(read(file) for file in sorted(by_file.keys() - {*beside}))
@@ -106,7 +109,12 @@ def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
     More than one batch is needed only where tensors tied in the checkpoint are apart in the live state. Rows that want
     parts of the very same range stay together: it is read once for all of them.
     """
-    if all(row.offset + row.nbytes <= following.offset for row, following in pairwise(rows)):
+    end = 0
+    for row in rows:
+        if row.offset < end:
+            break
+        end = row.offset + row.nbytes
+    else:
         return [rows]
     batches: list[list[ReadRequest]] = [[]]
     for row in rows:
@@ -208,6 +216,7 @@ class _FileJob:
     ) -> None:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.shared: FileBlocks | None = None
+        self.mixed = BLOCK  # bytes of a block that is scattered
         self.rows: Sequence[ReadRequest] = ()
         self.later = 0  # offset of the first row of the next group; sys.maxsize if there is none
         self.starts: list[int] = []
@@ -246,10 +255,12 @@ class _FileJob:
         self.rows, self.places, self.starts, self.alone = rows, places, [row.offset for row in rows], 0
         blocks, parts = self._blocks()
         feed = BlockFeed(blocks, self.reader)
+        # No more than is scattered at a time: to take and clear pages costs more than to copy out of them.
+        room = max([size for _, size, owner in blocks if owner < 0] + [size for _, size, _ in parts], default=0)
 
         def work(parts: Sequence[tuple[int, int, Block]] = ()) -> None:
             # Not closed explicitly: the frames of an error hold views of it, so close() would raise and hide the error.
-            buffer = mmap.mmap(-1, BLOCK)
+            buffer = mmap.mmap(-1, max(room, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
             view = memoryview(buffer)
             base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             try:
@@ -294,11 +305,11 @@ class _FileJob:
 
         def add(start: int, stop: int, owner: int) -> None:
             if self.shared is None:
-                split(start, stop, owner, blocks)
+                split(start, stop, owner, blocks, self.mixed)
                 return
             for low, high, block in self.shared.cut(start, stop):
                 if block is None:
-                    split(low, high, owner, blocks)
+                    split(low, high, owner, blocks, self.mixed)
                 elif parts and parts[-1][2] is block and sum(parts[-1][:2]) == low:
                     parts[-1] = (parts[-1][0], high - parts[-1][0], block)
                 else:
@@ -359,11 +370,12 @@ class _FileJob:
         starts, rows, places = self.starts, self.rows, self.places
         for number in range(max(0, bisect_right(starts, offset) - 1), bisect_left(starts, end)):
             first, place = starts[number], places[number]
-            low, high = max(first, offset), min(first + rows[number].nbytes, end)
+            high = first + rows[number].nbytes
+            low, high = first if first > offset else offset, high if high < end else end  # `max` takes longer
             if low >= high:
                 continue
             if isinstance(place, int):
-                move(place + low - first, base + low - offset, high - low)
+                (move_small if high - low <= SMALL else move)(place + low - first, base + low - offset, high - low)
             else:
                 for pick in place:
                     pick.take(low - first, base + low - offset, high - low)
@@ -406,17 +418,17 @@ class BlockFeed:
         self._reader.will_read(start, stop - start)
 
 
-def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]]) -> None:
-    """Append blocks for a range; a block to be scattered is joined to the block before it while there is room."""
+def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]], mixed: int = BLOCK) -> None:
+    """Append blocks for a range; one to be scattered, of ``mixed`` bytes, is joined to the one before if it fits."""
     while start < stop:
         if owner < 0 and blocks:
             offset, size, before = blocks[-1]
-            room = BLOCK - size
+            room = mixed - size
             if before < 0 and offset + size == start and room > 0:
                 take = min(room, stop - start)
                 blocks[-1] = (offset, size + take, -1)
                 start += take
                 continue
-        size = min(BLOCK, stop - start)
+        size = min(mixed if owner < 0 else BLOCK, stop - start)
         blocks.append((start, size, owner))
         start += size

@@ -145,6 +145,7 @@ def load_state(
         state = matcher.filled(state)
         for action in matcher.last:
             action()
+        matcher.forget_actions()
     if from_memory:
         matcher.notes.append(f"{format_bytes(from_memory)} were still in memory, {format_bytes(read)} were read")
     for kind in ("missing", "unexpected", "wrong"):
@@ -513,8 +514,9 @@ def set_attributes(live: Any, loaded: Any, path: str = "") -> list[tuple[str, st
         _assign(live, loaded, path, lambda _: True, done)
         return done.lost
     lost = []
-    for key in loaded.keys() & live.keys():
-        lost += set_attributes(live[key], loaded[key], f"{path}/{key}" if path else str(key))
+    for key, value in loaded.items():
+        if not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and key in live:
+            lost += set_attributes(live[key], value, f"{path}/{key}" if path else str(key))
     return lost
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,36 +251,45 @@ def _decoded(
     keys: list[tuple[str, bool, str]] | None = None,
     generators: dict[str, torch.Generator] | None = None,
 ) -> Any:
-    def leaf(tag: str, node: dict[str, Any]) -> Any:
-        check_node(tag, node)
-        if tag == "tensors":
-            at = node["at"]
-            items = {key: TensorRef(at + key) for key in node["k"]}
-            for key in items.keys() & node.get("rg", ()):
-                items[key].extra = {"rg": 1}
-            refs.update((ref.name, ref) for ref in items.values())
-            return OrderedDict(items) if node["o"] else items
-        if tag == "tensor":
-            extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}
-            ref = refs.setdefault(node["n"], TensorRef(node["n"], node.get("k", "tensor")))
-            ref.extra = {**ref.extra, **extra}
-            return ref
-        if tag == "object":
-            state = decode(node["state"], leaf, where=where)
-            check_object(node["kind"], state)
-            return ObjectNode(node["type"], node["kind"], state, node.get("spread", {}))
-        if tag in ("per_rank", "rng"):
-            if keys is not None:
-                keys.append((node["key"], tag == "rng", ""))
-            return PerRankNode(node["key"], rng=tag == "rng")
-        value = arrays.decode_torch_value(node)
-        if generators is not None and isinstance(value, torch.Generator) and "own" in node:
-            generators[node["own"]] = value
-        return value
-
     if type(tree) is not dict:
         raise CorruptCheckpointError(f"{where} holds a {type(tree).__name__}, no structure: it is damaged", file=where)
-    return decode(tree, leaf, where=where)
+    return decode(tree, partial(_node, where, refs, keys, generators), where=where)
+
+
+# No function within `_decoded`: one that refers to itself keeps the places of all tensors until a collection.
+def _node(
+    where: str,
+    refs: dict[str, TensorRef],
+    keys: list[tuple[str, bool, str]] | None,
+    generators: dict[str, torch.Generator] | None,
+    tag: str,
+    node: dict[str, Any],
+) -> Any:
+    check_node(tag, node)
+    if tag == "tensors":
+        at = node["at"]
+        items = {key: TensorRef(at + key) for key in node["k"]}
+        for key in items.keys() & node.get("rg", ()):
+            items[key].extra = {"rg": 1}
+        refs.update((ref.name, ref) for ref in items.values())
+        return OrderedDict(items) if node["o"] else items
+    if tag == "tensor":
+        extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}
+        ref = refs.setdefault(node["n"], TensorRef(node["n"], node.get("k", "tensor")))
+        ref.extra = {**ref.extra, **extra}
+        return ref
+    if tag == "object":
+        state = decode(node["state"], partial(_node, where, refs, keys, generators), where=where)
+        check_object(node["kind"], state)
+        return ObjectNode(node["type"], node["kind"], state, node.get("spread", {}))
+    if tag in ("per_rank", "rng"):
+        if keys is not None:
+            keys.append((node["key"], tag == "rng", ""))
+        return PerRankNode(node["key"], rng=tag == "rng")
+    value = arrays.decode_torch_value(node)
+    if generators is not None and isinstance(value, torch.Generator) and "own" in node:
+        generators[node["own"]] = value
+    return value
 
 
 def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequence[tuple[str, bool, str]]) -> Any:

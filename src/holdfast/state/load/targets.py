@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "BATCH", "CheckingReader", "Cuts", "Pick", "ReadRequest", "Targets", "box_of", "can_pick", "extent",
+    "BATCH", "SMALL", "CheckingReader", "Cuts", "Pick", "ReadRequest", "Targets", "box_of", "can_pick", "extent",
     "is_direct", "read_block", "spans",
 ]  # fmt: skip
 
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
-_SMALL = 16 << 10  # fewer bytes are copied without giving up the interpreter lock
+SMALL = 16 << 10  # fewer bytes are copied without giving up the interpreter lock
 _LONGEST = 1 << 30  # bytes of the longest element that NumPy takes
 _ANYWHERE: Any = ctypes.c_char * (1 << 46)  # memory from an address on; its end is never used
 
@@ -165,7 +165,7 @@ class Pick:
                 head, tail = max(offset, at), min(end, number * row + high)
                 if head < tail:
                     into = self._address + (number - first) * self._stride + head - at
-                    (move_small if tail - head <= _SMALL else move)(into, address + head - offset, tail - head)
+                    (move_small if tail - head <= SMALL else move)(into, address + head - offset, tail - head)
 
 
 class _Deep:
@@ -287,13 +287,14 @@ class Targets:
         Of a tensor that is spread over ranks it reads what this rank holds; it compares the shapes of the whole.
         """
         entry = self.stored.entries.get(name) or self.stored.entry(name)
-        dtype = self._dtypes.get(entry.dtype) or self.dtype(entry.dtype)
-        if live.shape != entry.shape:
-            return f"shape {tuple(live.shape)} in the state, {tuple(entry.shape)} in the checkpoint"
+        stored_name, dtype_name, shape, _ = entry  # by name each takes longer
+        dtype = self._dtypes.get(dtype_name) or self.dtype(dtype_name)
+        if live.shape != shape:
+            return f"shape {tuple(live.shape)} in the state, {tuple(shape)} in the checkpoint"
         if live.dtype is not dtype:
             castable = self._cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
             if not castable:
-                return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
+                return f"{arrays.dtype_name(live.dtype)} in the state, {dtype_name} in the checkpoint"
         spread = is_spread(live)
         home = local_tensor(live) if spread else live
         if home.is_meta:  # ``live.is_meta`` fails for a ShardedTensor with several shards on this rank
@@ -302,24 +303,30 @@ class Targets:
         if address:
             planned = self._at.get(address)
             if planned is None:
-                self._at[address] = [(home, entry.name)]
+                self._at[address] = [(home, stored_name)]
             else:
                 for other, source in planned:
                     if self._is_tied(home, entry, other, source):
-                        if source == entry.name or source in self.stored.own:
+                        if source == stored_name or source in self.stored.own:
                             return None
-                        if entry.name in self.stored.own:  # this rank stored a value of its own for that memory
+                        if stored_name in self.stored.own:  # this rank stored a value of its own for that memory
                             self._withdraw(source, other)
                             planned[:] = [pair for pair in planned if pair[0] is not other]
                             break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-                planned.append((home, entry.name))
+                planned.append((home, stored_name))
         if spread:
             self._spread.add(id(home))
             self._boxes(entry, dtype, local_parts(live))
         else:
             self._request(entry, dtype, live)
         return None
+
+    def fits(self, name: str, live: Any) -> bool:
+        """Tell whether a live value is a tensor of the shape and dtype of stored tensor ``name``."""
+        entry = self.stored.entries.get(name) or self.stored.entry(name)
+        dtype = self._dtypes.get(entry.dtype) or self.dtype(entry.dtype)
+        return isinstance(live, torch.Tensor) and live.dtype is dtype and live.shape == entry.shape
 
     def add_array(self, name: str, live: NDArray[Any]) -> str | None:
         """Note that the stored array ``name`` comes into ``live``; returns why it does not fit into what is shared.
@@ -385,13 +392,15 @@ class Targets:
 
     def _overlaps(self) -> Iterator[list[tuple[Any, str, _Layout]]]:
         """Yield groups of tensors and arrays whose memory is shared in part, or with itself, and lies in one piece."""
-        everything = [(*pair, address) for address, planned in self._at.items() for pair in planned]
-        lows = np.array([address for *_, address in everything], np.int64)
-        if all(isinstance(live, torch.Tensor) and live.is_contiguous() for live, *_ in everything):
+        everything = [(live, name, address) for address, planned in self._at.items() for live, name in planned]
+        sizes = [row[0].nbytes for row in everything if isinstance(row[0], torch.Tensor) and row[0].is_contiguous()]
+        if len(sizes) == len(everything):
             # The usual case, quickly: 100 000 tensors.
+            lows = np.array([address for _, _, address in everything], np.int64)
             order = lows.argsort()
-            ends = lows[order] + np.array([live.nbytes for live, *_ in everything], np.int64)[order]
-            if not (lows[order][1:] < ends[:-1]).any():
+            lows = lows[order]
+            ends = lows + np.array(sizes, np.int64)[order]
+            if not (lows[1:] < ends[:-1]).any():
                 return
         spans: dict[Any, list[tuple[int, int, Any, str]]] = {}
         for live, name, address in everything:
@@ -447,12 +456,14 @@ class Targets:
         return target
 
     def _request(self, entry: TensorEntry, dtype: torch.dtype, target: torch.Tensor) -> None:
-        if not _is_whole(entry):
-            self._boxes(entry, dtype, [(_whole(entry.shape), target)])
+        name, _, shape, pieces = entry
+        if len(pieces) != 1 or (piece := pieces[0]).box_start is not None:  # `_is_whole`, for 100 000 tensors
+            self._boxes(entry, dtype, [(_whole(shape), target)])
             return
-        _check_whole(entry, dtype)
-        file, offset, nbytes, _, _ = entry.pieces[0]
-        self.requests.append(ReadRequest(entry.name, file, offset, nbytes, dtype, target))
+        file, offset, nbytes, _, _ = piece
+        if nbytes != target.nbytes or target.dtype is not dtype:  # the target has the stored shape
+            _check_whole(entry, dtype)
+        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
 
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
         """Read boxes of a tensor, each into memory of its own; the stored boxes may be cut differently."""

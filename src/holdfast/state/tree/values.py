@@ -172,6 +172,8 @@ def fill(value: Any, per_rank: dict[str, Any] | None) -> Any:
 
     Containers keep their type; a value of another rank becomes None.
     """
+    if isinstance(value, _DONE):
+        return value
     if isinstance(value, TensorRef):
         return _tensor(value)
     if isinstance(value, ObjectNode):
