@@ -12,6 +12,7 @@ import torch
 from actors_kit import at_every_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_kit import Background
 from state_kit import assert_same, net
 
 import holdfast as hf
@@ -262,6 +263,16 @@ def test_an_interrupt_waits_for_the_other_thread():
     before = target.clone()
     assert not [one for one in set(threading.enumerate()) - others if one.name == "holdfast-read"]
     assert torch.equal(target, before)
+
+
+def test_no_interrupt_is_too_many_for_the_other_thread():
+    """However often Ctrl-C comes: when the caller hears of it, the other thread is done with the targets."""
+    storage, _ = blob(40_000_000)
+    other, target = Background(), torch.zeros(40_000_000, dtype=torch.uint8)
+    with other.interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            read_tensors(storage, [request(0, target)], None, progress=lambda _: other.work())
+        assert other.over.is_set()
 
 
 MIB = 1 << 20

@@ -4,9 +4,11 @@ import itertools
 import json
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
+from process_kit import Background
 from safetensors.torch import load_file
 from state_kit import assert_same, bits, net, train
 from torch import nn
@@ -124,6 +126,21 @@ def test_an_interrupted_copy_leaves_nobody_copying(monkeypatch):
         seen = len(copied)
         time.sleep(0.1)
         assert len(copied) == seen < 64
+
+
+def test_no_ctrl_c_is_too_many_for_the_helper(monkeypatch):
+    """It has the last piece, and Ctrl-C comes again and again: the arena is the caller's when that is copied."""
+    flat = flatten({"w": torch.randn(4, 16384)})
+    layout = plan(signature(flat))
+    other, copy = Background(), staging.move
+    monkeypatch.setattr(staging, "move", lambda *piece: other.work(partial(copy, *piece)))
+    monkeypatch.setattr(staging, "_SHARE", 0)
+    monkeypatch.setattr(staging, "_CHUNK", 1 << 17)
+    with other.interrupts(), Arena.create(layout.arena_bytes) as arena:
+        arena.prefaulted.set()
+        with pytest.raises(KeyboardInterrupt):
+            staging.stage(flat.tensors, layout.offsets, layout.sizes, arena)
+        assert other.over.is_set()
 
 
 def test_one_structure_needs_one_layout_and_one_arena(tmp_path, client, monkeypatch):

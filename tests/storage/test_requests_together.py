@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from process_kit import Background
 
 from holdfast.storage import MemoryStorage, PrefixStorage, StorageTraits
-from holdfast.storage.together import together
+from holdfast.storage.together import SerialExecutor, together, wait_out
 
 
 class Four(MemoryStorage):
@@ -35,6 +36,25 @@ def test_calls_may_use_it_themselves():
     storage = Four("together")
     inner = [threading.get_ident] * 8
     assert len(together(storage, [lambda: together(storage, inner)] * 8)) == 8
+
+
+def test_a_ctrl_c_waits_for_what_has_begun_however_often_it_comes():
+    """Memory that a call fills is the caller's again when it is raised."""
+    other = Background()
+    with other.interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            together(Four("together"), [other.work] * 2)
+        assert other.over.is_set()
+
+
+def test_a_ctrl_c_waits_for_the_end_of_an_executor():
+    """What its thread writes to may go when it has ended, and not before."""
+    other, executor = Background(), SerialExecutor()
+    executor.run(other.work)
+    with other.interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            wait_out(executor.close)
+        assert other.over.is_set()
 
 
 def test_an_error_ends_it_after_what_has_begun():

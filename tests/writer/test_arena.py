@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from process_kit import Background
 
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
@@ -67,6 +68,19 @@ def test_close_while_prefaulting() -> None:
     arena.prefault()
     arena.close()
     assert arena.fd is None
+
+
+def test_close_waits_for_the_prefault_however_often_ctrl_c_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the descriptor is closed its number may be that of another file, which must not grow."""
+    other = Background()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: other.work())
+    with Arena.create(MIB) as arena:
+        arena.prefault()
+        with other.interrupts():
+            with pytest.raises(KeyboardInterrupt):
+                arena.close()
+            arena.close()
+            assert other.over.is_set()
 
 
 def test_a_forked_child_does_not_inherit_it() -> None:

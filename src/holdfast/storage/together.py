@@ -58,25 +58,50 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
                 with lock:
                     failed[number] = error
 
-    threads = [threading.Thread(target=work, name="holdfast-together", daemon=True) for _ in range(num_threads)]
-    started = []
-    with suppress(RuntimeError):  # no new threads at the end of the interpreter, or of the system's: fewer will do
-        for thread in threads:
-            thread.start()
-            started.append(thread)
-    work()
+    def help_out(ended: threading.Event) -> None:
+        try:
+            work()
+        finally:
+            ended.set()
+
+    helpers: list[tuple[threading.Thread, threading.Event]] = []
     try:
-        for thread in started:
+        with suppress(RuntimeError):  # no new threads at the end of the interpreter, or of the system's: fewer will do
+            for _ in range(num_threads):
+                ended = threading.Event()
+                thread = threading.Thread(target=help_out, args=(ended,), name="holdfast-together", daemon=True)
+                thread.start()
+                helpers.append((thread, ended))
+        work()
+        for thread, ended in helpers:
+            ended.wait()
             thread.join()
     except BaseException:  # a Ctrl-C: the memory that calls write to is theirs until they have ended
         with lock:
             failed.setdefault(len(calls), KeyboardInterrupt())  # no further call is begun
-        for thread in started:
-            thread.join()
+        wait_out(lambda: [ended.wait() for _, ended in helpers])
         raise
     if failed:
         raise failed[min(failed)]
     return results  # type: ignore[return-value]
+
+
+def wait_out(wait: Callable[[], object]) -> None:
+    """Wait for a thread that uses our memory, however often a Ctrl-C comes; the last of them is raised at the end.
+
+    Args:
+        wait: returns when the thread has done with it; called again after each Ctrl-C. Not `threading.Thread.join`:
+            after a Ctrl-C in it CPython before 3.13 takes the thread for ended (gh-90882).
+    """
+    interrupted: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait()
+            break
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def asked_again(storage: _Parallel, call: Callable[[], _T], missing: type[Exception] = StorageNotFoundError) -> _T:
@@ -105,6 +130,7 @@ class SerialExecutor:
 
     def __init__(self, name: str = "holdfast-side") -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -123,6 +149,7 @@ class SerialExecutor:
                 except BaseException as error:  # noqa: BLE001 - a thread edge: the future carries it
                     future.set_exception(error)
             del item, future, call  # while idle it must not keep a state's memory alive
+        self._ended.set()
 
     def close(self, *, wait: bool = True) -> None:
         """End the thread after what is queued; idempotent.
@@ -131,5 +158,6 @@ class SerialExecutor:
             wait: return when it has ended.
         """
         self._queue.put(None)
-        if wait:
+        if wait and self._thread.is_alive():  # not in a forked child
+            self._ended.wait()  # first: see `wait_out`
             self._thread.join()

@@ -29,6 +29,7 @@ from typing import Any, Final
 from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
+from holdfast.storage.together import wait_out
 
 _LOG = get_logger("writer")
 _NAME = "holdfast-arena"
@@ -69,7 +70,7 @@ class Arena:
         self.number = next(_NUMBERS)
         self.prefaulted = threading.Event()
         self._prefaulter: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop, self._populated = threading.Event(), threading.Event()
         self._on_close: list[Callable[[Arena], None]] = []
         _LIVE.add(self)
         _MAPPED.add(memory)
@@ -143,7 +144,7 @@ class Arena:
         """
         if self._prefaulter is None and self._view is not None:
             prefaulter = threading.Thread(
-                target=self._populate, args=(allocate,), name="holdfast-prefault", daemon=True
+                target=self._fault_pages, args=(allocate,), name="holdfast-prefault", daemon=True
             )
             try:
                 prefaulter.start()
@@ -152,6 +153,12 @@ class Arena:
                 self.prefaulted.set()
             else:
                 self._prefaulter = prefaulter
+
+    def _fault_pages(self, allocate: bool) -> None:
+        try:
+            self._populate(allocate)
+        finally:
+            self._populated.set()
 
     def _populate(self, allocate: bool) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -182,7 +189,10 @@ class Arena:
             return
         self._stop.set()
         if self._prefaulter is not None:
-            self._prefaulter.join()  # at most one step of 32 MiB; munmap under a running madvise would be a crash
+            # At most one step of 32 MiB. Its madvise is for this mapping, and its fallocate for this descriptor, which
+            # would be another file's once it is closed.
+            wait_out(self._populated.wait)
+            self._prefaulter.join()
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
             callback(self)

@@ -25,7 +25,7 @@ from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageN
 from holdfast.format.contents import check_there
 from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
-from holdfast.storage.together import SerialExecutor, asked_again, together
+from holdfast.storage.together import SerialExecutor, asked_again, together, wait_out
 
 from ..tree.arrays import move, move_small
 from .shared_reads import Block, FileBlocks, SharedReads
@@ -290,7 +290,7 @@ class _FileJob:
             return other.exception()
         except BaseException:  # a Ctrl-C
             self.failed.set()
-            other.exception()
+            wait_out(other.exception)
             raise
 
     def _blocks(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, Block]]]:

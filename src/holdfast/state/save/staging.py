@@ -28,7 +28,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import chunk_digests
-from holdfast.storage.together import SerialExecutor
+from holdfast.storage.together import SerialExecutor, wait_out
 from holdfast.writer.arena import Arena
 
 from ..tree.arrays import move, move_small
@@ -93,12 +93,12 @@ def stage(
         shared = _pool().run(partial(queue.drain, 1, move))
         try:
             queue.drain(0, copy)
+            shared.result()
         except BaseException:
             # After a Ctrl-C, too, no thread may touch the arena once the caller has it back.
             queue.clear()
-            shared.exception()
+            wait_out(shared.exception)
             raise
-        shared.result()
     else:
         queue.drain(0, copy)
 
@@ -261,17 +261,13 @@ class AsideCopy:
 
     def _let_go(self) -> None:
         """Wait until no thread reads the tensors, at most a piece each. A Ctrl-C waits for that as well."""
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                self._helper.close()
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._filling)
-                break
-            except KeyboardInterrupt as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+
+        def wait() -> None:
+            self._helper.close()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._filling)
+
+        wait_out(wait)
 
     def _copy_from_back(self) -> None:
         while True:
