@@ -114,3 +114,45 @@ def test_a_run_that_early_stopping_has_finished_says_what_comes_again(
     assert num_evaluated == [0, 1, 1]
     assert ("this run had finished (1 epochs, step 3): nothing to do" in said) == within
     assert ("this run had finished (1 epochs, step 4), at the end of epoch 1, which was left" in said) == (not within)
+
+
+def scheduled(lr: float, t_max: int, milestones: list[int]) -> dict[str, object]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    inner = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, t_max) for _ in range(2)]
+    several = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones)
+    step = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+    return {"model": model, "optimizer": optimizer, "deep": {"several": several}, "step": step}
+
+
+def test_settings_that_the_script_has_changed_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new learning rate, or length of a schedule, in the script has no effect, and the block says what counts.
+
+    Nothing is said of a rate that a scheduler has moved, and of what is skipped.
+    """
+    for options in ((0.5, 4, [2]), (0.5, 4, [2]), (0.25, 8, [3])):
+        state = scheduled(*options)
+        capsys.readouterr()
+        with hf.Checkpointer(tmp_path, state, every=None) as ck:
+            state["optimizer"].step()
+            state["step"].step()
+            state["deep"]["several"].step()
+            ck.step()
+        told = [line.strip() for line in capsys.readouterr().err.splitlines() if "what was saved counts" in line]
+        if options[0] == 0.5:
+            assert told == []
+    assert told == [
+        "optimizer: lr is 0.5 as saved, 0.25 in the script: what was saved counts, skip='optimizer/param_groups' takes "
+        "the script's",
+        "deep/several: _milestones is (2,) as saved, (3,) in the script: what was saved counts, "
+        "skip='deep/several/_milestones' takes the script's",
+        "deep/several: T_max of scheduler 0 is 4 as saved, 8 in the script: what was saved counts",
+        "deep/several: T_max of scheduler 1 is 4 as saved, 8 in the script: what was saved counts",
+        "step: milestones is (2,) as saved, (3,) in the script: what was saved counts, skip='step/milestones' takes "
+        "the script's",
+    ]
+    state = scheduled(0.25, 8, [3])
+    skipped = ["optimizer/param_groups", "deep", "step/milestones"]
+    with hf.Checkpointer(tmp_path, state, every=None, skip=skipped):
+        assert state["optimizer"].param_groups[0]["initial_lr"] == 0.25
+    assert "what was saved counts" not in capsys.readouterr().err

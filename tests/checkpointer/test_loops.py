@@ -135,6 +135,34 @@ def test_many_resumes_in_one_epoch() -> None:
     assert all(torch.equal(one, two) for one, two in zip(kit.weights(wanted), kit.weights(state), strict=True))
 
 
+def test_a_loader_under_another_name_than_it_was_saved_with_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Its epoch begins anew, and the first step says so; a second loader beside the one that goes on is no such one."""
+    path = "memory://renamed/run"
+    for limit, name in ((2, "train"), (4, "train"), (6, "other")):
+        caplog.clear()
+        state = kit.make_state()
+        with hf.Checkpointer(path, state, every=None) as ck:
+            for batch in ck.batches(kit.loader(batch_size=1), name=name):
+                if ck.global_step == 3:
+                    next(iter(ck.batches(kit.loader(), name="second")))
+                ck.step(loss=kit.train_one(state, batch))
+                if ck.global_step >= limit:
+                    break
+        assert ("steps are made on 'other', which it does not know" in caplog.text) is (name == "other")
+
+
+def test_an_evaluation_by_batches_of_its_own_leaves_no_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said of batches without a step, where the steps of the epoch are those of another loader."""
+    state = kit.make_state()
+    with hf.Checkpointer("memory://evaluates/run", state, every=None) as ck:
+        for _ in ck.epochs(2):
+            for batch in ck.batches(kit.loader()):
+                ck.step(loss=kit.train_one(state, batch))
+            for _ in ck.batches(kit.loader(), name="val"):
+                pass
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_drawn_and_not_trained_comes_again(workers: int) -> None:
     """Leaving the loop after drawing a batch (`if step >= n: break`) loses no sample: the last step counts."""

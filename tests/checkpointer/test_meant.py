@@ -50,6 +50,24 @@ def test_a_part_of_a_run(run):
     hf.load(home, {"model": state["model"]}, only="model")
 
 
+def test_a_run_that_does_without_an_entry(run):
+    """A `Checkpointer` has no `only`: what its error names is an argument that it takes."""
+    home, state = run
+    with pytest.raises(hf.StateMismatchError, match=r"nothing else: skip='optimizer'\n") as caught:
+        hf.Checkpointer(home, {"model": state["model"]}).start()
+    assert "only=" not in str(caught.value)
+    hf.Checkpointer(home, {"model": state["model"]}, skip="optimizer").start().close()
+
+
+def test_a_model_of_another_precision(run):
+    """`load` names the argument that casts."""
+    home, _ = run
+    model = nn.Linear(2, 2).bfloat16()
+    with pytest.raises(hf.StateMismatchError, match=r"to cast while loading: dtype=torch\.bfloat16"):
+        hf.load(home, {"model": model}, only="model")
+    hf.load(home, {"model": model}, only="model", dtype=torch.bfloat16)
+
+
 def test_a_module_instead_of_a_state(run):
     """What to write is said."""
     home, state = run

@@ -80,6 +80,14 @@ def test_plain_values_beside_objects_and_tensors(tmp_path: Path) -> None:
     assert live["frozen"][0].item() == 4.0
 
 
+def test_a_list_that_contains_itself_is_refused_at_the_start(tmp_path: Path) -> None:
+    """By its path, before the first step."""
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['log'\]\[0\]: this list contains itself"):
+        save(tmp_path, {"log": endless})
+
+
 class Move(NamedTuple):
     state: list[int]
     reward: float

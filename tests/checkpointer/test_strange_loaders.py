@@ -138,6 +138,20 @@ class PerClass(Sampler[int]):
         return iter(chosen)
 
 
+class ShufflesLate(Sampler[int]):
+    """Makes its generator when it is asked for its first order."""
+
+    generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = seeded(11)
+        yield from torch.randperm(SIZE, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return SIZE
+
+
 class Buckets(Sampler[list[int]]):
     """Batches of like lengths, made anew for each epoch by a generator that goes on from epoch to epoch."""
 
@@ -222,6 +236,15 @@ class Buffered(IterableDataset[Any]):
         yield from buffer
 
 
+class BuffersLate(Buffered):
+    """Makes its generator when it is iterated first; a later process makes another one in a later epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng is random:
+            self.rng = random.Random(7)
+        yield from super().__iter__()
+
+
 class Counts(IterableDataset[Any]):
     """Another part of the data in each pass, counted by the data set itself."""
 
@@ -248,6 +271,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "buckets, python": lambda: DataLoader(Points(), batch_sampler=Buckets(random.shuffle)),
     "buckets, NumPy": lambda: DataLoader(Points(), batch_sampler=Buckets(np.random.shuffle)),
     "orders made ahead": lambda: DataLoader(Points(), 4, sampler=Ordered(random.Random(2))),
+    "an own generator made late": lambda: DataLoader(Points(), 4, sampler=ShufflesLate()),
     "an endless shuffle": lambda: DataLoader(Points(), 4, sampler=Cursor()),
     "weighted": lambda: DataLoader(
         Points(), 4, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), SIZE, generator=seeded())),
@@ -267,6 +291,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "masks of a collator, made late by workers": lambda: DataLoader(
         Rows(), 4, shuffle=True, collate_fn=Masks(), num_workers=2),
     "a stream through a buffer": lambda: DataLoader(Buffered(), 4),
+    "a stream through a buffer, generator made late": lambda: DataLoader(BuffersLate(), 4),
     "a stream through a buffer, own generator": lambda: DataLoader(Buffered(random.Random(1)), 4),
 }  # fmt: skip
 SAID: dict[str, Callable[[], Any]] = {

@@ -89,6 +89,7 @@ class Progress:
         self.added: Callable[[], list[str]] = list
         self._added_before: list[str] = []
         self.counted_by_user = self.has_own_place = False
+        self._awaited: set[str] = set()  # loaders that the checkpoint has in the middle of a pass, and no loop took up
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
@@ -100,6 +101,8 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
+        if self._awaited:
+            self._say_awaited()
         place: list[BatchSpan] = []
         for name, marks in self._marks.items():
             if len(marks) > 1 and name in self._live and self._live[name].done:  # opening may have been interrupted
@@ -129,6 +132,17 @@ class Progress:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
+            )
+
+    def _say_awaited(self) -> None:
+        """Say that steps are made on another loader than the one that the checkpoint was saved in the middle of."""
+        saved, self._awaited = ", ".join(map(repr, sorted(self._awaited))), set()
+        others = ", ".join(repr(name) for name in sorted(self._live) if name not in self._positions)
+        if others:
+            self._remind(
+                f"this checkpoint was saved in the middle of epoch {self.epoch} of {saved}, and steps are made on "
+                f"{others}, which it does not know: the epoch begins anew there. A loader that goes on has the name= "
+                "that it was saved with"
             )
 
     def _move_up(self, name: str, marks: deque[tuple[int, int]]) -> None:
@@ -191,6 +205,8 @@ class Progress:
         self._forget_passes()
         stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
         self._index = int(stored[0]["batches"]) if len(stored) == 1 else 0
+        here = {name: position for name, position in self._positions.items() if position["epoch"] == self.epoch}
+        self._awaited = {name for name, at in here.items() if at["batches"] and not (at["done"] or at.get("left"))}
         self._steps_an_epoch = int(state.get("steps_an_epoch", 0))
         if not stored and int(state.get("epoch_steps", 0)) == (self._steps_an_epoch or 1):
             self.begun_after = self.epoch
@@ -341,6 +357,7 @@ class Progress:
         self.ledger.opened(loader, name, batches, position)
         self.num_passes += 1
         self._left.discard(name)
+        self._awaited.discard(name)
         if before is not None:
             self._reopened.add(name)
         else:
@@ -598,7 +615,8 @@ class Progress:
         # What was yielded and never trained at the end of an epoch (gradients not stepped) is over with it.
         for name, batches in self._live.items():
             left = self._drawn[name] - self._trained[name][1]
-            if batches.done and left and self.epoch_steps:
+            is_evaluation = not self._is_trained(name) and any(map(self._is_trained, self._live))
+            if batches.done and left and self.epoch_steps and not is_evaluation:
                 self._remind(
                     f"an epoch ended with batches of {name!r} drawn after its last ck.step(): gradients that were not "
                     "stepped are in no checkpoint, so a resume from the end of an epoch goes on without them. Step "
@@ -611,6 +629,7 @@ class Progress:
         if not self._live and self.epoch_steps:
             self._steps_an_epoch = self.epoch_steps
         self._forget_passes()
+        self._awaited = set()
         self.epoch += 1
         self.epoch_steps = self._index = 0
 

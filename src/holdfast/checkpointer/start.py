@@ -26,6 +26,7 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
+from .made_with import made_with, not_as_made
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions, Fit
 from .progress import RESERVED, Progress
@@ -297,6 +298,7 @@ def _resume(
     if not isinstance(named, str):
         usable = [name for name in candidates if name not in bad]
         since = saved_since(named, session.opened, usable, session.meeting)
+    made = made_with(home)
     outcome = resume_run(
         session.root,
         live,
@@ -315,6 +317,7 @@ def _resume(
         from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
+        outcome.loaded.notes.extend(not_as_made(made, made_with(home)))
     return outcome
 
 
@@ -493,16 +496,15 @@ def _without_model(state: Mapping[Any, Any]) -> list[str]:
     return said
 
 
-def _future_optimizer_bytes(values: Any, *, on: str | None = None) -> int:
+def _future_optimizer_bytes(values: Any, *, on: str | None = None, depth: int = _DEEP) -> int:
     """Estimate the optimizer state that does not exist before the first step; that ``on`` one kind of device only."""
     total = 0
     for value in values:
         if isinstance(value, torch.optim.Optimizer):
             total += _future_bytes_of(value, on=on)
-        elif isinstance(value, Mapping):
-            total += _future_optimizer_bytes(value.values(), on=on)
-        elif isinstance(value, (list, tuple)):
-            total += _future_optimizer_bytes(value, on=on)
+        elif isinstance(value, (Mapping, list, tuple)) and depth:
+            held = value.values() if isinstance(value, Mapping) else value
+            total += _future_optimizer_bytes(held, on=on, depth=depth - 1)
     return total
 
 

@@ -410,13 +410,26 @@ class ResumableBatches:
         if iterator is None:
             self._compare_passes()
             with self._stream:
-                iterator = iter(self._loader)
+                iterator = self._begin_count()
                 if self._batches:
                     self._leave_out(iterator, "has no state_dict")
         for batch in self._draw(iterator):
             self._iterator = iterator  # of a loop that is left here; one that the loader breaks begins anew
             yield batch
             self._iterator = None
+
+    def _begin_count(self) -> Iterator[Any]:
+        """Return an iterator that begins anew if drawing its first batch has made generators: they are seeded, too."""
+        iterator: Iterator[Any] = iter(self._loader)
+        if iterator is self._loader or not self._seed_samples:
+            return iterator
+        first = next(iterator, _END)
+        if self._stream.adopt(generators_within(self._loader)):
+            self._stream.reseed()
+            again: Iterator[Any] = iter(self._loader)
+            if again is not iterator:
+                return again
+        return itertools.chain([] if first is _END else [first], iterator)
 
     def _counter(self) -> Any:
         """Return what may count its own passes, in this process and unknown to anybody: a data set without a state."""

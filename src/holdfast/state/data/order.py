@@ -305,11 +305,20 @@ class MapOrder:
         stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
         with stream:
             iterator = iter(source)
+        is_first = True
         while True:
             with stream:
                 stretch = list(itertools.islice(iterator, ahead))
             if memory is not None:
                 memory.drawn()
+            if is_first and (memory is None or not memory.has_changed):
+                # Generators that the first draw in this process has made are seeded like others.
+                with stream:
+                    if stream.adopt(generators_of(self._sampler, self._batch_sampler)):
+                        stream.reseed()
+                        iterator = iter(source)
+                        stretch = list(itertools.islice(iterator, ahead))
+            is_first = False
             yield from stretch
             if len(stretch) < ahead:
                 return

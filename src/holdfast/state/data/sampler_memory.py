@@ -68,6 +68,11 @@ class SamplerMemory:
             ends.discard(known)
         return here
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether a draw has changed something."""
+        return bool(self._changed)
+
     def drawn(self) -> None:
         """Note what the draw has changed so far."""
         now = self._capture()

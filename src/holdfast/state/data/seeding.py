@@ -186,6 +186,15 @@ class Stream:
         if self._outer is not None:
             self._switch(self._outer)
 
+    def adopt(self, generators: Sequence[Any]) -> bool:
+        """Treat these generators alike from now on; returns whether one of them is new. Only inside ``with``."""
+        known = {id(generator) for generator in self._generators}
+        new = [generator for generator in generators if id(generator) not in known]
+        self._generators += new
+        if self._outer is not None:
+            self._outer[1].extend(map(take_generator, new))
+        return bool(new)
+
     def reseed(self) -> None:
         """Go back to the first states; only inside ``with``."""
         seed_all(self._seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -332,9 +333,13 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
     return refs
 
 
+_CAST = re.compile(r": (b?float\d+) in the state, b?float\d+ in the checkpoint")
+
+
 def _mismatch(problems: Problems, where: str, *, names: Sequence[Any]) -> StateMismatchError:
     lines = [f"the checkpoint {where} does not fit the state; nothing was changed."]
     everything: list[str] = []
+    is_run = "holdfast" in names  # the own entry of a run: a `Checkpointer` loads, which has neither only= nor dtype=
     for title, kind, entries in (
         ("in the state but not in the checkpoint", "missing", problems.missing),
         ("in the checkpoint but not in the state", "unexpected", problems.unexpected),
@@ -349,8 +354,12 @@ def _mismatch(problems: Problems, where: str, *, names: Sequence[Any]) -> StateM
     if hint := _prefix_hint(problems.missing, problems.unexpected):
         lines.append(f"  {hint}")
     if problems.unexpected and not problems.missing and not problems.wrong and "/" not in "".join(problems.unexpected):
-        only = [str(name) for name in names]
-        lines.append(f"  to load what the state has and nothing else: only={(only[0] if len(only) == 1 else only)!r}")
+        chosen = sorted(problems.unexpected) if is_run else [str(name) for name in names]
+        option = f"{'skip' if is_run else 'only'}={(chosen[0] if len(chosen) == 1 else chosen)!r}"
+        lines.append(f"  to load what the state has and nothing else: {option}")
+    casts = {found[1] for entry in problems.wrong if (found := _CAST.search(entry))}
+    if len(casts) == 1 and not is_run:
+        lines.append(f"  to cast while loading: dtype=torch.{casts.pop()}")
     lines.append(
         "  what to do: allow_missing=[...] for entries that are new, skip=[...] for entries not wanted, "
         "rename={old: new} for other names, or strict=False to take what fits"
