@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast._log import get_logger
 from holdfast._optional import Grafted
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.errors import ConfigError
@@ -18,6 +19,9 @@ from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_
 from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
+
+
+_LOG = get_logger("frameworks")
 
 
 class HoldfastCallback(Grafted):
@@ -47,6 +51,8 @@ class HoldfastCallback(Grafted):
         self._before: Mapping[str, Any] | None = None  # generators after the last batch
         self._at_end: Mapping[str, Any] | None = None
         self._evaluated = False  # since the last batch
+        self._logged: tuple[int, int] | None = None  # batches trained in all, and the step that loggers have next
+        self._logged_before: int | None = None  # that of the checkpoint, until a batch has begun
         self._loaders: list[Any] = []
         self._loaders_epoch = -1  # they were made in this epoch
         self._named_no_folder: list[Any] = []
@@ -56,9 +62,13 @@ class HoldfastCallback(Grafted):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the training loaders, once Lightning has given them their samplers."""
+        if trainer.precision == "64-true":
+            # Lightning does it after it has restored the weights, which would be rounded to float32 on the way.
+            trainer.precision_plugin.convert_module(pl_module)
         if stage != "fit":
             return
         self._found = self._generators = self._before = self._at_end = None
+        self._logged = self._logged_before = None
         self._evaluated = False
         self._loaders, self._loaders_epoch = [], -1
         self._block, self._not_restored = ResumeBlock(), []
@@ -90,10 +100,14 @@ class HoldfastCallback(Grafted):
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
         # Within a batch, which will be trained again, and after the end of training nothing drawn since then counts.
         then = self._before if batches.ready > batches.processed else self._at_end
+        if self._logged is None or self._logged[0] != _num_trained(trainer)[0]:
+            self._note_logged(trainer)
         checkpoint[self.KEY] = {
             "generators": generators_of_all(rng.capture() if then is None else then, trainer.world_size),
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
             "loaders": [loader.state_dict() for loader in self._loaders],
+            "next_logged": self._logged and self._logged[1],
+            "frozen": [name for name, weight in pl_module.named_parameters() if not weight.requires_grad],
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -102,6 +116,11 @@ class HoldfastCallback(Grafted):
             return
         self._found = checkpoint.get(self.KEY, {})
         self._ends = epoch_end_of(checkpoint)
+        self._logged_before = self._found.get("next_logged")
+        if (frozen := self._found.get("frozen")) is not None and _kinds(trainer.callbacks, "BaseFinetuning"):
+            # It has frozen all anew, and thaws at the beginning of an epoch only; DDP is not made yet.
+            for name, weight in pl_module.named_parameters():
+                weight.requires_grad_(name not in frozen)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
         for callback in self._named_no_folder:
@@ -114,11 +133,16 @@ class HoldfastCallback(Grafted):
         """Restore the generators, let DDP add gradients in one order, and print the block; every rank calls it."""
         block = self._block
         if self._found is None:
-            block.headline = "fresh start: fit() was given no ckpt_path"
+            done = trainer.global_step and f"goes on at step {trainer.global_step} with what this process has"
+            block.headline = f"{done or 'fresh start'}: fit() was given no ckpt_path"
             block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
             at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
             self._not_restored += lost_at_epoch_end(self._ends, trainer, pl_module)
+            if self._ends == "batch":
+                # An epoch like any other begins: else it would have no on_train_epoch_start.
+                trainer.fit_loop.reset_restart_stage()
+                trainer.fit_loop.epoch_loop._restarting = False
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
             restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
             saved = self._found.get("generators")
@@ -150,12 +174,18 @@ class HoldfastCallback(Grafted):
         self._begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Do the same where a batch comes first."""
+        """Do the same where a batch comes first, and what Lightning does at the beginning of an epoch only."""
         self._begin()
+        if self._found is not None and self._logged is None:
+            for callback in _kinds(trainer.callbacks, "GradientAccumulationScheduler"):
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        if self._logged_before is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped, self._logged_before = self._logged_before, None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Remember the generators: Lightning leaves out an evaluation if it resumes right before it."""
         self._before = rng.capture()
+        self._note_logged(trainer)
         for loader in self._loaders:
             loader.trained()
 
@@ -166,8 +196,19 @@ class HoldfastCallback(Grafted):
             rng.restore(self._before or {})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Do the same after the module's own end of an evaluation."""
+        """Do the same after the module's own end of an evaluation, and let `ReduceLROnPlateau` make its step.
+
+        Lightning leaves that out in the whole first epoch of a resume, since it does not save metrics.
+        """
         self._begin()
+        if not trainer.fit_loop.restarting or self._logged is None:
+            return
+        by = {config.monitor for config in trainer.lr_scheduler_configs if _by_epoch(config)}
+        if missing := sorted(by - trainer.callback_metrics.keys()):
+            if trainer.is_global_zero:
+                _LOG.warning("no step of ReduceLROnPlateau after this epoch: no value of %s yet", ", ".join(missing))
+        elif by:
+            trainer.fit_loop._restarting = False
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember the generators, for what ``trainer.save_checkpoint`` saves from now on."""
@@ -184,6 +225,10 @@ class HoldfastCallback(Grafted):
         else:
             loader.set_epoch(epoch)
         self._loaders.append(loader)
+
+    def _note_logged(self, trainer: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        self._logged = _num_trained(trainer)[0], loop._batches_that_stepped + (not loop._should_accumulate())
 
     def _begin(self) -> None:
         if self._generators is not None:
@@ -300,7 +345,8 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
         return loader, None
     name = type(loader).__name__
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return loader, f"{name} over an iterable has no state_dict: an epoch that is resumed begins anew"
+        why_not = "an epoch that is resumed begins anew, in another order if it is random"
+        return loader, f"{name} over an iterable has no state_dict: {why_not}"
     if trainer.overfit_batches:
         return loader, "overfit_batches: the loader is left as it is"
     seed = getattr(loader.sampler, "seed", None)
@@ -365,14 +411,23 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
         return
     yield (
         "averages over the epoch",
-        "Lightning does not save what self.log(..., on_epoch=True) has gathered: in this epoch they are those of the "
-        "batches from here on",
+        "Lightning does not save what self.log(..., on_epoch=True) and metric objects have gathered: in this epoch "
+        "they are those of the batches from here on",
     )
-    if ready % trainer.accumulate_grad_batches:
+    epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress", {}).get("current", {}).get("processed", 0)
+    schedulers = _kinds(trainer.callbacks, "GradientAccumulationScheduler")
+    of_step = schedulers[0].get_accumulate_grad_batches(epoch) if schedulers else trainer.accumulate_grad_batches
+    if ready % of_step:
         yield (
             "gradients that were gathered",
-            f"the checkpoint was taken after {ready % trainer.accumulate_grad_batches} of "
-            f"{trainer.accumulate_grad_batches} batches of a step: save at multiples of accumulate_grad_batches",
+            f"the checkpoint was taken after {ready % of_step} of {of_step} batches of a step: save at multiples of "
+            "accumulate_grad_batches",
+        )
+    if own := [type(one).__name__ for one in (module, *trainer.callbacks) if _starts_epochs(one)]:
+        yield (
+            f"on_train_epoch_start of {', '.join(own)}",
+            "Lightning does not call this hook where it resumes within an epoch: what it sets has to be in the "
+            "checkpoint, or set in on_train_start too",
         )
     if _overrides(module, "on_train_batch_end"):
         yield (
@@ -402,11 +457,11 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
         module: that it trains.
     """
     configs = trainer.lr_scheduler_configs
-    if ends and any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
+    if ends and any(_by_epoch(config) for config in configs):
         yield (
             "the last step of ReduceLROnPlateau",
-            "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; one "
-            "within an epoch has all steps",
+            "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; save "
+            "within an epoch for all steps",
         )
     own = [name for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)]
     left_out = [*(f"{name} of the module" for name in own), *(["the evaluation"] if trainer.enable_validation else [])]
@@ -416,11 +471,28 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
             "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
             f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
         )
-    if any(cls.__name__ == "StochasticWeightAveraging" for one in trainer.callbacks for cls in type(one).__mro__):
+    if _kinds(trainer.callbacks, "StochasticWeightAveraging"):
         yield (
             "StochasticWeightAveraging",
             "Lightning restores its counts, but the weights at the end are not those of a training without a resume",
         )
+
+
+def _kinds(callbacks: Iterable[Any], name: str) -> list[Any]:
+    """Return the callbacks of a class of Lightning, under whichever name of the package."""
+    return [one for one in callbacks if any(cls.__name__ == name for cls in type(one).__mro__)]
+
+
+def _by_epoch(config: Any) -> bool:
+    """Tell whether a scheduler goes by a metric at the end of an epoch."""
+    return bool(config.reduce_on_plateau and config.interval == "epoch")
+
+
+def _starts_epochs(one: Any) -> bool:
+    """Tell whether a module or callback has an ``on_train_epoch_start`` of the user's."""
+    packages = ("lightning.", "pytorch_lightning.", "holdfast.")
+    owner = next((cls for cls in type(one).__mro__ if "on_train_epoch_start" in vars(cls)), None)
+    return owner is not None and not owner.__module__.startswith(packages)
 
 
 def _overrides(module: Any, name: str) -> bool:

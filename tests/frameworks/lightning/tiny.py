@@ -54,9 +54,9 @@ def make_model(tree: str, **hparams: Any) -> Any:
 
 def make_trainer(tree: str, folder: Path, *, plugins: Any = None, callbacks: Any = (), **options: Any) -> Any:
     pl = importlib.import_module(tree)
-    options = {"max_epochs": EPOCHS, "devices": 1, **options}
+    options = {"max_epochs": EPOCHS, "devices": 1, "logger": False, **options}
     return pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, callbacks=list(callbacks), plugins=plugins, **options,
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ def test_which_loaders_can_be_resumed():
 
 
 def test_what_lightning_loses_in_the_middle_of_an_epoch():
-    """Averages, gathered gradients, the module's own hook; nothing at the end of an epoch."""
+    """Averages, gathered gradients, hooks of the user's own; nothing at the end of an epoch."""
 
     class LightningModule:
         def on_train_batch_end(self):
@@ -144,15 +144,33 @@ def test_what_lightning_loses_in_the_middle_of_an_epoch():
         def on_train_batch_end(self):
             pass
 
-    def lost(module, ready, is_last):
+    class GradientAccumulationScheduler:
+        def get_accumulate_grad_batches(self, epoch):
+            return {0: 1, 2: 3}[epoch]
+
+        def on_train_epoch_start(self):
+            pass
+
+    GradientAccumulationScheduler.__module__ = "lightning.pytorch.callbacks.gradient_accumulation_scheduler"
+
+    class Warms(LightningModule):
+        def on_train_epoch_start(self):
+            pass
+
+    def lost(module, ready, is_last, epoch=0, callbacks=()):
         progress = {"current": {"ready": ready}, "is_last_batch": is_last}
-        checkpoint = {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
-        return [what for what, _ in lost_in_mid_epoch(checkpoint, SimpleNamespace(accumulate_grad_batches=4), module)]
+        loops = {"epoch_loop.batch_progress": progress, "epoch_progress": {"current": {"processed": epoch}}}
+        trainer = SimpleNamespace(accumulate_grad_batches=4, callbacks=callbacks)
+        return [what for what, _ in lost_in_mid_epoch({"loops": {"fit_loop": loops}}, trainer, module)]
 
     assert lost(Own(), 12, True) == []
     assert lost(LightningModule(), 8, False) == ["averages over the epoch"]
     assert lost(LightningModule(), 9, False) == ["averages over the epoch", "gradients that were gathered"]
     assert lost(Own(), 8, False)[-1] == "on_train_batch_end of the module"
+    assert lost(Warms(), 8, False, callbacks=[Warms()])[1:] == ["on_train_epoch_start of Warms, Warms"]
+    scheduler = GradientAccumulationScheduler()
+    assert lost(LightningModule(), 9, False, epoch=2, callbacks=[scheduler]) == ["averages over the epoch"]
+    assert lost(LightningModule(), 8, False, epoch=2, callbacks=[scheduler])[1:] == ["gradients that were gathered"]
 
 
 def test_what_lightning_leaves_out_at_the_end_of_an_epoch():

@@ -1,0 +1,160 @@
+"""What Lightning leaves out of a resume by itself, and `HoldfastCallback` puts back: compared with a whole training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TREES, make_trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast.lightning import HoldfastCallback
+
+TREE = TREES[0]
+pl = importlib.import_module(TREE)
+LENGTH = 6
+
+
+class OutOfLuckError(Exception):
+    pass
+
+
+class Rows(pl.loggers.Logger):  # type: ignore[misc, name-defined]
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append((step, metrics.get("loss", metrics.get("val_loss"))))
+
+
+class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """Draws at the beginning of each epoch and in each batch; fails in batch ``fails``."""
+
+    plateau = False
+
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__()
+        self.backbone, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        self.fails, self.trained, self.starts = fails, 0, []
+
+    def on_train_epoch_start(self):
+        self.starts.append((self.current_epoch, torch.rand(1).item()))
+
+    def training_step(self, batch, _):
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fails:
+            raise OutOfLuckError
+        x = batch[0].to(self.dtype) + torch.rand(1, dtype=self.dtype)
+        loss = self.head(self.backbone(x)).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", torch.tensor(1.0 + self.current_epoch))
+
+    def train_dataloader(self):
+        data = torch.randn(LENGTH * 4, 3, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(data), batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=4)
+
+    def configure_optimizers(self):
+        # A frozen layer is added by `BackboneFinetuning`, when it thaws.
+        optimizer = torch.optim.Adam([weight for weight in self.parameters() if weight.requires_grad], lr=0.01)
+        if self.plateau:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return optimizer
+
+
+class WithPlateau(Net):
+    plateau = True
+
+
+def fit(folder: Path, *, start: Any = None, saves: Any = None, model: Any = Net, fails: int = -1, **options: Any):
+    """Train; returns all there is at the end, the rows that were logged, and what epochs began with."""
+    pl.seed_everything(1 if start is None else 2, verbose=False)
+    made = [make() for make in options.pop("callbacks", ())]
+    if saves is not None:
+        made.append(pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **saves))
+    logger, module = Rows(), model(fails)
+    trainer = make_trainer(
+        TREE, folder, callbacks=[HoldfastCallback(), *made], enable_checkpointing=bool(made), num_sanity_val_steps=0,
+        **{"max_epochs": 3, "logger": logger, "log_every_n_steps": 1, **options},
+    )  # fmt: skip
+    with contextlib.suppress(OutOfLuckError):
+        trainer.fit(module, ckpt_path=start)
+    weights = {name: value.tolist() for name, value in module.state_dict().items()}
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return (weights, rates, trainer.global_step, trainer.current_epoch), logger.rows, module.starts
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "a plateau": {"model": WithPlateau},
+    "float64": {"precision": "64-true"},
+    "gathered by epoch": {"callbacks": [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
+    "thawed": {"callbacks": [lambda: pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_within_an_epoch(tmp_path: Path, case: str) -> None:
+    """Checkpoints of the second epoch and the third: every weight, rate and logged row is that of one training."""
+    options = CASES[case]
+    whole, rows, _ = fit(tmp_path, saves={"every_n_train_steps": 1}, **options)
+    within = sorted(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    for path in (within[LENGTH], within[-2]):
+        resumed, tail, _ = fit(tmp_path, start=path, **options)
+        assert resumed == whole, path
+        assert tail == rows[-len(tail) :], path
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 3 * LENGTH}])
+@pytest.mark.parametrize("saves", [{"every_n_train_steps": LENGTH}, {"every_n_epochs": 1}])
+def test_at_the_end_of_an_epoch(tmp_path: Path, limits: Any, saves: Any) -> None:
+    """After the last batch too: the next epoch begins like any other, with its hook and the draws of that."""
+    whole, rows, starts = fit(tmp_path, saves=saves, **limits)
+    resumed, tail, begun = fit(tmp_path, start=tmp_path / f"step={LENGTH}.ckpt", **limits)
+    assert resumed == whole
+    assert tail == rows[-len(tail) :]
+    assert begun == starts[1:]
+
+
+def test_what_was_to_be_accumulated_after_the_last_batch(tmp_path: Path) -> None:
+    """The epoch after it has the number of batches to a step that is its own."""
+    options = CASES["gathered by epoch"]
+    whole = fit(tmp_path, saves={"every_n_train_steps": LENGTH}, **options)[0]
+    assert fit(tmp_path, start=tmp_path / f"step={LENGTH}.ckpt", **options)[0] == whole
+
+
+def test_the_steps_of_a_logger_after_an_exception(tmp_path: Path) -> None:
+    """The batch that failed had not been counted."""
+    whole, rows, _ = fit(tmp_path)
+    fit(tmp_path, fails=8, callbacks=[lambda: pl.callbacks.OnExceptionCheckpoint(tmp_path, "failed")])
+    resumed, tail, _ = fit(tmp_path, start=tmp_path / "failed.ckpt")
+    assert resumed == whole
+    assert tail == rows[-len(tail) :]
+
+
+def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    """The hook that is not called again; a plateau whose metric nobody has; a second fit is no fresh start."""
+    fit(tmp_path, saves={"every_n_train_steps": 4}, model=WithPlateau)
+    fit(tmp_path, start=tmp_path / "step=8.ckpt", model=WithPlateau, max_epochs=2, limit_val_batches=0)
+    assert "NOT restored  on_train_epoch_start of WithPlateau" in capsys.readouterr().err
+    assert "no step of ReduceLROnPlateau after this epoch: no value of val_loss yet" in caplog.text
+    trainer = make_trainer(TREE, tmp_path, callbacks=[HoldfastCallback()], max_epochs=1, enable_checkpointing=False)
+    module = Net()
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    assert f"holdfast: goes on at step {LENGTH} with what this process has" in capsys.readouterr().err
