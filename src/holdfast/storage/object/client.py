@@ -509,6 +509,12 @@ _BROKEN = (
     "error sending request", "response body error", "connection closed", "HTTP error: connection",
     "non-partial response",  # a page of a gateway in place of the store's answer
 )  # fmt: skip
+# In the text that is for developers: what the error itself does not say.
+_UNREACHED = {
+    "kind: ConnectionRefused": "connection refused: check the endpoint, proxies in the environment, and that it runs",
+    '"dns error"': "the name of the host is not known: check the endpoint, and proxies in the environment",
+    "kind: ConnectionReset": "the connection was reset",
+}
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -528,8 +534,13 @@ def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[
         yield
     except HoldfastError:
         raise
-    except Exception as error:
-        if not _is_of_client(error):
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":  # a panic of the client: no Exception, it would end a thread
+            raise StorageError(
+                f"cannot {action} {where}: the client failed on its settings ({said(str(error), tuple(secrets))}): "
+                "check endpoint, keys and region"
+            ) from None
+        if not isinstance(error, Exception) or not _is_of_client(error):
             raise
         # Not chained: the debug text of the client shows signed URLs, and a traceback would log them.
         raise _translated(error, action, where, tuple(secrets)) from None
@@ -613,7 +624,8 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if any(mark in text for mark in _TIMEOUT):
         return StorageUnavailableError(f"{start}: the storage did not answer in time ({detail}); it may work later")
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
-        return StorageUnavailableError(f"{start}: {detail}")
+        why = next((f" ({words})" for mark, words in _UNREACHED.items() if mark in text), "")
+        return StorageUnavailableError(f"{start}: {detail}{why}")
     if "Encountered object with invalid path" in text:
         return StorageError(
             f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
