@@ -466,9 +466,13 @@ def test_what_is_there_stays(tmp_path) -> None:
     assert hf.load(tmp_path / "ck")["model"].keys() == {"b"}
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/x").touch()
+    (tmp_path / "trained/checkpoint-20").mkdir(parents=True)
+    (tmp_path / "trained/checkpoint-20/optimizer.pt").touch()
     for source, options, match in (
         ("ck", {}, "is a checkpoint of Holdfast already"),
-        ("empty", {}, "no format is recognised"),
+        ("empty", {}, "no format is recognised .* say which"),
+        ("trained", {}, "no format is recognised .* name what is in it, as 'checkpoint-20'"),
+        (".", {}, "no format is recognised .* name what is in it, as 'a.pt'"),
         ("a.pt", {"format": "dcp"}, "is a file"),
         ("empty", {"format": "torch"}, "is a directory"),
         ("a.pt", {"format": "onnx"}, "use one of auto, safetensors"),

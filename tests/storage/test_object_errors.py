@@ -21,6 +21,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.storage import from_description, resolve
+from holdfast.storage.object.client import errors_of
 from holdfast.storage.object.object_storage import ObjectStorage
 
 pytest.importorskip("obstore", reason="obstore is not installed")
@@ -207,8 +208,36 @@ def test_a_store_that_has_answered_is_asked_for_longer(stub, monkeypatch):
     stub.answer = lambda method, path: next(answers)
     storage.child("b").put("c", b"1")
     stub.answer = lambda method, path: (503, "SlowDown")
-    with pytest.raises(StorageUnavailableError, match="after 25 retries"):
-        storage.put("a", b"1")
+    for tries in (25, 10):  # what was in vain is not waited for as long once more
+        with pytest.raises(StorageUnavailableError, match=f"after {tries} retries"):
+            storage.put("a", b"1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"endpoint": "localhost:9000"}, "endpoint='localhost:9000': give it with its scheme"),
+        ({"endpoint": "'http://localhost:9000'"}, "give it with its scheme"),
+        ({"endpoint": "http://localhost:9000\n"}, "give it with its scheme"),
+        ({"access_key_id": "KEYID\n"}, "access_key_id begins or ends with a blank or a line break"),
+        ({"access_key_id": "KEY\nID"}, "access_key_id"),
+        ({"secret_access_key": f"{_SECRET}\n"}, "secret_access_key begins or ends with a blank or a line break"),
+    ],
+)
+def test_settings_on_which_the_client_would_panic(settings, words):
+    """A panic would end the thread of the writer, and the start would wait for it in vain."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        _storage("http://127.0.0.1:1", **settings)
+    assert _SECRET not in str(caught.value)
+
+
+def test_a_panic_of_the_client_is_an_error():
+    """It is no Exception of Python, and ends no thread of ours."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    with pytest.raises(StorageError, match="cannot read s3://b/a: the client failed"), errors_of("read", "s3://b/a"):
+        raise panic("request valid")
+    with pytest.raises(KeyboardInterrupt), errors_of("read", "s3://b/a"):
+        raise KeyboardInterrupt
 
 
 def test_the_environment_is_read_once(stub, monkeypatch):
@@ -248,6 +277,7 @@ def test_a_dead_server():
     with pytest.raises(StorageError) as caught:
         _storage(url).list().__next__()
     assert type(caught.value) is StorageUnavailableError
+    assert "connection refused: check the endpoint" in str(caught.value)
 
 
 def test_lost_answer_of_a_conditional_put(stub, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -149,13 +149,24 @@ def _kind(path: str) -> str:
             return "hf"
         if any(name.endswith(".safetensors") for name in names):
             return "safetensors"
+        inside = [name for name in sorted(names) if _is_one(os.path.join(path, name))]
+        advice = f"name what is in it, as {inside[-1]!r}" if inside else "say which it is with format=... (--from)"
         raise ConfigError(
             f"{path}: no format is recognised (neither .metadata of torch.distributed.checkpoint nor *.safetensors nor "
-            "pytorch_model.bin): say which it is with format=... (--from)"
+            f"pytorch_model.bin): {advice}"
         )
     if path.endswith(".safetensors"):
         return "safetensors"
     return "lightning" if path.endswith(".ckpt") else "torch"
+
+
+def _is_one(path: str) -> bool:
+    """Tell whether something in a directory looks like a checkpoint itself."""
+    if not os.path.isdir(path):
+        return path.endswith((".pt", ".pth", ".ckpt", ".bin"))
+    with suppress(OSError):
+        return METADATA_NAME in os.listdir(path) or is_hf(path) or is_deepspeed(path)
+    return False
 
 
 def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathered:

@@ -183,6 +183,7 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
     }
     kind, find = _FINDERS[scheme]
     store, bucket, settings = find(netloc, given)
+    _check(uri, settings)
     secrets = {name: value for name, value in sorted(settings.items()) if name in SECRETS}
     conceal(secrets.values())
     return BucketConfig(
@@ -195,6 +196,26 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
         secrets=secrets,
         extra={"S3Store": "s3", "GCSStore": "gcs", "AzureStore": "azure"}[store],
     )
+
+
+def _check(uri: str, settings: Mapping[str, str]) -> None:
+    """Refuse settings on which the client would panic, or that no store takes.
+
+    Raises:
+        ConfigError: an endpoint without scheme, or a credential with a blank or a line break at an end.
+    """
+    for name in ("endpoint", "base_url"):
+        endpoint = settings.get(name) or "https://"
+        if not endpoint.startswith(("http://", "https://")) or endpoint != "".join(endpoint.split()):
+            shown = "***" if "@" in endpoint else repr(endpoint)
+            raise ConfigError(f"{uri}: {name}={shown}: give it with its scheme, as in 'https://host:9000'")
+    for name in sorted(SECRETS & settings.keys() - {"service_account_key"}):  # that is JSON
+        value = settings[name]
+        if value != value.strip() or (name == "access_key_id" and not value.isprintable()):
+            raise ConfigError(
+                f"{uri}: {name} begins or ends with a blank or a line break (of the file that it was read from?): "
+                "leave that out, in the options or the environment"
+            )
 
 
 def looked_for(place: BucketConfig) -> tuple[str, ...]:

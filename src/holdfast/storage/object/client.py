@@ -74,7 +74,7 @@ class BucketClient:
         # Google compares generations, all others etags.
         self.tag_name = "version" if place.store == "GCSStore" else "e_tag"
         self._made: Any = None
-        self._has_answered = self._is_patient = False
+        self._answers = self._is_patient = False
 
     @property
     def obs(self) -> Any:
@@ -94,12 +94,12 @@ class BucketClient:
 
     @property
     def store(self) -> Any:
-        """The store of obstore; asked more patiently from its first answer on, so that a wrong address is said soon.
+        """The store of obstore; asked more patiently while it is known to answer, so that a wrong address is said soon.
 
         Raises:
             ConfigError: obstore refuses the settings.
         """
-        patient = self._has_answered
+        patient = self._answers
         if self._made is None or patient != self._is_patient:
             try:
                 self._made = make_store(self.place, self._limits, patient=patient)
@@ -125,9 +125,13 @@ class BucketClient:
     @contextmanager
     def errors(self, action: str, key: str) -> Iterator[None]:
         """Translate errors of the client in a block; no message shows credentials."""
-        with errors_of(action, self.shown(key), self.place.secrets.values()):
-            yield
-        self._has_answered = True
+        try:
+            with errors_of(action, self.shown(key), self.place.secrets.values()):
+                yield
+        except StorageUnavailableError:
+            self._answers = False  # asked in vain: what is asked for next, as at the end of a run, need not wait as long
+            raise
+        self._answers = True
 
 
 def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: bool = False, bulk: bool = False) -> Any:
@@ -136,7 +140,7 @@ def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: boo
     Args:
         place: which bucket, with which settings and credentials.
         limits: time-outs and tries.
-        patient: the store has answered before, so it is away for a while only.
+        patient: the store has answered a moment ago, so it may be away for a while only.
         bulk: the client is for the request that deletes many objects, at a store that may not have that request.
     """
     tries, growth = _PATIENT if patient else _FIRST
@@ -503,6 +507,12 @@ _BROKEN = (
     "error sending request", "response body error", "connection closed", "HTTP error: connection",
     "non-partial response",  # a page of a gateway in place of the store's answer
 )  # fmt: skip
+# In the text that is for developers: what the error itself does not say.
+_UNREACHED = {
+    "kind: ConnectionRefused": "connection refused: check the endpoint, proxies in the environment, and that it runs",
+    '"dns error"': "the name of the host is not known: check the endpoint, and proxies in the environment",
+    "kind: ConnectionReset": "the connection was reset",
+}
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -522,8 +532,13 @@ def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[
         yield
     except HoldfastError:
         raise
-    except Exception as error:
-        if not _is_of_client(error):
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":  # a panic of the client: no Exception, it would end a thread
+            raise StorageError(
+                f"cannot {action} {where}: the client failed on its settings ({said(str(error), tuple(secrets))}): "
+                "check endpoint, keys and region"
+            ) from None
+        if not isinstance(error, Exception) or not _is_of_client(error):
             raise
         # Not chained: the debug text of the client shows signed URLs, and a traceback would log them.
         raise _translated(error, action, where, tuple(secrets)) from None
@@ -607,7 +622,8 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if any(mark in text for mark in _TIMEOUT):
         return StorageUnavailableError(f"{start}: the storage did not answer in time ({detail}); it may work later")
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
-        return StorageUnavailableError(f"{start}: {detail}")
+        why = next((f" ({words})" for mark, words in _UNREACHED.items() if mark in text), "")
+        return StorageUnavailableError(f"{start}: {detail}{why}")
     if "Encountered object with invalid path" in text:
         return StorageError(
             f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
