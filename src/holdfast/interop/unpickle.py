@@ -446,7 +446,7 @@ def is_zip(path: str) -> bool:
 
 
 def _may_be_pickle(path: str) -> bool:
-    """Tell whether a file begins as a pickle of protocol 2 or later or an archive of the first torch, or ends as any."""
+    """Tell whether a file begins as a later pickle or an archive of the first torch does, or ends as any pickle."""
     with open(path, "rb") as file:
         head = file.read(512)
         if head[:1] == pickle.PROTO or head[257:262] == b"ustar":
