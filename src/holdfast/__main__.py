@@ -14,8 +14,11 @@ def main() -> None:
         from .supervisor import hold
 
         hold()  # before anything else is imported: a signal meanwhile is for the script, and must not end us
-    from .cli.main import main as command_line
-
+    try:
+        from .cli.main import main as command_line
+    except KeyboardInterrupt:  # this takes half a second; what comes later handles it
+        sys.stderr.write("Aborted!\n")
+        sys.exit(1)
     command_line()
 
 

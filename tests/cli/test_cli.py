@@ -208,6 +208,20 @@ def test_what_a_sub_folder_has_lost_is_a_problem(run, tmp_path) -> None:
     assert "logs/run/step_10" in invoke("verify", tmp_path, code=1).stdout
 
 
+def test_a_checkpoint_of_which_only_the_folder_is_left_is_a_problem(run) -> None:
+    """The index of its run still has it: `verify` names it, and `rm` deletes it, as is said there."""
+    for path in (run / "step_10").iterdir():
+        path.unlink()
+    (run / "empty").mkdir()
+    found = as_json("verify", run, code=1)["checkpoints"]
+    assert [row["name"] for row in found if not row["ok"]] == ["step_10"]
+    assert "`holdfast rm`" in found[[row["name"] for row in found].index("step_10")]["problems"][0]
+    invoke("rm", run / "empty", code=2)
+    invoke("rm", run / "step_10", "--yes")
+    assert not (run / "step_10").exists()
+    assert "step_10" not in [row["name"] for row in as_json("verify", run, code=None)["checkpoints"]]
+
+
 def test_a_sub_folder_that_may_not_be_read_is_a_problem(monkeypatch) -> None:
     """It is named, for it may hold checkpoints; what lies beside it is checked."""
     storage = MemoryStorage("verify-denied")

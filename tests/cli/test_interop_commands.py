@@ -55,6 +55,32 @@ def test_errors_have_a_status(saved, tmp_path) -> None:
     invoke("export", tmp_path / "ck", tmp_path / "x.pt", "--to", "torch", code=1)
 
 
+def test_no_export_goes_into_a_run_or_a_checkpoint(saved, tmp_path) -> None:
+    """With --overwrite it could take the place of files that were committed; a file of its own beside them is one."""
+    with hf.Checkpointer(tmp_path / "run", {"model": torch.nn.Linear(3, 2)}) as ck:
+        ck.step()
+    for place in ("run", "run/step_00000001", "ck"):
+        before = sorted((tmp_path / place).iterdir())
+        for kind in ("hf", "safetensors", "dcp"):
+            error = command("export", tmp_path / "ck", tmp_path / place, "--to", kind, "--overwrite", code=1).stderr
+            assert "give a folder of its own" in error
+        assert sorted((tmp_path / place).iterdir()) == before
+    invoke("export", tmp_path / "run", tmp_path / "run" / "w.safetensors", "--to", "safetensors")
+
+
+def test_what_is_no_source_of_an_import_is_said_as_what_it_is(saved, tmp_path) -> None:
+    """A text file is no torch file to be trusted; a run needs no import."""
+    (tmp_path / "train.py").write_text("import torch\n")
+    (tmp_path / "empty.pt").write_text("")
+    for name in ("train.py", "empty.pt"):
+        error = command("import", tmp_path / name, tmp_path / "to", code=1).stderr
+        assert "no file of torch.save" in error
+        assert "--trusted" not in error
+    with hf.Checkpointer(tmp_path / "run", {"model": torch.nn.Linear(3, 2)}) as ck:
+        ck.step()
+    assert "is a run of Holdfast already" in command("import", tmp_path / "run", tmp_path / "to", code=2).stderr
+
+
 def test_torch_is_not_imported_for_the_help() -> None:
     """The commands load torch when they have something to do."""
     code = "import sys, holdfast.cli.main; sys.exit('torch' in sys.modules)"

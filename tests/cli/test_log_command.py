@@ -80,6 +80,13 @@ def test_the_ledger_says_what_was_trained(tmp_path) -> None:
     assert "leave out" in invoke("log", root.uri, "--data", "--plot", "loss", code=2).output
 
 
+def test_a_run_without_metrics_says_so(tmp_path) -> None:
+    """Its table would be a line of titles with nothing below."""
+    save(catalog := begin(LocalStorage(tmp_path / "still")), 1)
+    said = invoke("log", catalog.storage.uri)
+    assert (said.stdout, said.stderr) == ("", f"holdfast: {catalog.storage.uri} has reported no metrics\n")
+
+
 def test_a_table_of_very_many_metrics(tmp_path) -> None:
     """Its columns are measured once, not once for each that is left out; the first of those are named."""
     catalog = begin(LocalStorage(tmp_path / "wide"))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import types
 
 import pytest
 from catalog_kit import begin, catalog_of, save, steps_of
@@ -156,3 +157,15 @@ def test_a_terminal_of_another_encoding(run, command, monkeypatch, tmp_path) -> 
         monkeypatch.setattr(sys, "stdout", out)
         assert command("ls", run) == 0
     assert " \\xb7 attempt 1 " in (tmp_path / "out").read_text()
+
+
+def test_an_interruption_while_the_commands_are_imported(command, monkeypatch, capsys) -> None:
+    """Ctrl-C right after the start ends in a word, as later, and in no traceback."""
+
+    class Slow(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "holdfast.cli.main", Slow("holdfast.cli.main"))
+    assert command("ls") == 1
+    assert capsys.readouterr().err == "Aborted!\n"

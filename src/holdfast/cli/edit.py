@@ -17,6 +17,7 @@ from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
 from holdfast.run.heartbeat import upkeep
+from holdfast.run.index import RunIndex
 from holdfast.run.retention import Verdict, decide
 from holdfast.run.trash import Trash
 from holdfast.storage.base import Storage
@@ -94,9 +95,12 @@ def _outdated(runs: Iterable[Storage]) -> list[str]:
 
 def _checkpoint_at(path: str) -> Checkpoint:
     storage, checkpoint = find(path)
-    if checkpoint is None:
-        raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
-    return checkpoint
+    if checkpoint is not None:
+        return checkpoint
+    emptied = Checkpoint(path)  # of one that its run has, nothing but the folder may be left
+    if next(storage.list(""), None) is None and emptied.directory in RunIndex.load(emptied.storage).rows:
+        return emptied
+    raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
 
 
 def _undo(checkpoints: Sequence[Checkpoint], *, as_json: bool) -> None:

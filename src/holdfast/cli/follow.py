@@ -121,7 +121,10 @@ def log(
     elif kind == "csv":
         _csv(shown, names)
     else:
-        _table(shown, names, len(rows))
+        if shown:
+            _table(shown, names, len(rows))
+        else:
+            note(f"{catalog.storage.uri} has reported no metrics")
         for found in _events(catalog, "guard"):
             click.echo(printable(f"attempt {found['attempt']}, step {found['step']}: the guard: {found['why']}"))
         for death in _events(catalog, "died"):

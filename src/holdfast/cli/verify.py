@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -135,12 +136,13 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
             found = _verified(storage, name, deep, progress if deep else None, noted)
             if not deep:
                 progress(1)
-            if found.state == "missing":
+            if found.state == "missing" and not _is_emptied(storage, name):
                 continue  # retention, or somebody else, has deleted it since the names were listed
-            if found.state == "incomplete":
+            if found.state in ("incomplete", "missing"):
                 if name in RunIndex.load(storage).rows:  # read anew: an owner that deletes takes the row out first
-                    yield _row(_uri(storage, name), name, replace(found, problems=(_LOST,)), ok=False)
-                else:
+                    lost = replace(found, problems=(_LOST,), state="incomplete")
+                    yield _row(_uri(storage, name), name, lost, ok=False)
+                elif found.state == "incomplete":
                     yield _unchecked(storage, name, "incomplete")
                 continue
             row = _row(_uri(storage, name), name, found, ok=found.ok)
@@ -160,6 +162,12 @@ def _verified(
         problem = found.problems[0] if found.problems else ""
         noted[name] = Verified(time=time.time(), deep=deep, ok=found.ok, problem=problem, files=before)
     return found
+
+
+def _is_emptied(storage: Storage, name: str) -> bool:
+    """Tell whether the folder of a checkpoint is still there: whoever deletes a checkpoint deletes that too."""
+    root = storage.local_root
+    return root is not None and os.path.isdir(root / name)
 
 
 def _below(storage: Storage, name: str, deep: bool) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import join, save_id_of
 from holdfast.format.tensor_file import TensorRow, item_size, lay_out, split_by_size
+from holdfast.run.names import RUN_FILE
 from holdfast.storage.base import FileWriter, Storage
 
 if TYPE_CHECKING:
@@ -208,6 +209,17 @@ class ExportFolder:
     def path(self, name: str) -> str:
         """Return where a file lies inside the storage."""
         return f"{self.prefix}/{name}" if self.prefix else name
+
+    def check_foreign(self) -> None:
+        """Refuse a run and a checkpoint as the folder: files of an export could take the place of theirs.
+
+        Raises:
+            CheckpointExistsError: it is one.
+        """
+        if any(self.storage.exists(self.path(name)) for name in (RUN_FILE, MANIFEST_NAME)):
+            raise CheckpointExistsError(
+                f"{self.uri} is a run or a checkpoint of Holdfast, and an export is neither: give a folder of its own"
+            )
 
     def check_free(self, *names: str) -> None:
         """Refuse to replace a file.

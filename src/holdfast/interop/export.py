@@ -94,7 +94,7 @@ def export(
 
     Raises:
         ConfigError: the arguments contradict each other, or the format cannot hold the values to write.
-        CheckpointExistsError: the destination exists, and ``overwrite`` is false.
+        CheckpointExistsError: the destination exists, and ``overwrite`` is false; or it is a run or a checkpoint.
         CorruptCheckpointError: stored bytes are damaged.
 
     Example:
@@ -139,6 +139,7 @@ def watched_export(
         folder.check_free(target.name)
     else:
         folder = ExportFolder(target.storage, target.directory, overwrite=overwrite)
+        folder.check_foreign()
     storage = of.storage.child(of.directory)
     report = partial(progress, None)
     with OpenedCheckpoint(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=report) as source:

@@ -11,7 +11,7 @@ from functools import partial
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.run.names import check_free
+from holdfast.run.names import RUN_FILE, check_free
 
 from .blobs import METADATA_NAME, write_alone
 from .from_files import from_hf, from_lightning, from_safetensors, from_torch, is_hf, shard_of
@@ -145,6 +145,8 @@ def _kind(path: str) -> str:
             return "dcp"
         if MANIFEST_NAME in names:
             raise ConfigError(f"{path} is a checkpoint of Holdfast already: nothing to import")
+        if RUN_FILE in names:
+            raise ConfigError(f"{path} is a run of Holdfast already: nothing to import (`holdfast cp` copies it)")
         if is_hf(path):
             return "hf"
         if any(name.endswith(".safetensors") for name in names):
