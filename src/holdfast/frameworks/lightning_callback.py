@@ -20,7 +20,6 @@ from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
 
-
 _LOG = get_logger("frameworks")
 
 

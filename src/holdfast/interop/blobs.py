@@ -30,7 +30,7 @@ from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_d
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
-from holdfast.format.names import join, save_id_of
+from holdfast.format.names import MANIFEST_NAME, join, save_id_of
 from holdfast.format.tensor_file import TensorRow, item_size, lay_out, split_by_size
 from holdfast.run.names import RUN_FILE
 from holdfast.storage.base import FileWriter, Storage

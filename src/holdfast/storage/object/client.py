@@ -129,7 +129,7 @@ class BucketClient:
             with errors_of(action, self.shown(key), self.place.secrets.values()):
                 yield
         except StorageUnavailableError:
-            self._answers = False  # asked in vain: what is asked for next, as at the end of a run, need not wait as long
+            self._answers = False  # asked in vain: what is asked for next, at the end of a run too, waits less
             raise
         self._answers = True
 
