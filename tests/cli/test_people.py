@@ -162,6 +162,10 @@ def test_no_line_of_text_is_broken_and_metrics_that_are_not_shown_are_named(tmp_
     said = holdfast("ls", root)
     assert f"{root}\n" in said
     assert "\nno room for: d, e (--json has all)\n" in said
+    assert said.splitlines()[1].endswith(" · finished")
+    with hf.Checkpointer(root, {"w": torch.zeros(4)}, every=1) as ck:
+        ck.step()
+        assert f" · training, process {os.getpid()} on " in holdfast("ls", root)
     (root / "step_00000001/manifest.json").write_text("{")
     found = invoke("verify", root, code=1).stdout
     assert f"  {root}/step_00000001/manifest.json: it does not end as a manifest does" in found

@@ -22,7 +22,7 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number, rankable
-from holdfast.run.view import run_state
+from holdfast.run.view import RunStatus, run_state
 from holdfast.storage.base import Storage
 
 from .targets import (
@@ -93,7 +93,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print(document, run_state(found) if found.index.damage is None else None)
 
 
 def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _bare(storage: Storage, name: str, state: str) -> dict[str, Any]:
     return {"name": name, "uri": f"{storage.uri.rstrip('/')}/{name}", "state": state}
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], state: RunStatus | None) -> None:
     from rich.text import Text
 
     out = console()
@@ -181,8 +181,8 @@ def _print(document: dict[str, Any]) -> None:
     parts.append(many if good else "no checkpoints at this level")
     if document["new_bytes"] != document["size_bytes"]:
         parts[-1] += f" ({format_bytes(document['new_bytes'])} on disk)"
-    if document["finished"]:
-        parts.append("finished")
+    if state is not None and state.word != "new":
+        parts.append(_in_words(state) + (f", {state.text}" if state.is_live else ""))
     if document["index_rebuilt"]:
         parts.append("run.json unusable, rebuilt by scan")
     out.print(Text(printable(" · ".join(parts)), style="dim"))
@@ -312,7 +312,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         metrics |= {key: value for key, value in flat_metrics(record.metrics).items() if is_number(value)}
     return {
         **head,
-        "state": state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word,
+        "state": _in_words(state),
         "attempt": None if current is None else current.attempt,
         "checkpoints": len(records),
         "bad": len(catalog.bad()),
@@ -328,6 +328,10 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         "owner": state.owner and {key: state.owner.get(key) for key in ("host", "trainer_pid", "started", "alive")},
         "where": where,
     }
+
+
+def _in_words(state: RunStatus) -> str:
+    return state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word
 
 
 def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> None:
