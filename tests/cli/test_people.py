@@ -70,6 +70,15 @@ def test_80_columns(runs: Path, command: str) -> None:
     assert "2 runs" in whole
 
 
+def test_40_columns(runs: Path) -> None:
+    """Of a run, too, columns are left out and named until a line fits."""
+    narrow = in_terminal("ls", runs / "one", width=40, cwd=runs).splitlines()
+    table = narrow[narrow.index("") + 1 :]
+    assert max(map(len, table)) <= 40
+    assert table[0].split()[:2] == ["checkpoint", "step"]
+    assert " ".join(table).endswith(" (--json has all)")
+
+
 def test_the_current_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, `holdfast` lists what is here, as `holdfast ls` does; stats, log and page look here too."""
     monkeypatch.chdir(runs / "one")

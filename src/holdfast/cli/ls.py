@@ -58,6 +58,7 @@ _RUN_COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreada
 
 _METRICS_SHOWN = 3
 _COLUMNS = ("step", "epoch", "attempt", "age", "size", "new", "verified")
+_DROPPABLE = ("new", "epoch", "verified", "attempt", "size", "age")  # where there is no room, the first ones first
 _TITLES = {"checkpoint", *_COLUMNS, "state"}
 _COLOURS = {"ok": "green", "incomplete": "yellow"} | dict.fromkeys(
     ("quarantined", "corrupt", "damaged", "bad step"), "red"
@@ -188,17 +189,23 @@ def _print(document: dict[str, Any], state: RunStatus | None) -> None:
     out.print(Text(printable(" · ".join(parts)), style="dim"))
     out.print()
     known = _metrics(rows, document["metric"])
-    metrics = known[:_METRICS_SHOWN]
-    while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
-        metrics.pop()
-    say_left_out(out, known[len(metrics) :])
+    metrics, titles = known[:_METRICS_SHOWN], _titles(rows)
+    droppable = [title for title in _DROPPABLE if title in titles]
+    left_out: list[str] = []
+    while not _listing(rows, titles, metrics).print(out, fitting=bool(metrics or droppable)):
+        if metrics:
+            metrics.pop()
+        else:
+            left_out.append(droppable.pop(0))
+            titles.remove(left_out[-1])
+    say_left_out(out, [*left_out, *known[len(metrics) :]])
     for row in rows:
         if (why := row.get("reason") or row.get("bad_step")) is not None:
             out.print(Text(printable(f"{row['name']}: {why}"), style="red"))
 
 
-def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
-    """Make the table, without the columns that would say the same in every row."""
+def _titles(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns, without those that would say the same in every row."""
     full = [row for row in rows if "step" in row]
     optional = {
         "epoch": any(row["epoch"] is not None for row in full),
@@ -206,7 +213,10 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
         "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
         "verified": any("verified" in row for row in full),
     }
-    titles = [title for title in _COLUMNS if optional.get(title, True)]
+    return [title for title in _COLUMNS if optional.get(title, True)]
+
+
+def _listing(rows: list[dict[str, Any]], titles: list[str], metrics: list[str]) -> PlainTable:
     made = PlainTable([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
     now = time.time()
     for row in rows:
