@@ -38,7 +38,7 @@ from .terminal import note
 
 __all__ = [
     "PATH", "Choice", "bad_step_in", "choose", "complete_metric", "find", "heed_checks", "look_at", "pick_options",
-    "poll_option", "ranking", "reach", "run_at", "span_option", "warn_of_quarantine",
+    "poll_option", "ranking", "reach", "refuse_file", "run_at", "span_option", "warn_of_quarantine",
 ]  # fmt: skip
 
 PATH = click.Path()  # a directory or a URI; the shell completes it
@@ -140,6 +140,17 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     if children and RUN_FILE not in children and not any(child.endswith("/") for child in children):
         return storage, Checkpoint(path)
     return storage, None
+
+
+def refuse_file(storage: Storage) -> None:
+    """Refuse a file where a directory is meant, which need not be there yet.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    root = storage.local_root
+    if root is not None and os.path.isfile(root):
+        raise ConfigError(f"{storage.uri} is a file: give a directory")
 
 
 def _refuse_nothing(storage: Storage) -> None:
