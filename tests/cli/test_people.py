@@ -70,6 +70,15 @@ def test_80_columns(runs: Path, command: str) -> None:
     assert "2 runs" in whole
 
 
+def test_40_columns(runs: Path) -> None:
+    """Of a run, too, columns are left out and named until a line fits."""
+    narrow = in_terminal("ls", runs / "one", width=40, cwd=runs).splitlines()
+    table = narrow[narrow.index("") + 1 :]
+    assert max(map(len, table)) <= 40
+    assert table[0].split()[:2] == ["checkpoint", "step"]
+    assert " ".join(table).endswith(" (--json has all)")
+
+
 def test_the_current_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, `holdfast` lists what is here, as `holdfast ls` does; stats, log and page look here too."""
     monkeypatch.chdir(runs / "one")
@@ -162,6 +171,10 @@ def test_no_line_of_text_is_broken_and_metrics_that_are_not_shown_are_named(tmp_
     said = holdfast("ls", root)
     assert f"{root}\n" in said
     assert "\nno room for: d, e (--json has all)\n" in said
+    assert said.splitlines()[1].endswith(" · finished")
+    with hf.Checkpointer(root, {"w": torch.zeros(4)}, every=1) as ck:
+        ck.step()
+        assert f" · training, process {os.getpid()} on " in holdfast("ls", root)
     (root / "step_00000001/manifest.json").write_text("{")
     found = invoke("verify", root, code=1).stdout
     assert f"  {root}/step_00000001/manifest.json: it does not end as a manifest does" in found

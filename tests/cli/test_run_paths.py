@@ -121,3 +121,10 @@ def test_verify_of_nothing_is_no_success(tmp_path) -> None:
         assert "no checkpoints" in invoke("verify", tmp_path / folder, code=1).stdout
     catalog_of(tmp_path / "new").index.register_attempt("aaaaaaaa", host="h", pid=1)
     assert as_json("verify", tmp_path / "new")["ok"] is True
+
+
+def test_a_file_is_no_place_of_a_run_that_may_come(tmp_path) -> None:
+    """What waits for a run, or probes where one could be, takes no file for a directory that is not there yet."""
+    (tmp_path / "train.py").write_text("")
+    for command in (["watch"], ["latest", "--wait", "--timeout", "1s"], ["doctor", "--bytes", "0"]):
+        assert "is a file: give a directory" in invoke(*command, tmp_path / "train.py", code=2).stderr

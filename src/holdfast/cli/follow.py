@@ -34,7 +34,7 @@ from holdfast.run.retention import is_number
 from holdfast.run.view import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, run_at, span_option
+from .targets import PATH, Choice, choose, complete_metric, find, ranking, reach, refuse_file, run_at, span_option
 from .terminal import (
     PlainTable,
     console,
@@ -483,9 +483,10 @@ def _say_waiting(run: str) -> None:
     """Say so if the run has not begun: a path that is mistyped looks just like that.
 
     Raises:
-        ConfigError: it is a checkpoint.
+        ConfigError: it is a checkpoint, or a file.
     """
     storage = reach(run)
+    refuse_file(storage)
     if not storage.exists(RUN_FILE):
         refuse_checkpoint(storage, ConfigError)
         note(f"there is no run at {storage.uri} yet: waiting for it")

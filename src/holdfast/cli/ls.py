@@ -22,7 +22,7 @@ from holdfast.run.lease import files_of
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.record import Record, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number, rankable
-from holdfast.run.view import run_state
+from holdfast.run.view import RunStatus, run_state
 from holdfast.storage.base import Storage
 
 from .targets import (
@@ -56,6 +56,7 @@ _RUN_COLOURS = {"training": "green", "finished": "cyan", "died": "red", "unreada
 
 _METRICS_SHOWN = 3
 _COLUMNS = ("step", "epoch", "attempt", "age", "size", "new", "verified")
+_DROPPABLE = ("new", "epoch", "verified", "attempt", "size", "age")  # where there is no room, the first ones first
 _TITLES = {"checkpoint", *_COLUMNS, "state"}
 _COLOURS = {"ok": "green", "incomplete": "yellow"} | dict.fromkeys(
     ("quarantined", "corrupt", "damaged", "bad step"), "red"
@@ -91,7 +92,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print(document, run_state(found) if found.index.damage is None else None)
 
 
 def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _bare(storage: Storage, name: str, state: str) -> dict[str, Any]:
     return {"name": name, "uri": f"{storage.uri.rstrip('/')}/{name}", "state": state}
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], state: RunStatus | None) -> None:
     from rich.text import Text
 
     out = console()
@@ -179,24 +180,30 @@ def _print(document: dict[str, Any]) -> None:
     parts.append(many if good else "no checkpoints at this level")
     if document["new_bytes"] != document["size_bytes"]:
         parts[-1] += f" ({format_bytes(document['new_bytes'])} on disk)"
-    if document["finished"]:
-        parts.append("finished")
+    if state is not None and state.word != "new":
+        parts.append(_in_words(state) + (f", {state.text}" if state.is_live else ""))
     if document["index_rebuilt"]:
         parts.append("run.json unusable, rebuilt by scan")
     out.print(Text(printable(" · ".join(parts)), style="dim"))
     out.print()
     known = _metrics(rows, document["metric"])
-    metrics = known[:_METRICS_SHOWN]
-    while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
-        metrics.pop()
-    say_left_out(out, known[len(metrics) :])
+    metrics, titles = known[:_METRICS_SHOWN], _titles(rows)
+    droppable = [title for title in _DROPPABLE if title in titles]
+    left_out: list[str] = []
+    while not _listing(rows, titles, metrics).print(out, fitting=bool(metrics or droppable)):
+        if metrics:
+            metrics.pop()
+        else:
+            left_out.append(droppable.pop(0))
+            titles.remove(left_out[-1])
+    say_left_out(out, [*left_out, *known[len(metrics) :]])
     for row in rows:
         if (why := row.get("reason") or row.get("bad_step")) is not None:
             out.print(Text(printable(f"{row['name']}: {why}"), style="red"))
 
 
-def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
-    """Make the table, without the columns that would say the same in every row."""
+def _titles(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns, without those that would say the same in every row."""
     full = [row for row in rows if "step" in row]
     optional = {
         "epoch": any(row["epoch"] is not None for row in full),
@@ -204,7 +211,10 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
         "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
         "verified": any("verified" in row for row in full),
     }
-    titles = [title for title in _COLUMNS if optional.get(title, True)]
+    return [title for title in _COLUMNS if optional.get(title, True)]
+
+
+def _listing(rows: list[dict[str, Any]], titles: list[str], metrics: list[str]) -> PlainTable:
     made = PlainTable([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
     now = time.time()
     for row in rows:
@@ -310,7 +320,7 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         metrics |= {key: value for key, value in flat_metrics(record.metrics).items() if is_number(value)}
     return {
         **head,
-        "state": state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word,
+        "state": _in_words(state),
         "attempt": None if current is None else current.attempt,
         "checkpoints": len(records),
         "bad": len(catalog.bad()),
@@ -326,6 +336,10 @@ def _run_row(storage: Storage, name: str, metric: str | None = None, mode: str |
         "owner": state.owner and {key: state.owner.get(key) for key in ("host", "trainer_pid", "started", "alive")},
         "where": where,
     }
+
+
+def _in_words(state: RunStatus) -> str:
+    return state.text.partition("\n")[0][:40].rstrip(": ") if state.word == "stopped" else state.word
 
 
 def _say_unknown(metric: str, where: str, have: Sequence[Mapping[str, Any]]) -> None:

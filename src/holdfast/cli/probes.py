@@ -282,7 +282,7 @@ def _undisturbed() -> contextlib.AbstractContextManager[None]:
 def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
     """Yield the findings about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
     place = path  # or the nearest directory above it that is there
-    while not place.is_dir():
+    while not os.path.isdir(place):  # also where a part of the path may not be looked at
         place = place.parent
     kind, device, options = _file_system(place)
     where = str(place) + ("" if place == path else f" (nearest directory above {path}, which is not there yet)")

@@ -137,6 +137,17 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     return storage, None
 
 
+def refuse_file(storage: Storage) -> None:
+    """Refuse a file where a directory is meant, which need not be there yet.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    root = storage.local_root
+    if root is not None and os.path.isfile(root):
+        raise ConfigError(f"{storage.uri} is a file: give a directory")
+
+
 def _refuse_nothing(storage: Storage) -> None:
     """Refuse a place that holds nothing, and is no empty directory.
 

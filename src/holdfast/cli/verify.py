@@ -28,7 +28,7 @@ from holdfast.run.remains import is_remains
 from holdfast.run.reports import read_history
 from holdfast.storage.base import Storage
 
-from .targets import PATH, Choice, choose, find, pick_options, reach
+from .targets import PATH, Choice, choose, find, pick_options, reach, refuse_file
 from .terminal import console, ends_in_order, json_option, print_json, printable
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     if size is None:
         raise ConfigError(f"--bytes {max_bytes}: give a size such as 128MiB or 1GB, or 0")
     storage = reach(path)
+    refuse_file(storage)
     deadline = ProbeDeadline(seconds)
     rows: list[tuple[str, Finding]] = []
     out = None if as_json else console()

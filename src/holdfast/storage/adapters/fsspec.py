@@ -279,7 +279,10 @@ def from_uri(uri: str) -> Storage:
     fsspec = require("fsspec", extra="fsspec", purpose=f"{scheme}:// locations")
     name = scheme.removeprefix(_PREFIX)
     if name not in fsspec.registry and name not in fsspec.available_protocols():
-        raise ConfigError(f"location {_without_password(uri)!r}: no storage knows this scheme, nor does fsspec")
+        raise ConfigError(
+            f"location {_without_password(uri)!r}: no storage knows this scheme, nor does fsspec: check its spelling "
+            "(s3://, gs://, az://, ...: docs/storage.md)"
+        )
     if name in _CACHES or "::" in rest:
         raise ConfigError(f"location {_without_password(uri)!r}: chained and cached file systems serve old content")
     try:
