@@ -180,9 +180,9 @@ class ControlMember:
         if ended is not None:
             link.close()
             return ended
+        before = self._heard  # not later: we may be stopped before the first look
         fine = link.send({"do": "hello", "standing": self._standing(), "judged": self._judged})
         next_beat = 0.0
-        before = time.monotonic()
         while fine:
             if self._is_silent(before, now := time.monotonic()):
                 return True
