@@ -630,6 +630,53 @@ def test_a_member_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch, ch
     assert not any(member.lost for member in channel.members)
 
 
+def test_a_member_that_was_suspended_right_after_its_hello_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has looked once for silence, that time is nobody's fault either."""
+    gone_s, send = 0.0, Link.send
+
+    def then_stop(link: Link, message: dict[str, Any]) -> bool:
+        nonlocal gone_s
+        sent = send(link, message)
+        gone_s += 60.0 * (message["do"] == "hello")
+        return sent
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + gone_s, sleep=time.sleep)
+    monkeypatch.setattr(member_module, "time", clock)
+    monkeypatch.setattr(Link, "send", then_stop)
+    channel = Channel(1)
+    try:
+        works(channel, "s-1")
+        assert not channel.members[0].lost
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError, TimeoutError])
+def test_a_member_that_was_suspended_while_it_searched_goes_on(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Rank 0's writer could not be reached, and then time passed that was nobody's: it is searched for again."""
+    gone_s, connect = 0.0, socket.create_connection
+
+    def stop_once(*arguments: Any, **options: Any) -> socket.socket:
+        nonlocal gone_s
+        if not gone_s:
+            gone_s = 60.0
+            raise error
+        return connect(*arguments, **options)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + gone_s, sleep=time.sleep)
+    monkeypatch.setattr(member_module, "time", clock)
+    monkeypatch.setattr(socket, "create_connection", stop_once)
+    channel = Channel(1)
+    try:
+        until(lambda: channel.server._members[0].link is not None or channel.members[0].lost)
+        works(channel, "s-1")
+        assert not channel.members[0].lost
+    finally:
+        channel.close()
+
+
 def test_a_step_that_is_done_by_now_is_not_agreed_on() -> None:
     """The server did not know that the trainer was there already: another step is proposed, which it comes to."""
     channel = Channel(1, beat_s=1000.0, stale_s=3000.0)

@@ -115,14 +115,23 @@ class ControlMember:
     def _connect(self) -> bool:
         """Connect, and try again within `stale_s`; False after that (`lost`), or when this member was closed."""
         begun = self._heard if self._cut_off else time.monotonic()
-        before, refused_since = time.monotonic(), None
+        before = time.monotonic()
+        refused_since: float | None = None
         pause_s = _PAUSE_S[0]
         problem = ""
-        while True:
+        stopped_s = max(self._stale_s / 2, 2 * self._beat_s, 2 * _CONNECT_S * len(self._addresses))
+
+        def look() -> float:
+            nonlocal begun, before, refused_since
             now = time.monotonic()
-            if now - before > max(self._stale_s / 2, 2 * self._beat_s, 2 * _CONNECT_S * len(self._addresses)):
-                begun = now  # as in `_talk`
+            if now - before > stopped_s:  # as in `_is_silent`
+                begun, refused_since = now, None
+                self._heard = now
             before = now
+            return now
+
+        while True:
+            look()
             refused = True
             for address in self._addresses:
                 try:
@@ -135,8 +144,8 @@ class ControlMember:
                 return True
             # Rank 0's trainer holds the listening socket for a writer that is started again: if nobody holds it, both
             # are gone.
-            now = time.monotonic()
-            refused_since = (refused_since or before) if refused else None
+            now = look()
+            refused_since = (refused_since or now) if refused else None
             ended = refused_since is not None and now - refused_since > min(ENDED_S, self._stale_s / 3)
             if ended or now - begun > self._stale_s:
                 self.lost = (
@@ -156,9 +165,9 @@ class ControlMember:
         if ended is not None:
             link.close()
             return ended
+        before = self._heard  # not later: we may be stopped before the first look
         fine = link.send({"do": "hello", "standing": self._standing(), "judged": self._judged})
         next_beat = 0.0
-        before = time.monotonic()
         while fine:
             if self._is_silent(before, now := time.monotonic()):
                 return True
