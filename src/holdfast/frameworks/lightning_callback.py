@@ -106,7 +106,7 @@ class HoldfastCallback(Grafted):
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
             "loaders": [loader.state_dict() for loader in self._loaders],
             "next_logged": self._logged and self._logged[1],
-            "frozen": [name for name, weight in pl_module.named_parameters() if not weight.requires_grad],
+            "frozen": sorted(_frozen(pl_module)),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -176,6 +176,13 @@ class HoldfastCallback(Grafted):
         """Do the same where a batch comes first, and what Lightning does at the beginning of an epoch only."""
         self._begin()
         if self._found is not None and self._logged is None:
+            missing = sorted(_frozen(pl_module).difference(self._found.get("frozen", _frozen(pl_module))))
+            if missing and trainer.is_global_zero:
+                _LOG.warning(
+                    "%d parameter(s) are frozen now and were trained when the checkpoint was saved (%s, ...): what "
+                    "thaws them in the course of training has to do so at the start of a resume too",
+                    len(missing), missing[0],
+                )  # fmt: skip
             for callback in _kinds(trainer.callbacks, "GradientAccumulationScheduler"):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         if self._logged_before is not None:
@@ -480,6 +487,10 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
 def _kinds(callbacks: Iterable[Any], name: str) -> list[Any]:
     """Return the callbacks of a class of Lightning, under whichever name of the package."""
     return [one for one in callbacks if any(cls.__name__ == name for cls in type(one).__mro__)]
+
+
+def _frozen(module: Any) -> set[str]:
+    return {name for name, weight in module.named_parameters() if not weight.requires_grad}
 
 
 def _by_epoch(config: Any) -> bool:

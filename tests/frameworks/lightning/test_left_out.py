@@ -81,6 +81,18 @@ class WithPlateau(Net):
     plateau = True
 
 
+class Thaws(Net):
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__(fails)
+        self.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.backbone.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 def fit(folder: Path, *, start: Any = None, saves: Any = None, model: Any = Net, fails: int = -1, **options: Any):
     """Train; returns all there is at the end, the rows that were logged, and what epochs began with."""
     pl.seed_everything(1 if start is None else 2, verbose=False)
@@ -147,11 +159,16 @@ def test_the_steps_of_a_logger_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
-    """The hook that is not called again; a plateau whose metric nobody has; a second fit is no fresh start."""
+    """A hook that is not called again, and what it had thawed; a plateau without its metric; a second fit."""
     fit(tmp_path, saves={"every_n_train_steps": 4}, model=WithPlateau)
     fit(tmp_path, start=tmp_path / "step=8.ckpt", model=WithPlateau, max_epochs=2, limit_val_batches=0)
     assert "NOT restored  on_train_epoch_start of WithPlateau" in capsys.readouterr().err
     assert "no step of ReduceLROnPlateau after this epoch: no value of val_loss yet" in caplog.text
+    thaws = tmp_path / "thaws"
+    fit(thaws, saves={"every_n_train_steps": 4}, model=Thaws)
+    assert "frozen" not in caplog.text
+    fit(thaws, start=thaws / "step=8.ckpt", model=Thaws)
+    assert "2 parameter(s) are frozen now and were trained when the checkpoint was saved (backbone.bias" in caplog.text
     trainer = make_trainer(TREE, tmp_path, callbacks=[HoldfastCallback()], max_epochs=1, enable_checkpointing=False)
     module = Net()
     trainer.fit(module)
