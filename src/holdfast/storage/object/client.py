@@ -80,7 +80,7 @@ class BucketClient:
         # Google compares generations, all others etags.
         self.tag_name = "version" if place.store == "GCSStore" else "e_tag"
         self._made: Any = None
-        self._has_answered = self._is_patient = False
+        self._answers = self._is_patient = False
 
     @property
     def obs(self) -> Any:
@@ -100,12 +100,12 @@ class BucketClient:
 
     @property
     def store(self) -> Any:
-        """The store of obstore; asked more patiently from its first answer on, so that a wrong address is said soon.
+        """The store of obstore; asked more patiently while it is known to answer, so that a wrong address is said soon.
 
         Raises:
             ConfigError: obstore refuses the settings.
         """
-        patient = self._has_answered
+        patient = self._answers
         if self._made is None or patient != self._is_patient:
             try:
                 self._made = make_store(self.place, self._limits, patient=patient)
@@ -131,9 +131,13 @@ class BucketClient:
     @contextmanager
     def errors(self, action: str, key: str) -> Iterator[None]:
         """Translate errors of the client in a block; no message shows credentials."""
-        with errors_of(action, self.shown(key), self.place.secrets.values()):
-            yield
-        self._has_answered = True
+        try:
+            with errors_of(action, self.shown(key), self.place.secrets.values()):
+                yield
+        except StorageUnavailableError:
+            self._answers = False  # asked in vain: what is asked next, as at the end of a run, need not wait as long
+            raise
+        self._answers = True
 
 
 def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: bool = False, bulk: bool = False) -> Any:
@@ -142,7 +146,7 @@ def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: boo
     Args:
         place: which bucket, with which settings and credentials.
         limits: time-outs and tries.
-        patient: the store has answered before, so it is away for a while only.
+        patient: the store has answered a moment ago, so it may be away for a while only.
         bulk: the client is for the request that deletes many objects, at a store that may not have that request.
     """
     tries, growth = _PATIENT if patient else _FIRST

@@ -78,7 +78,7 @@ class ObjectStorage(Storage):
     """Objects below a prefix of a bucket.
 
     Every request has a time-out (``timeout_s``, 120 s) and is tried again with growing, random pauses (``max_retries``:
-    10, and 25 once the store has answered this process) until ``deadline_s`` (180 s) has passed. All other options are
+    10, and 25 where it has answered what was asked last) until ``deadline_s`` (180 s) has passed. All other options are
     settings of obstore's S3Store, GCSStore or AzureStore; what is not given comes from the environment. Credentials are
     kept out of descriptions, messages and pickles.
 
