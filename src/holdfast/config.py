@@ -230,7 +230,7 @@ class Mirror:
 
     def __post_init__(self) -> None:
         path = os.fspath(self.path) if isinstance(self.path, (str, os.PathLike)) else ""
-        if not path or "://" in path.removeprefix("file://"):
+        if not path or "://" in path.removeprefix("file:///"):
             raise ConfigError(f"Mirror({self.path!r}): give a directory of this machine, as in Mirror('/scratch/gpt')")
         object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(path.removeprefix("file://"))))
         check_kind(self, "keep", Keep)

@@ -302,7 +302,7 @@ def test_a_remote_in_memory_is_served_by_a_thread(local):
 
 def test_arguments_are_checked(tmp_path):
     """What cannot work is refused at once."""
-    for wrong in ("s3://bucket/x", "", 5):
+    for wrong in ("s3://bucket/x", "file://scratch/x", "", 5):
         with pytest.raises(ConfigError, match="give a directory of this machine"):
             hf.Checkpointer(tmp_path / "run", {}, local_dir=wrong)
     for inner, outer in (("run", "run"), ("run/local", "run"), ("run", "run/remote")):

@@ -47,6 +47,13 @@ def test_what_pathlib_makes_of_a_uri(location, kind):
         kind(location)
 
 
+@pytest.mark.parametrize("kind", [resolve, Checkpoint])
+def test_a_file_uri_is_absolute(kind):
+    """What follows two slashes would be a host; it is not a path below whatever directory the process is in."""
+    with pytest.raises(ConfigError, match=r"'file:///data/runs/a'; give a relative one without it, 'data/runs/a'"):
+        kind("file://data/runs/a")
+
+
 def test_unknown_scheme_is_said():
     """A scheme that nobody knows is a ConfigError that names those that are known."""
     with pytest.raises(ConfigError, match="no storage knows"):

@@ -71,7 +71,7 @@ def split_uri(location: str) -> tuple[str, str]:
     """Split "scheme://rest" into scheme (lower case) and rest; a plain path has the scheme "file".
 
     Raises:
-        ConfigError: see `check_slashes`.
+        ConfigError: see `check_slashes`; or a relative path behind "file://".
 
     Example:
         >>> split_uri("memory://name/a"), split_uri("runs/gpt")
@@ -85,7 +85,14 @@ def split_uri(location: str) -> tuple[str, str]:
         # file:///abs and file://localhost/abs are the two forms of RFC 8089.
         from urllib.parse import unquote  # not above: slow to import, rarely needed
 
-        return "file", unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest)
+        path = unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest)
+        if path and not path.startswith(("/", "~")):
+            # Its first part is a host by RFC 8089; as a path it would lie below wherever the process happens to be.
+            raise ConfigError(
+                f"location {location!r}: 'file://' takes an absolute path, 'file:///{path}'; give a relative one "
+                f"without it, {path!r}"
+            )
+        return "file", path
     return scheme, rest
 
 
