@@ -691,24 +691,6 @@ def test_a_step_that_is_done_by_now_is_not_agreed_on() -> None:
     channel.close()
 
 
-def test_a_message_that_the_socket_takes_in_parts() -> None:
-    """What does not fit at once follows, every byte of it, and the next message behind it."""
-    ends = socket.socketpair()
-    for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    one, other = Link(ends[0]), Link(ends[1])
-    messages = [{"do": "left", "why": letter * (4 << 20)} for letter in "ab"]
-    heard: list[dict[str, Any]] = []
-    assert all(one.send(message) for message in messages)
-    assert one.unsent
-    while len(heard) < 2:
-        heard += other.receive() or []
-        assert one.flush()
-    assert heard == messages
-    one.close()
-    other.close()
-
-
 def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
     """Rank 0 is gone, trainer and writer: nobody waits as long for it as for a network that does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as gone:

@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -197,3 +198,21 @@ def test_last_words_are_read_though_nothing_can_be_sent_any_more(waits: bool) ->
         assert [one.header for one in channel.read()] == [{"on": "failed"}]
         assert channel.ended
     channel.close()
+
+
+def test_a_message_that_the_socket_takes_in_parts() -> None:
+    """What does not fit at once follows, every byte of it, and the next message behind it."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    one, other = Link(ends[0]), Link(ends[1])
+    messages = [{"do": "left", "why": letter * (4 << 20)} for letter in "ab"]
+    heard: list[dict[str, Any]] = []
+    assert all(one.send(message) for message in messages)
+    assert one.unsent
+    while len(heard) < 2:
+        heard += other.receive() or []
+        assert one.flush()
+    assert heard == messages
+    one.close()
+    other.close()
