@@ -26,11 +26,10 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
-from .made_with import made_with, not_as_made
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions, Fit
 from .progress import RESERVED, Progress
-from .resume import BEGAN, ResumeResult, beginning, is_within, resume_run, saved_since
+from .resume import BEGAN, ResumeResult, beginning, is_within, made_with, not_as_made, resume_run, saved_since
 from .run_session import RunSession
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from holdfast._optional import offered
 from holdfast._outgoing import conceal, conceal_url, masked
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -252,6 +251,8 @@ def _from_entry_point(uri: str, scheme: str) -> Storage | None:
             f"{scheme}:// location: it holds a password, and a location is written into messages and files; leave it "
             "out and give credentials as the package of this scheme wants them (its environment variables)"
         )
+    from holdfast._optional import offered  # not above: of schemes that a package serves only
+
     storage = offered(_GROUP, scheme, what="scheme")(uri)
     if not isinstance(storage, Storage):
         raise ConfigError(
