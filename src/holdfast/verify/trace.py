@@ -473,9 +473,9 @@ def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = 
 
 _OUTSIDE = (
     "Everything that is saved was right at the resume, so something that is NOT in the state takes part in training: "
-    "an object missing from the state given to Checkpointer (a second optimizer, an EMA, a scheduler), a random "
-    "generator of your own, a global, data that do not come from ck.batches, or an operation that is not "
-    "deterministic. Put it into the state"
+    "an object missing from the state given to Checkpointer (a second optimizer, an EMA, a scheduler), a buffer with "
+    "persistent=False, a random generator of your own, a global, data that do not come from ck.batches, or an "
+    "operation that is not deterministic. Put it into the state"
 )
 
 
