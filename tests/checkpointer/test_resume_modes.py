@@ -275,3 +275,30 @@ def test_a_start_that_fails_leaves_the_run_free_for_the_next(tmp_path: Path) -> 
     assert kit.train(tmp_path, 4).global_step == 4
     reasons = [attempt.reason for attempt in index_of(tmp_path).attempts]
     assert reasons == ["finished", "did not start: StateMismatchError", "finished"]
+
+
+@pytest.mark.parametrize(("thaws", "says"), [("once", True), ("each epoch", False), ("never", False)])
+def test_layers_that_a_resume_does_not_thaw_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, thaws: str, says: bool
+) -> None:
+    """`requires_grad` is in no state: what a life before trained and this one does not is said at its first step."""
+
+    def live(num_epochs: int) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hf.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, every="1ep") as ck:
+            for epoch in ck.epochs(num_epochs):
+                if thaws != "never" and (epoch == 1 or (thaws == "each epoch" and epoch > 1)):
+                    model[0].requires_grad_(True)
+                for batch in ck.batches(torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    ck.step()
+
+    live(2)
+    caplog.clear()
+    live(3)
+    assert ("2 parameters are frozen now and were trained" in caplog.text) == says
+    assert ("model/0.weight" in caplog.text) == says

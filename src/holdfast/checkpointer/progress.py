@@ -90,6 +90,7 @@ class Progress:
         self._added_before: list[str] = []
         self.counted_by_user = self.has_own_place = False
         self._awaited: set[str] = set()  # loaders that the checkpoint has in the middle of a pass, and no loop took up
+        self.frozen: Mapping[str, torch.Tensor] = {}  # parameters that trained when the checkpoint was saved
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
@@ -101,7 +102,7 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
-        if self._awaited:
+        if self._awaited or self.frozen:
             self._say_awaited()
         place: list[BatchSpan] = []
         for name, marks in self._marks.items():
@@ -135,7 +136,14 @@ class Progress:
             )
 
     def _say_awaited(self) -> None:
-        """Say that steps are made on another loader than the one that the checkpoint was saved in the middle of."""
+        """Say that steps are made on another loader than the checkpoint was saved in the middle of, or train less."""
+        still, self.frozen = [name for name, param in self.frozen.items() if not param.requires_grad], {}
+        if still:
+            self._remind(
+                f"{len(still)} parameters are frozen now and were trained when this checkpoint was saved ({still[0]}): "
+                "requires_grad is in no state_dict(), so what thaws layers on the way has to do so in a resume too, as "
+                "`layer.requires_grad_(ck.epoch >= 3)` at the head of each epoch does"
+            )
         saved, self._awaited = ", ".join(map(repr, sorted(self._awaited))), set()
         others = ", ".join(repr(name) for name in sorted(self._live) if name not in self._positions)
         if others:

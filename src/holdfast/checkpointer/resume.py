@@ -23,7 +23,11 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from holdfast.format.contents import ContentsReader
+from holdfast.format.names import save_id_of
 from holdfast.run.candidates import newest_good
+from holdfast.state.save.plan import FROZEN
+from holdfast.state.tree.objects import Modules, parameter_names
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -407,3 +411,26 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and value and all(one == value[0] for one in value):
         value = value[0]
     return repr(value)
+
+
+def frozen_since(state: Mapping[Any, Any], outcome: ResumeResult) -> dict[str, torch.Tensor]:
+    """Return parameters that do not train here and did in the checkpoint that was loaded, by their stored names.
+
+    ``requires_grad`` is in no ``state_dict()``, but the files of a save tell which parameters were frozen.
+    """
+    modules: Modules = {}
+    names = parameter_names(state, modules)
+    rows = [param for _, rows in modules.values() for _, param in rows if not param.requires_grad]
+    checkpoint, manifest = outcome.checkpoint, None if outcome.loaded is None else outcome.loaded.manifest
+    if not rows or checkpoint is None or manifest is None:
+        return {}
+    try:
+        stored = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest).tensors()
+    except HoldfastError:  # removed meanwhile, or away: it is a hint only
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for param in rows:
+        entry = stored.entry(names[id(param)])
+        if entry is not None and all(save_id_of(one.file) and FROZEN not in one.file for one in entry.pieces):
+            found[entry.name] = param
+    return found

@@ -29,7 +29,17 @@ from .console import ResumeBlock, listed
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions, Fit
 from .progress import RESERVED, Progress
-from .resume import BEGAN, ResumeResult, beginning, is_within, made_with, not_as_made, resume_run, saved_since
+from .resume import (
+    BEGAN,
+    ResumeResult,
+    beginning,
+    frozen_since,
+    is_within,
+    made_with,
+    not_as_made,
+    resume_run,
+    saved_since,
+)
 from .run_session import RunSession
 
 if TYPE_CHECKING:
@@ -119,6 +129,7 @@ def start_run(
         progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
+    progress.frozen = frozen_since(home, outcome) if mine else {}
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
     resumed = None
     if outcome.checkpoint is not None:

@@ -44,7 +44,7 @@ __all__ = ["Assignment", "FileLayout", "Layout", "Signature", "divide", "fits", 
 BLOCK = 4096  # alignment of direct I/O and of every file in the arena
 _OWN_FILE = 1 << 20  # items below this size share the file "state", unless they are modules
 _LOOSE = "state"
-_FROZEN = ".frozen"
+FROZEN = ".frozen"
 # Bytes; rank 0 writes every replicated tensor up to this size (step counts of optimizers). So a rank that loads a
 # sharded state needs two indexes: its own and that of rank 0.
 _SMALL = 64
@@ -331,8 +331,8 @@ def _files(
         for part, places in enumerate(split_by_size([sizes[position] for position in members], max_file_bytes)):
             chunk = [members[place] for place in places]
             stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
-            file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
-            own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
+            file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(FROZEN))
+            own = sig.files[chunk[0]] if label.removesuffix(FROZEN) != _LOOSE else ""
             names = [_inside(own, sig.names[position]) for position in chunk]
             _fill(file, chunk, names, sig, sizes, number=len(files), place=place)
             files.append(file)
@@ -447,7 +447,7 @@ def _groups(
             safe = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or _LOOSE
             label, number = safe, len(labels)
             # Disks of macOS, Windows and some shares do not tell "G" from "g".
-            while label.lower() in taken or label.lower().endswith(_FROZEN):
+            while label.lower() in taken or label.lower().endswith(FROZEN):
                 label, number = f"{safe}.{number}", number + 1
             labels[item] = label
             taken.add(label.lower())
@@ -459,7 +459,7 @@ def _groups(
         if number in named:
             label = f"/{named[number][0]}"
         elif number in sig.frozen or name in stable:
-            label += _FROZEN
+            label += FROZEN
         groups.setdefault(label, []).append(number)
     return groups
 
