@@ -129,7 +129,6 @@ class BucketClient:
             with errors_of(action, self.shown(key), self.place.secrets.values()):
                 yield
         except StorageUnavailableError:
-            self._answers = False  # asked in vain: what is asked for next, at the end of a run too, waits less
             self._answers = False  # asked in vain: what is asked next, as at the end of a run, need not wait as long
             raise
         self._answers = True
