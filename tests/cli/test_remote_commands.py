@@ -202,7 +202,7 @@ def begin(server, key: str) -> None:
 
 def test_settings_that_boto3_refuses_are_said(monkeypatch) -> None:
     """No exception of the client reaches the user, also before the first request."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "not an address")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://-no-name-")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     with pytest.raises(ConfigError, match="boto3 refuses these settings") as caught:
         UnfinishedUploads(resolve(f"s3://{BUCKET}/x"))
