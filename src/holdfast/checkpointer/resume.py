@@ -23,7 +23,6 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from holdfast.format.contents import ContentsReader
 from holdfast.format.names import save_id_of
 from holdfast.run.candidates import newest_good
 from holdfast.state.save.plan import FROZEN
@@ -424,6 +423,8 @@ def frozen_since(state: Mapping[Any, Any], outcome: ResumeResult) -> dict[str, t
     checkpoint, manifest = outcome.checkpoint, None if outcome.loaded is None else outcome.loaded.manifest
     if not rows or checkpoint is None or manifest is None:
         return {}
+    from holdfast.format.contents import ContentsReader  # not above: a fresh start reads none
+
     try:
         stored = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest).tensors()
     except HoldfastError:  # removed meanwhile, or away: it is a hint only
