@@ -291,7 +291,8 @@ def test_layers_that_a_resume_does_not_thaw_are_named(
             for epoch in ck.epochs(num_epochs):
                 if thaws != "never" and (epoch == 1 or (thaws == "each epoch" and epoch > 1)):
                     model[0].requires_grad_(True)
-                for batch in ck.batches(torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)):
+                loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+                for batch in ck.batches(loader, name=f"until {num_epochs}"):
                     model(batch).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -302,3 +303,4 @@ def test_layers_that_a_resume_does_not_thaw_are_named(
     live(3)
     assert ("2 parameters are frozen now and were trained" in caplog.text) == says
     assert ("model/0.weight" in caplog.text) == says
+    assert "in the middle of epoch" not in caplog.text  # it was saved at the end of one

@@ -102,7 +102,9 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
-        if self._awaited or self.frozen:
+        if self.frozen:
+            self._say_frozen()
+        if self._awaited:
             self._say_awaited()
         place: list[BatchSpan] = []
         for name, marks in self._marks.items():
@@ -135,8 +137,8 @@ class Progress:
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
             )
 
-    def _say_awaited(self) -> None:
-        """Say that steps are made on another loader than the checkpoint was saved in the middle of, or train less."""
+    def _say_frozen(self) -> None:
+        """Say that layers are not trained that were when the checkpoint was saved."""
         still, self.frozen = [name for name, param in self.frozen.items() if not param.requires_grad], {}
         if still:
             self._remind(
@@ -144,6 +146,9 @@ class Progress:
                 "requires_grad is in no state_dict(), so what thaws layers on the way has to do so in a resume too, as "
                 "`layer.requires_grad_(ck.epoch >= 3)` at the head of each epoch does"
             )
+
+    def _say_awaited(self) -> None:
+        """Say that steps are made on another loader than the one that the checkpoint was saved in the middle of."""
         saved, self._awaited = ", ".join(map(repr, sorted(self._awaited))), set()
         others = ", ".join(repr(name) for name in sorted(self._live) if name not in self._positions)
         if others:
