@@ -330,8 +330,6 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
         _check_sums(path)
     else:
         _check_beginning(path)
-    if not mmap and not _may_be_pickle(path):
-        raise UnsupportedStateError(f"{path} is no file of torch.save, and no pickle: check the path")
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
@@ -497,16 +495,6 @@ def is_zip(path: str) -> bool:
     """Tell whether a file is a zip, as ``torch.save`` writes since torch 1.6."""
     with open(path, "rb") as file:
         return file.read(4) == _ZIP
-
-
-def _may_be_pickle(path: str) -> bool:
-    """Tell whether a file begins as a later pickle or an archive of the first torch does, or ends as any pickle."""
-    with open(path, "rb") as file:
-        head = file.read(512)
-        if head[:1] == pickle.PROTO or head[257:262] == b"ustar":
-            return True
-        file.seek(max(0, os.path.getsize(path) - 1))
-        return file.read(1) == pickle.STOP
 
 
 def _first_line(error: BaseException) -> str:
