@@ -129,7 +129,7 @@ def start_run(
         progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
-    progress.frozen = frozen_since(home, outcome) if mine else {}
+    progress.frozen = frozen_since(home, outcome) if mine and meeting.rank == 0 else {}  # rank 0 alone says it
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
     resumed = None
     if outcome.checkpoint is not None:
