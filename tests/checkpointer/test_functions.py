@@ -97,6 +97,18 @@ def test_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
     assert handle.result(60).path == str(tmp_path / "runs" / "one")
 
 
+def test_a_name_of_a_file_is_said_to_be_a_directory(tmp_path, caplog, monkeypatch):
+    """Whoever comes from torch.save expects a file under `model.pt`: it is said once that it is none."""
+    monkeypatch.setattr(functions, "_directory_said", False)
+    with caplog.at_level(logging.WARNING, "holdfast.state"):
+        hf.save(tmp_path / "v1.5", {"n": 1})
+        assert not caplog.messages
+        hf.save(tmp_path / "model.pt", {"n": 1})
+        hf.save_async(tmp_path / "other.PT", {"n": 1}).result()
+    assert len(caplog.messages) == 1
+    assert "model.pt is a directory" in caplog.messages[0] and "NAME.pt --to torch" in caplog.messages[0]
+
+
 def test_existing_checkpoint_is_kept(tmp_path):
     """A committed checkpoint is not overwritten unless asked, and what is there is untouched."""
     hf.save(tmp_path / "a", {"n": 1})

@@ -59,6 +59,8 @@ _clients_lock = threading.RLock()
 _clients: dict[str, WriterClient] = {}
 _teams: dict[tuple[str, int, int], tuple[RankGroup, itertools.count[int]]] = {}
 _start_id = ""
+_FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+_directory_said = False
 _numbers = itertools.count(1)
 
 
@@ -139,6 +141,7 @@ def save(
     """
     beside = _beside(model_files, state, overwrite=overwrite)
     place = open_place(path, ranks=ranks, unsupported=unsupported)
+    _say_directory(place.target)
     with place.broadcast_errors():
         group = place.group(alike)
     snapshotter: Snapshotter | None = None
@@ -183,10 +186,25 @@ def save_async(
         SessionError: a signal handler interrupted `save_async` and calls it again: there is one copy, and it is half
             made. Let the handler set a flag, or call `save`.
     """
-    return begin_save(
+    handle = begin_save(
         path, state, step=step, metrics=metrics, overwrite=overwrite, ranks=ranks, unsupported=unsupported, alike=alike,
         model_files=model_files,
     )  # fmt: skip
+    _say_directory(handle._checkpoint)
+    return handle
+
+
+def _say_directory(target: Checkpoint) -> None:
+    """Log, once in a process, that a path with the name of a file of another library becomes a directory."""
+    global _directory_said
+    suffix = os.path.splitext(target.directory)[1].lower()
+    if suffix in _FILE_SUFFIXES and not _directory_said:
+        _directory_said = True
+        _LOG.warning(
+            "%s is a directory, as every checkpoint is: holdfast.load reads it, torch.load and others do not. For one "
+            "file for them: holdfast export %s NAME%s --to %s",
+            target.uri, target.uri, suffix, "safetensors" if suffix == ".safetensors" else "torch",
+        )  # fmt: skip
 
 
 def begin_save(
