@@ -326,7 +326,7 @@ if first: time.sleep(60)
 """
     status, _, err = finished(script, tmp_path, "--nproc", "2")
     assert status == 0, err
-    assert "exit status 1 (RuntimeError: rank 1 has no more memory" in err
+    assert "rank 1: exit status 1 (RuntimeError: rank 1 has no more memory" in err
     ranks = [(tmp_path / f"env-{rank}").read_text().split() for rank in (0, 1)]
     assert ranks[0][:4] == ["2", "0", "2", "127.0.0.1"]
     assert ranks[1][:4] == ["2", "1", "2", "127.0.0.1"]

@@ -158,6 +158,7 @@ class Supervisor:
         statuses = ended if any(ended.values()) else processes.statuses
         failed = [status for _, status in sorted(statuses.items()) if status != 0]
         worst = min(failed, key=lambda status: (status == self._requeue, status == -signal.SIGKILL), default=0)
+        rank = next((rank for rank, status in statuses.items() if status == worst), 0)  # of those, the first to end
         if hang is None and (status := self._last_status(worst, reports)) is not None:
             if killed := processes.statuses.keys() - ended:
                 _say(f"{rank_list(killed)} did not end after the others, which have left in order: killed")
@@ -165,7 +166,7 @@ class Supervisor:
         # Another process, a helper, may have failed long before. Where no run was entered it is not known which is one.
         ours = [*processes.pids, *(report.pid for report in reports)] if reports or worst < 0 else None
         error = first_error(folder, ours) or {}
-        death = self._death(number, time.monotonic() - began, worst, reports, error, hang)
+        death = self._death(number, time.monotonic() - began, (rank, worst), reports, error, hang)
         self._deaths.append(death)
         self._hangs = self._hangs + 1 if hang is not None else 0
         # What a guard has found is in the journal already.
@@ -329,11 +330,12 @@ class Supervisor:
         self,
         number: int,
         seconds: float,
-        worst: int,
+        worst: tuple[int, int],
         reports: Sequence[RunReport],
         error: Mapping[str, Any],
         hang: str | None,
     ) -> Death:
+        rank, status = worst
         durable: dict[str, int] = {}
         for report in reports:
             durable[report.uri] = max(durable.get(report.uri, -1), report.durable)
@@ -342,15 +344,16 @@ class Supervisor:
         last = _newest(reports)
         given_up = hang is None and any(report.given_up for report in last)
         rolled_back = hang is None and not given_up and any(report.rolled_back for report in last)
-        cause = "hang" if hang is not None else describe_status(worst)
+        which = f"rank {rank}: " if self._num_ranks is not None else ""
+        cause = "hang" if hang is not None else which + describe_status(status)
         if rolled_back:
-            cause = f"rolled back by its guard ({cause})"
+            cause = f"rolled back by its guard ({describe_status(status)})"  # all ranks have found it
         return Death(
             number=number, seconds=seconds, cause=cause, error=text + place,
             traceback=hang or str(error.get("traceback", "")), step=reports[-1].step if reports else -1,
             durable=durable, trained=any(report.step > report.resumed >= 0 or report.step > 0 > report.resumed
                                          for report in reports),
-            status=shell_status(worst) if hang is None else 1 if self._stopping is None else self._stop_status(),
+            status=shell_status(status) if hang is None else 1 if self._stopping is None else self._stop_status(),
             rolled_back=rolled_back, given_up=given_up,
         )  # fmt: skip
 
