@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -185,6 +186,7 @@ def test_what_may_not_be_read_hides_nothing_else(runs: Path, tmp_path: Path) -> 
     """A folder of runs lists the others and names it; a path below it is denied in words."""
     shutil.copytree(runs / "one", tmp_path / "mine")
     shutil.copytree(runs / "one", tmp_path / "private" / "run")
+    hf.save(tmp_path / "loose", {"w": torch.zeros(4)})
     (tmp_path / "private").chmod(0)
     try:
         with as_anybody():
@@ -192,6 +194,10 @@ def test_what_may_not_be_read_hides_nothing_else(runs: Path, tmp_path: Path) -> 
             assert re.search(r"^mine .*finished\n.*^private +unreadable\n", said, re.MULTILINE | re.DOTALL)
             assert "private: cannot read " in said
             assert "private cannot be read" in invoke("stats", tmp_path).stderr
+            checked = json.loads(invoke("verify", tmp_path, "--json", code=1).stdout)["checkpoints"]
+            states = {row["name"]: row["state"] for row in checked}
+            assert {states.pop("private"), *states.values()} == {"unreadable", "ok"}
+            assert {name.split("/")[0] for name in states} == {"mine", "loose"}
             invoke("page", tmp_path, "-o", tmp_path / "run.html")
             for command in ("ls", "show", "latest", "verify"):
                 assert "Permission denied; give this user" in invoke(command, tmp_path / "private/run", code=1).stderr

@@ -95,7 +95,13 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
 
     What never was a checkpoint is listed and is no problem.
     """
-    catalog = Catalog(storage)
+    try:
+        catalog = Catalog(storage)
+    except StoragePermissionError:  # of a directory in it
+        if storage.exists(RUN_FILE):
+            raise
+        yield from _readable(storage, deep)
+        return
     yield from _folder(catalog, deep)
     if catalog.index.damage != "missing" or catalog.index.rows:  # else there is no run
         yield from _about_run(catalog)
@@ -106,6 +112,18 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
         for info in storage.list("", recursive=False):
             if info.path in (f"{LOGS}/", f"{REPORTS}/"):
                 yield from _below(storage, info.path[:-1], deep)
+
+
+def _readable(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
+    """Check all that may be read in a folder that is no run, and list the rest."""
+    for info in storage.list("", recursive=False):
+        name = info.path[:-1]
+        if not info.path.endswith("/") or name[0] == ".":
+            continue
+        rows = _below(storage, name, deep)
+        if not rows and storage.exists(f"{name}/{MANIFEST_NAME}"):
+            rows = [_checked(Checkpoint(_uri(storage, name)), deep)]
+        yield from rows
 
 
 def _about_run(catalog: Catalog) -> Iterator[dict[str, Any]]:
