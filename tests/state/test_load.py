@@ -246,17 +246,41 @@ def test_rename_takes_the_optimizer_along():
 
 
 def test_dtype_casts_floating_tensors_only():
-    """`dtype` casts floating tensors, fresh or live; integers, arrays and optimizer state keep theirs."""
-    state = {"f": torch.tensor([1.00390625]), "i": torch.arange(3), "c": torch.ones(1, dtype=torch.complex64)}
+    """`dtype` casts floating tensors, fresh or live; integers, arrays and counters of steps keep theirs."""
+    state = {
+        "f": torch.tensor([1.00390625]),
+        "i": torch.arange(3),
+        "c": torch.ones(1, dtype=torch.complex64),
+        "step": torch.tensor(257.0),
+    }
     place = memory_uri()
     hf.save(place, state)
     back = hf.load(place, dtype=torch.bfloat16)
-    assert [value.dtype for value in back.values()] == [torch.bfloat16, torch.int64, torch.complex64]
+    assert [value.dtype for value in back.values()] == [torch.bfloat16, torch.int64, torch.complex64, torch.float32]
+    assert back["step"] == 257
     live = {"f": torch.zeros(1, dtype=torch.float64), "i": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(hf.StateMismatchError, match="float64 in the state"):
-        hf.load(place, live, skip="c")
-    hf.load(place, live, skip="c", dtype=torch.float64)
+        hf.load(place, live, skip=["c", "step"])
+    hf.load(place, live, skip=["c", "step"], dtype=torch.float64)
     assert live["f"].tolist() == [1.00390625]
+
+
+def test_dtype_casts_new_optimizer_state_as_torch_does():
+    """A training in float32 that goes on in bfloat16 makes its next step; the counter of steps stays exact."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(257):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    live = nn.Linear(2, 2).bfloat16()
+    again = torch.optim.AdamW(live.parameters())
+    hf.load(place, {"model": live, "optimizer": again}, dtype=torch.bfloat16)
+    state = again.state[live.weight]
+    assert (state["exp_avg"].dtype, state["step"].dtype, state["step"].item()) == (torch.bfloat16, torch.float32, 257)
+    live(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    again.step()
 
 
 def test_map_location():

@@ -287,7 +287,7 @@ def load(
             lists what was not restored.
         allow_missing: names or globs of ``into`` that the checkpoint need not have.
         rename: glob of stored names -> their names in ``into`` (``{"model/backbone.*": "model/encoder.*"}``).
-        dtype: cast floating tensors to this.
+        dtype: cast floating tensors to this; without ``into`` only those with dimensions (the rest count steps).
         map_location: device of new tensors (without ``into``).
         verify: check the digest of everything read.
         ranks: "this" (this rank reads for itself, whatever the others do) or "all" (every rank calls, as often: what

@@ -560,9 +560,9 @@ class Progress:
         """
         if was_finished and self.num_steps == 1:
             self._remind(
-                f"this run had finished at step {self.step - 1}, and this start made one more step: if no more was asked "
-                "for, the loop asks at its bottom whether it is done, after it has trained. Ask at its head, as in `while "
-                "ck.global_step < max_steps:`, or before the loop, so that a start of a finished run trains nothing"
+                f"this run had finished at step {self.step - 1}, and this start made one more step: if no more was "
+                "asked for, the loop asks at its bottom whether it is done, after it has trained. Ask at its head, as "
+                "in `while ck.global_step < max_steps:`, or before the loop: a start of a finished run trains nothing"
             )
         if self.num_steps == 0 and (self.num_drawn or self.step == 0):
             drawn = f" after {self.num_drawn} batches" if self.num_drawn else ""

@@ -306,7 +306,7 @@ def _without_memory(module: nn.Module) -> Iterator[str]:
 
 
 def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> Optimizer:
-    """Match by parameter name: read tensors of the same shape and dtype in place, make others anew, without casts."""
+    """Match by parameter name: read tensors of the same shape and dtype in place, make others anew."""
     rows = live_names(live, plan.parameter_names)
     if not _wanted(plan, rows, path):
         return live
@@ -545,7 +545,12 @@ def _new_state(
     plan: MatchPlan, group: dict[str, Any], param: torch.Tensor, spread: Mapping[str, list[int | None]],
     key: Any, name: str, entry: TensorEntry, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Return memory for a tensor of a parameter's state, spread over the ranks as the parameter is."""
+    """Return memory for a tensor of a parameter's state, spread over the ranks as the parameter is.
+
+    It gets the dtype of its parameter if the load casts to that: Adam cannot make a step with two dtypes.
+    """
+    if plan.targets.cast is param.dtype and dtype.is_floating_point and key != "step":
+        dtype = param.dtype
     if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
         return torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
     if hasattr(param, "device_mesh") and (name in spread or plan.stored.in_boxes(entry)):

@@ -249,7 +249,9 @@ def _plan_fresh(
         if original not in by_tensor:
             entry = stored.entry(ref.name)
             own = targets.dtype(entry.dtype)
-            cast = dtype if dtype is not None and own.is_floating_point and ref.kind != "array" else own
+            # Without dimensions it may be an optimizer's counter of steps: bfloat16 cannot count beyond 256.
+            casts = own.is_floating_point and ref.kind != "array" and bool(entry.shape)
+            cast = dtype if dtype is not None and casts else own
             home = torch.device("cpu") if ref.kind == "array" or device is None else device
             by_tensor[original] = targets.fresh(original, dtype=cast, device=home)
         ref.value = by_tensor[original]

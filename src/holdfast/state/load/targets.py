@@ -264,7 +264,7 @@ class Targets:
     """
 
     def __init__(self, stored: Stored, cast: torch.dtype | None = None) -> None:
-        self.stored, self._cast = stored, cast
+        self.stored, self.cast = stored, cast
         self.requests: list[ReadRequest] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._complete: set[str] = set()  # names of tensors whose stored boxes cover them exactly
@@ -292,7 +292,7 @@ class Targets:
         if live.shape != shape:
             return f"shape {tuple(live.shape)} in the state, {tuple(shape)} in the checkpoint"
         if live.dtype is not dtype:
-            castable = self._cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
+            castable = self.cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
             if not castable:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {dtype_name} in the checkpoint"
         spread = is_spread(live)
@@ -369,7 +369,7 @@ class Targets:
         """
         found = []
         for group in self._overlaps():
-            staged = Targets(self.stored, self._cast)
+            staged = Targets(self.stored, self.cast)
             values = [staged.fresh(name, dtype=_dtype_of(live, staged, name), device=_CPU) for live, name, _ in group]
             read(staged.requests)
             if any(
