@@ -11,10 +11,13 @@ from .errors import ConfigError
 
 UNITS = ("ba", "ep", "sp", "tok", "sec")
 GRAMMAR = (
-    "an interval is a number of optimizer steps (500), a string such as '500ba' (steps), '2ep' (epochs), "
+    "an interval is a number of optimizer steps (500), a string such as '500ba' or '500 steps', '2ep' (epochs), "
     "'1000sp' (samples), '1e6tok' (tokens), '90s', '15min', '36h', '1h20m40s', a timedelta, or a list of these"
 )
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hr": 3600, "d": 86400}
+_WORDS = {"step": "ba", "batch": "ba", "epoch": "ep", "sample": "sp", "token": "tok"}
+_WORDS |= {"second": "s", "minute": "m", "hour": "h", "day": "d"}
+_WORD = re.compile(rf"({'|'.join(_WORDS)})(?:es|s)?")
 _BYTES = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kmgt", 1)
@@ -59,12 +62,17 @@ def parse_interval(spec: IntervalLike) -> Interval:
     if isinstance(spec, int) and not isinstance(spec, bool):
         return Interval(spec, "ba")
     if isinstance(spec, str):
-        text = spec.strip().lower().replace(" ", "")
+        text = short_units(spec)
         if match := _COUNT.fullmatch(text):
             return Interval(float(match[1].replace("_", "")), match[2])
         if (seconds := parse_span(text)) is not None:
             return Interval(seconds, "sec")
     raise ConfigError(f"cannot read the interval {spec!r}: {GRAMMAR}")
+
+
+def short_units(text: str) -> str:
+    """Spell a time as the grammar does: in lower case, without blanks; "500 steps" becomes "500ba"."""
+    return _WORD.sub(lambda word: _WORDS[word[1]], "".join(text.lower().split()))
 
 
 def parse_span(text: str) -> float | None:

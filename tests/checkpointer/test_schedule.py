@@ -13,6 +13,7 @@ import torch
 from catalog_kit import index_of
 
 import holdfast as hf
+from holdfast import core
 from holdfast._units import parse_intervals
 from holdfast.checkpointer import boundaries, checkpointer, save_policy
 from holdfast.checkpointer.save_policy import Deadline, Schedule
@@ -35,6 +36,25 @@ def test_units_of_time() -> None:
     """Each has its seconds, and one after another they add up."""
     texts = {"90s": 90, "2sec": 2, "1m": 60, "15min": 900, "1h": 3600, "1hr": 3600, "2d": 172800, "1h20m40s": 4840}
     assert {text: parse_intervals(text)[0].value for text in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("words", "short"),
+    [("500 steps", "500ba"), ("1 step", "1ba"), ("20 batches", "20ba"), ("2 Epochs", "2ep"), ("1e3 samples", "1000sp"),
+     ("1e6 tokens", "1e6tok"), ("90 seconds", "90s"), ("15 minutes", "15min"), ("1 hour 20 minutes", "1h20m"),
+     ("2 days", "48h")],
+)  # fmt: skip
+def test_units_may_be_written_out(words, short):
+    """Whoever has not read the grammar writes words: as an interval and as a time of the loop trainer."""
+    assert parse_intervals(words) == parse_intervals(short)
+    assert core.Time(words) == core.Time(short)
+
+
+@pytest.mark.parametrize("text", ["2 months", "steps", "5 stepsize", "1.5 steps", "3 epoch 2 steps"])
+def test_what_is_no_interval_is_refused(text):
+    """With the grammar."""
+    with pytest.raises(hf.ConfigError, match="interval"):
+        parse_intervals(text)
 
 
 def test_a_deadline_leaves_time_for_the_last_save() -> None:

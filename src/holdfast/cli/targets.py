@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import split_arg_string
 
-from holdfast._units import parse_span
+from holdfast._units import parse_span, short_units
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import known_damaged
 from holdfast.errors import (
@@ -335,7 +335,7 @@ def span_option(option: str, text: str) -> float:
     Raises:
         ConfigError: it is no time.
     """
-    seconds = parse_span(text.strip().lower().replace(" ", ""))
+    seconds = parse_span(short_units(text))
     if seconds is None:
         raise ConfigError(f"{option} {text}: give a time such as 30s, 15min, 12h or 1d")
     return seconds

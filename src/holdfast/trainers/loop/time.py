@@ -15,7 +15,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from holdfast._units import parse_span
+from holdfast._units import parse_span, short_units
 from holdfast.errors import ConfigError
 
 from .arguments import check_function
@@ -266,7 +266,7 @@ TimeLike = int | float | str | timedelta | Time
 
 
 def _match(text: str) -> tuple[float, str] | None:
-    clean = text.strip().lower().replace(" ", "")
+    clean = short_units(text)
     if match := _COUNT.fullmatch(clean):
         return float(match[1].replace("_", "")), match[2]
     seconds = parse_span(clean)
