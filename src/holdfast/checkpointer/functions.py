@@ -31,9 +31,8 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveJob
 
 from .console import listed
-from .identity import manifest_fields, new_start_id
 from .meeting import Alone, Meeting, meet
-from .pending_saves import ANSWER_MARGIN_S
+from .pending_saves import ANSWER_MARGIN_S, manifest_fields, new_start_id
 from .progress import RESERVED
 from .rank_group import RankGroup
 

@@ -8,23 +8,31 @@ has cost, in blocked time and in time lost to the writing in the background.
 
 from __future__ import annotations
 
+import platform
+import secrets
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from threading import Event
 from typing import Any
 
+import torch
+
 from holdfast._log import get_logger
+from holdfast._version import __version__
 from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, StorageFullError, StorageUnavailableError
 from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
 
+from .metrics import plain_metrics
+
 __all__ = [
     "ANSWER_MARGIN_S", "MAX_LOST", "TRANSIENT_ERRORS", "LostSaves", "NoteSender", "PendingSaves", "RunSave",
-    "SaveCosts", "Stats", "StepClock", "failed", "passing_error", "state_of",
+    "SaveCosts", "Stats", "StepClock", "failed", "manifest_fields", "new_start_id", "passing_error", "state_of",
 ]  # fmt: skip
 
 TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
@@ -76,6 +84,37 @@ class RunSave:
     future: Future[Any] = field(default_factory=Future)
     begun: float = 0.0
     durable: float = 0.0
+
+
+def new_start_id() -> str:
+    """Return an id for one life of a process; part of file names, so two lives never share a file."""
+    return secrets.token_hex(4)
+
+
+def manifest_fields(
+    *,
+    checkpoint_id: str,
+    step: int | None,
+    epoch: float | None,
+    metrics: Mapping[str, Any],
+    run_id: str | None = None,
+    parent: str | None = None,
+    attempt: int = 1,
+    world_size: int = 1,
+) -> dict[str, Any]:
+    """Return the fields of a manifest that the trainer knows; the defaults are those of a save without a run."""
+    return {
+        "run_id": run_id,
+        "checkpoint_id": checkpoint_id,
+        "parent": parent,
+        "attempt": attempt,
+        "step": step,
+        "epoch": epoch,
+        "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "metrics": plain_metrics(metrics) if metrics else {},
+        "world_size": world_size,
+        "versions": {"holdfast": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 class PendingSaves:
@@ -198,22 +237,19 @@ class PendingSaves:
             if not save.future.done():
                 if len(self._pending) <= leave:
                     return
-                self._wait(save)
+                begun = time.perf_counter()
+                limit_s = self.timeout_s + (0.0 if self._rank is None else ANSWER_MARGIN_S)
+                wait([save.future], timeout=0.0 if self.stuck else limit_s)
+                self._held(time.perf_counter() - begun)
+                self.stuck = not save.future.done()
+                if self.stuck:
+                    whose = "" if self._rank is None else f"rank {self._rank}: "
+                    raise HoldfastError(
+                        f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: "
+                        f"{self._uri} is stuck or very slow; training cannot count on it"
+                    )
             del self._pending[0]
             self._take_in(save)
-
-    def _wait(self, save: RunSave) -> None:
-        begun = time.perf_counter()
-        limit_s = self.timeout_s + (0.0 if self._rank is None else ANSWER_MARGIN_S)
-        wait([save.future], timeout=0.0 if self.stuck else limit_s)
-        self._held(time.perf_counter() - begun)
-        self.stuck = not save.future.done()
-        if self.stuck:
-            whose = "" if self._rank is None else f"rank {self._rank}: "
-            raise HoldfastError(
-                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: {self._uri} "
-                "is stuck or very slow; training cannot count on it"
-            )
 
     def _take_in(self, save: RunSave) -> None:
         self.stuck = False

@@ -47,7 +47,8 @@ class Progress:
         num_passes: passes over loaders begun in this life.
         epoch_steps: steps of this life in the current epoch.
         begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
-        added: returns the names that came into the run's state since it was entered.
+        home: the state that the user gave.
+        given: the names in it when the run was entered: those that came since are saved by their names.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
         has_own_place: whoever makes the steps keeps the place in the data, in the state: `ck.batches` is not missed.
         ledger: what was trained on, compared with what resumed loaders give.
@@ -86,7 +87,8 @@ class Progress:
         self._steps_an_epoch = 0  # of the last epoch that made steps without batches; 0: none was seen to its end
         self.begun_after = -1
         self._late_steps = 0  # of this pass, after its last batch
-        self.added: Callable[[], list[str]] = list
+        self.home: Mapping[Any, Any] = {}
+        self.given: frozenset[Any] = frozenset()
         self._added_before: list[str] = []
         self.counted_by_user = self.has_own_place = False
         self._awaited: set[str] = set()  # loaders that the checkpoint has in the middle of a pass, and no loop took up
@@ -183,6 +185,7 @@ class Progress:
         counted = [name for name, batches in self._live.items() if self._is_trained(name) or not batches.done]
         positions.update((name, self._position(name)) for name in counted)
         ledger = self.ledger.state_dict(positions)
+        added = [name for name in self.home if name not in self.given and isinstance(name, str)]
         if self._world_size > 1:
             positions = {name: with_ranks_apart(position) for name, position in positions.items()}
         return {
@@ -191,7 +194,7 @@ class Progress:
             "samples_before": self._samples_before,
             "seed": self._seed,
             "positions": positions,
-            "added": sorted({*self._added_before, *self.added()}),
+            "added": sorted({*self._added_before, *added}),
             "ledger": ledger,
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
