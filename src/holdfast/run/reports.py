@@ -223,21 +223,6 @@ class RunHistory:
     damaged: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
-    """Read all segments: rows in the order written, attempts by number, and the run id ("" if there is none).
-
-    Damaged lines are left out and logged.
-    """
-    history = read_history(storage)
-    return history.rows, history.attempts, history.run_id
-
-
-def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
-    """Read attempts by number, run id and notes from the segments."""
-    history = read_history(storage)
-    return history.attempts, history.run_id, history.notes
-
-
 def read_history(storage: Storage) -> RunHistory:
     """Read all segments. Damaged lines are left out and logged."""
     rows: list[dict[str, Any]] = []
