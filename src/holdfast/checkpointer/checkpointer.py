@@ -352,7 +352,7 @@ class Checkpointer:
         assert session is not None
         assert course is not None
         self._step_s = step_s = entered - self._left - course.held_s
-        session.clock.step(step_s, draining=session.saves.busy)
+        session.costs.stepped(step_s, draining=session.saves.busy)
         progress.stepped()
         session.note_step(progress.step)
         if course.guard is not None:

@@ -32,7 +32,7 @@ from .metrics import plain_metrics
 
 __all__ = [
     "ANSWER_MARGIN_S", "MAX_LOST", "TRANSIENT_ERRORS", "LostSaves", "NoteSender", "PendingSaves", "RunSave",
-    "SaveCosts", "Stats", "StepClock", "failed", "manifest_fields", "new_start_id", "passing_error", "state_of",
+    "SaveCosts", "Stats", "failed", "manifest_fields", "new_start_id", "passing_error", "state_of",
 ]  # fmt: skip
 
 TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
@@ -64,7 +64,7 @@ class RunSave:
         overwrite: a checkpoint of this name is replaced when the save commits.
         extra: for the manifest.
         follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
-            nothing is done, the session gave the name, and steps are measured by its clock.
+            nothing is done, the session gave the name, and its steps are measured.
         committed: called, in `PendingSaves.settle`, with the outcome of a good end.
         lost: called there with the error of a bad end; returns what is logged, if training goes on.
         checkpoint_id: of the checkpoint; None for a file, which has none.
@@ -138,7 +138,7 @@ class PendingSaves:
         parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
         lost: counts the saves that the storage did not take.
         wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
-        wants_another: the last save was dropped because its data is gone, so the next step is to be saved instead.
+        wants_another: the last save was dropped because its data is gone, so the current step is to be saved instead.
     """
 
     def __init__(
@@ -449,31 +449,11 @@ class Stats:
         return asdict(self)
 
 
-class StepClock:
-    """Separates quiet steps from steps that ran while a save was being written.
-
-    The lost time of a drain is the sum over its steps of what each took longer than the median quiet step.
-    """
-
-    def __init__(self) -> None:
-        self._quiet: deque[float] = deque(maxlen=64)
-        self._draining: list[float] = []
-
-    def step(self, seconds: float, *, draining: bool) -> None:
-        """Record one step, without the time it was held."""
-        (self._draining if draining else self._quiet).append(seconds)
-
-    def take_lost(self) -> float:
-        """Return the time lost by the steps of the last drain, and forget them."""
-        steps, self._draining = self._draining, []
-        if len(self._quiet) < 3 or not steps:
-            return 0.0
-        usual = statistics.median(self._quiet)
-        return max(0.0, sum(seconds - usual for seconds in steps))
-
-
 class SaveCosts:
     """Divides the held and lost time of a run: each save pays for itself, and snapshots are counted together.
+
+    Steps that ran while a save was being written are told apart from quiet ones: the time lost to a save is the sum
+    over its steps of what each took longer than the median quiet step.
 
     Args:
         stats: has the totals of both.
@@ -494,6 +474,12 @@ class SaveCosts:
         self._snapshots_s = 0.0
         self._untold: dict[str, Any] = {}
         self._next_telling = 0.0
+        self._quiet: deque[float] = deque(maxlen=64)
+        self._draining: list[float] = []
+
+    def stepped(self, seconds: float, *, draining: bool) -> None:
+        """Take in one step, without the time it was held."""
+        (self._draining if draining else self._quiet).append(seconds)
 
     def held(self, seconds: float) -> None:
         """Take in that a save has held the loop."""
@@ -510,6 +496,10 @@ class SaveCosts:
 
     def of_save(self) -> tuple[float, float]:
         """Return the seconds held and lost since the save before, which the one that has just ended pays for."""
+        steps, self._draining = self._draining, []
+        if len(self._quiet) >= 3 and steps:
+            usual = statistics.median(self._quiet)
+            self._stats.seconds_lost += max(0.0, sum(seconds - usual for seconds in steps))
         before, self._counted = self._counted, (self._stats.seconds_blocked, self._stats.seconds_lost)
         return self._counted[0] - before[0], self._counted[1] - before[1]
 

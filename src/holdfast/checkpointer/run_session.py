@@ -35,7 +35,6 @@ from .pending_saves import (
     RunSave,
     SaveCosts,
     Stats,
-    StepClock,
     failed,
     manifest_fields,
     new_start_id,
@@ -100,7 +99,7 @@ class RunSession:
         names: names that are taken under the run.
         saves: those on their way, but for the ones that are followed by their owner.
         stats: what saving has cost.
-        clock: measures steps; fed by the owner.
+        costs: divides that among the saves; its owner feeds it with the steps.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed; None without any.
         life: what this process tells `holdfast run`, if that has started it.
@@ -129,8 +128,8 @@ class RunSession:
         self.staged = False
         self.quarantined: dict[str, str] = {}
         self.names: set[str] = set()
-        self.stats, self.clock = Stats(), StepClock()
-        self._costs = SaveCosts(self.stats)
+        self.stats = Stats()
+        self.costs = SaveCosts(self.stats)
         self.remote_watch: RemoteWatch | None = None
         self.announcer: Announcer | None = None
         self.life = LifeReport()
@@ -165,7 +164,7 @@ class RunSession:
         """Return what follows saves into this run, see `PendingSaves`."""
         return PendingSaves(
             self.storage.uri, timeout_s=self.timeout_s, bound=self._bound,
-            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self._costs.held,
+            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self.costs.held,
         )  # fmt: skip
 
     # -- the run
@@ -383,7 +382,7 @@ class RunSession:
             save.future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
-            held, lost = self._costs.of_save()
+            held, lost = self.costs.of_save()
             cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
             if is_ours:
                 cost["lost_s"] = lost
@@ -402,7 +401,7 @@ class RunSession:
 
         save.committed = committed
         self._begin(save, saves)
-        self._costs.held(time.perf_counter() - save.begun)
+        self.costs.held(time.perf_counter() - save.begun)
 
     def keep_state(
         self,
@@ -435,7 +434,7 @@ class RunSession:
         job = self._job(save, saves or self.saves, f"{self.start_id}-{_SNAPSHOTS + step:x}", epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
-        self._costs.kept(time.perf_counter() - begun, step=step)
+        self.costs.kept(time.perf_counter() - begun, step=step)
         self._tell_snapshots()
         return kept
 
@@ -574,7 +573,6 @@ class RunSession:
         # `durable` is set on another thread, right after those who wait are woken.
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
-        stats.seconds_lost += self.clock.take_lost()
         committed(save, result)
 
     def _lost(
@@ -599,7 +597,7 @@ class RunSession:
     # -- what it cost
 
     def _tell_snapshots(self, *, is_end: bool = False) -> None:
-        if told := self._costs.take_snapshots(is_end=is_end):
+        if told := self.costs.take_snapshots(is_end=is_end):
             self.journal("snapshots", **told)
 
     def began(self, step: int) -> None:
