@@ -301,7 +301,8 @@ class StepBoundary:
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
-        elif session.leads and not (self._said_saved or self._comes_again):
+        elif session.leads and not (self._said_saved or (progress.used_epochs and progress.after_pass)):
+            # The end of the body of an epoch comes again after a resume: nothing is to be said there.
             self._said_saved = True
             _LOG.warning(
                 "step %d is saved already (%s), so ck.save() saves nothing: what was changed since then is saved with "
@@ -310,11 +311,6 @@ class StepBoundary:
                 "run: holdfast.save(path, state)",
                 step, session.saves.last_name,
             )  # fmt: skip
-
-    @property
-    def _comes_again(self) -> bool:
-        """Whether this is the end of the body of an epoch, which comes again after a resume."""
-        return self._progress.used_epochs and self._progress.after_pass
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
@@ -532,7 +528,7 @@ class StepBoundary:
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
-                self.log.complain(late)
+                _LOG.error("while the run was ending with an error, this failed too: %s", late)
 
     def say_left(self, how: str) -> None:
         """Say which steps are in no checkpoint, where the body was not left in order."""
@@ -542,7 +538,8 @@ class StepBoundary:
             _LOG.warning("the run was left (%s): %s in no checkpoint", how, steps)
 
     def _last_details(self) -> dict[str, Any]:
-        return {"last_step": self._progress.step, **self.pace.stop_details()}
+        why = self.pace.stopped_by.removeprefix("the ")
+        return {"last_step": self._progress.step, **({"stop": why} if why else {})}
 
     def _say_lost(self) -> None:
         """Log how many saves were lost because the storage was full or did not answer."""

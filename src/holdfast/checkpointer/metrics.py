@@ -138,10 +138,6 @@ class MetricLog:
             session.note("report", about=name, late=lambda: {"rows": records(read())})
         session.memory.clear_rows()
 
-    def complain(self, error: Exception) -> None:
-        """Log an error that must not replace the error already being raised."""
-        _LOG.error("while the run was ending with an error, this failed too: %s", error)
-
 
 class NoLog(MetricLog):
     """The metrics of a rank other than 0: not recorded, and costing nothing."""

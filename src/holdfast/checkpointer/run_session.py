@@ -206,7 +206,11 @@ class RunSession:
         self._take(RunOpened.from_json(found["opened"]))
         self.names = set(found["names"])
         if many:
-            self.meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
+            self.meeting.agree(
+                "place",
+                lambda: sees(storage, mark, within_s=_VISIBLE_S),
+                lambda seen: _check_shared(seen, storage, mark),
+            )
         return self.opened
 
     def open_later(self, *, keep: Keep | None) -> Future[RunOpened]:
@@ -727,14 +731,12 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
     return future.result()
 
 
-def _sees(storage: Storage, mark: str) -> bool:
+def sees(storage: Storage, mark: str, *, within_s: float) -> bool:
     """Look for a file that rank 0 has made; a network file system may show it a little later."""
-    until = time.monotonic() + _VISIBLE_S
-    while not storage.exists(mark):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
+    until = time.monotonic() + within_s
+    while not (found := storage.exists(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
 
 
 def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:

@@ -161,11 +161,6 @@ class SavePolicy:
         """What asked the run to stop: the name of a signal, "the deadline"; "" if nothing did."""
         return self._signals.received or ("the deadline" if self.stopping else "")
 
-    def stop_details(self) -> dict[str, str]:
-        """Say what asked the run to stop, for its history; nothing if nothing did."""
-        why = self.stopped_by.removeprefix("the ")
-        return {"stop": why} if why else {}
-
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
         """Return what the step just done calls for; asked once at each boundary, so it costs next to nothing."""
         if self._signals.received is not None or self._deadline.near(now=now, step_s=step_s, save_s=save_s):

@@ -117,7 +117,9 @@ def start_run(
     apart = _agree_on_options(options, home, meeting)
     _open(session, options)
     live = state()
-    probes = _begin_probes(session) if session.leads else {}
+    # Far stores at once: to probe one takes as long as a load from there, so both run at the same time.
+    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
+    probes = {storage: _probe(session, storage) for storage in stores if session.leads}
     names, unsound, rollbacks = _candidates(session, options)
     outcome = _resume(session, live, home, replace(options.fit, apart=apart), options, names, unsound)
     if rollbacks:
@@ -282,12 +284,6 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
     from .remote import take_up
 
     take_up(session)
-
-
-def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
-    """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
-    return {storage: _probe(session, storage) for storage in stores}
 
 
 def _probe(session: RunSession, storage: Storage) -> Future[Any]:
