@@ -1,4 +1,4 @@
-"""Metrics of a run: kept as they come, read and sent when something is written anyway.
+"""Metrics of a run: kept as they come, read and sent when something is written anyway; what one may be.
 
 Metrics on an accelerator are read by another thread, behind an event: reading one makes a thread wait for the device.
 """
@@ -63,7 +63,7 @@ class MetricLog:
         if now >= self._due and not self._num_late and step != self._current_step:
             self.flush()
         if plain is None:
-            self._num_late += any(map(_is_ours_to_read, metrics.values()))
+            self._num_late += any(map(_is_ours_to_read, _flat(metrics)))
         else:
             memory = self._session.memory
             if not memory.add_row(step, epoch, now, plain) and not self._num_late:
@@ -167,13 +167,13 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
     Args:
         rows: steps and their metrics.
     """
-    devices = {tensor.device for _, value in rows for tensor in _on_devices(value)}
+    devices = {leaf.device for _, value in rows for leaf in _flat(value) if _is_on_device(leaf)}
     if not devices:
         return None
-    values = [
-        {**value, **_readable({name: item for name, item in value.items() if _is_ours_to_read(item)}, step)}
-        for step, value in rows
-    ]
+    values = []
+    for step, value in rows:
+        ours = {name: item for name, item in value.items() if any(map(_is_ours_to_read, _flat(item)))}
+        values.append({**value, **_readable(ours, step)})
     events: list[Any] = []
     for device in devices:
         module = torch.get_device_module(device)
@@ -191,9 +191,9 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
             with module.stream(module.Stream(device)):
                 groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
                 for value in values:
-                    for tensor in _on_devices(value):
-                        if tensor.device == device:
-                            groups.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+                    for leaf in _flat(value):
+                        if _is_on_device(leaf) and leaf.device == device:
+                            groups.setdefault((leaf.dtype, leaf.shape), []).append(leaf)
                 for group in groups.values():  # one copy for the losses of a thousand steps
                     together = torch.stack(group).cpu()
                     numbers.update(zip(map(id, group), together.unbind(), strict=True))
@@ -202,26 +202,28 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
     return read
 
 
-def _is_ours_to_read(value: Any) -> bool:
-    """Tell whether a value lies elsewhere, and only the training thread may wait for it."""
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield the values in a metric, or in a mapping of them."""
     if isinstance(value, (Mapping, list)):
-        return any(map(_is_ours_to_read, value.values() if isinstance(value, Mapping) else value))
-    if isinstance(value, torch.Tensor):
-        return not value.is_cpu and next(_on_devices(value), None) is None
-    return is_foreign_array(value)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _flat(item)
+    else:
+        yield value
 
 
-def _on_devices(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a metric, or in a mapping of them, that another thread can read.
+def _is_on_device(value: Any) -> bool:
+    """Tell whether a value of `_flat` is one that another thread can read from its device.
 
     Not those of subclasses: what reading them does is not known.
     """
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device)
+
+
+def _is_ours_to_read(value: Any) -> bool:
+    """Tell whether a value of `_flat` lies elsewhere, and only the training thread may wait for it."""
     if isinstance(value, torch.Tensor):
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device):
-            yield value
-    elif isinstance(value, (Mapping, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _on_devices(item)
+        return not value.is_cpu and not _is_on_device(value)
+    return is_foreign_array(value)
 
 
 def _replaced(value: Any, numbers: Mapping[int, Any]) -> Any:
@@ -259,7 +261,7 @@ def plain_at_once(metrics: dict[str, Any]) -> dict[str, Any] | None:
     """Return metrics of `take_metrics` as plain numbers; None if that would wait for a device, or one is no metric."""
     if all(type(value) in _PLAIN for value in metrics.values()):
         return metrics
-    if any(_is_far(value) for value in metrics.values()):
+    if any(map(_is_far, _flat(metrics))):
         return None
     try:
         return plain_metrics(metrics)
@@ -268,13 +270,7 @@ def plain_at_once(metrics: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_far(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.device.type != "cpu"
-    if isinstance(value, Mapping):
-        return any(map(_is_far, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_far, value))
-    return is_foreign_array(value)
+    return value.device.type != "cpu" if isinstance(value, torch.Tensor) else is_foreign_array(value)
 
 
 def is_foreign_array(value: object) -> bool:

@@ -2,8 +2,9 @@
 
 Each front door follows its saves with one of these: what a good end means for the next save, what a lost one costs, how
 long anybody waits. A storage that is full or does not answer costs a save, not the training; `LostSaves` is the one
-policy for that. `NoteSender` sends the notes between saves: rows of a report, late metrics. `Stats` says what saving
-has cost, in blocked time and in time lost to the writing in the background.
+policy for that. `manifest_fields` says what the trainer knows of a checkpoint. `NoteSender` sends the notes between
+saves: rows of a report, late metrics. `Stats` says what saving has cost, in blocked time and in time lost to the
+writing in the background, and `SaveCosts` what each save has.
 """
 
 from __future__ import annotations
