@@ -333,16 +333,10 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
     return [row for _, row in sorted(zip(places, live, strict=True), key=itemgetter(0))]
 
 
-def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
-    """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
-
-    The others are of branches that a resume left out as a whole.
-    """
-    return set(lineage(attempts, begun))
-
-
 def lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
     """Map each attempt on the path to the newest attempt to the last of its steps that still counts.
+
+    The others are of branches that a resume left out as a whole.
 
     Args:
         attempts: all of them.
