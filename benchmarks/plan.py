@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.format.commit import PartSummary
 from holdfast.format.contents import unite
 from holdfast.format.division import Box

@@ -22,19 +22,6 @@ class _Pauses:
         self.depth = 0
         self.stopped = False  # by us: it was running
 
-    def enter(self) -> None:
-        with self.lock:
-            self.depth += 1
-            if self.depth == 1:
-                self.stopped = gc.isenabled()
-                gc.disable()
-
-    def leave(self) -> None:
-        with self.lock:
-            if self.depth == 1 and self.stopped:
-                gc.enable()
-            self.depth = max(0, self.depth - 1)  # a forked child leaves what its parent has entered
-
     def forget(self) -> None:
         """Begin anew in a forked child, where the threads that have paused are not."""
         if self.depth and self.stopped:
@@ -49,8 +36,16 @@ after_fork_in_child(_PAUSES.forget)
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Keep the garbage collector from searching a million new containers that all stay: two thirds of the time."""
-    _PAUSES.enter()
+    pauses = _PAUSES
+    with pauses.lock:
+        pauses.depth += 1
+        if pauses.depth == 1:
+            pauses.stopped = gc.isenabled()
+            gc.disable()
     try:
         yield
     finally:
-        _PAUSES.leave()
+        with pauses.lock:
+            if pauses.depth == 1 and pauses.stopped:
+                gc.enable()
+            pauses.depth = max(0, pauses.depth - 1)  # a forked child leaves what its parent has entered

@@ -122,7 +122,7 @@ def scheduled(lr: float, t_max: int, milestones: list[int]) -> dict[str, object]
     inner = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, t_max) for _ in range(2)]
     several = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones)
     step = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
-    return {"model": model, "optimizer": optimizer, "deep": {"several": several}, "step": step}
+    return {"model": model, "optimizer": optimizer, "deep": {"several": [several]}, "step": step}
 
 
 def test_settings_that_the_script_has_changed_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_settings_that_the_script_has_changed_are_said(tmp_path: Path, capsys: p
         with hf.Checkpointer(tmp_path, state, every=None) as ck:
             state["optimizer"].step()
             state["step"].step()
-            state["deep"]["several"].step()
+            state["deep"]["several"][0].step()
             ck.step()
         told = [line.strip() for line in capsys.readouterr().err.splitlines() if "what was saved counts" in line]
         if options[0] == 0.5:
@@ -144,15 +144,15 @@ def test_settings_that_the_script_has_changed_are_said(tmp_path: Path, capsys: p
     assert told == [
         "optimizer: lr is 0.5 as saved, 0.25 in the script: what was saved counts, skip='optimizer/param_groups' takes "
         "the script's",
-        "deep/several: _milestones is (2,) as saved, (3,) in the script: what was saved counts, "
-        "skip='deep/several/_milestones' takes the script's",
-        "deep/several: T_max of scheduler 0 is 4 as saved, 8 in the script: what was saved counts",
-        "deep/several: T_max of scheduler 1 is 4 as saved, 8 in the script: what was saved counts",
+        "deep/several/0: _milestones is (2,) as saved, (3,) in the script: what was saved counts, "
+        "skip='deep/several/0/_milestones' takes the script's",
+        "deep/several/0: T_max of scheduler 0 is 4 as saved, 8 in the script: what was saved counts",
+        "deep/several/0: T_max of scheduler 1 is 4 as saved, 8 in the script: what was saved counts",
         "step: milestones is (2,) as saved, (3,) in the script: what was saved counts, skip='step/milestones' takes "
         "the script's",
     ]
     state = scheduled(0.25, 8, [3])
-    skipped = ["optimizer/param_groups", "deep", "step/milestones"]
+    skipped = ["optimizer/param_groups", "deep/several/0", "step/milestones"]
     with hf.Checkpointer(tmp_path, state, every=None, skip=skipped):
         assert state["optimizer"].param_groups[0]["initial_lr"] == 0.25
     assert "what was saved counts" not in capsys.readouterr().err

@@ -505,9 +505,9 @@ def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_pat
     stuck: Future[Any] = Future()
     one = SaveTarget(target=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", team=team)
     with pytest.raises(hf.HoldfastError, match="rank 1: the save before this one, whose memory is needed, is not dura"):
-        one.wait_for_arena(stuck)
+        one.wait(stuck, "the save before this one, whose memory is needed,")
     stuck.set_exception(OSError("its own handle tells of it"))
-    one.wait_for_arena(stuck)
+    one.wait(stuck, "the save before this one")
 
 
 def test_what_the_state_has_no_place_for_is_refused_alone_too(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError
 from holdfast.run import costs
 from holdfast.run.index import RunIndex
 from holdfast.run.record import timestamp
-from holdfast.run.reports import read_reports
+from holdfast.run.reports import read_history
 from holdfast.state.save import snapshot
 from holdfast.storage import resolve
 from holdfast.testing import assert_state_equal
@@ -251,7 +251,7 @@ def test_rows_that_were_sent_are_not_recorded_twice(ranks: RankServer, tmp_path:
     outcome = ranks.run(f"{__file__}:rows_life", str(tmp_path / "run"))
     assert outcome.checked() == -signal.SIGKILL
     settled(tmp_path)
-    rows, _, _ = read_reports(resolve(str(tmp_path / "run")))
+    rows = read_history(resolve(str(tmp_path / "run"))).rows
     assert [row["metrics"] for row in rows] == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}, {"score": 1.0}]
 
 

@@ -297,7 +297,7 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: py
     """Newest is decided by attempt and step: checkpoints dated years back are resumed from all the same."""
     from datetime import datetime
 
-    from holdfast.checkpointer import identity
+    from holdfast.checkpointer import pending_saves
 
     kit.train(tmp_path, 4)
 
@@ -306,7 +306,7 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: py
         def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
             return datetime(2001, 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr(identity, "datetime", Past)
+    monkeypatch.setattr(pending_saves, "datetime", Past)
     monkeypatch.setattr("time.time", lambda: 978307200.0)
     kit.train(tmp_path, 6, keep=hf.Keep(last=1))
     monkeypatch.undo()

@@ -77,11 +77,11 @@ def test_the_state_that_an_optimizer_will_create(name: str) -> None:
     """What is expected before the first step is what is there after it, and then nothing more is expected."""
     model = layers(256)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
-    before = _tensor_bytes(optimizer.state.values())
+    before = _tensor_bytes([*optimizer.state.values()])
     expected = _future_optimizer_bytes([{"optimizer": optimizer}])
     for _ in range(2):
         step(model, optimizer)
-    created = _tensor_bytes(optimizer.state.values()) - before
+    created = _tensor_bytes([*optimizer.state.values()]) - before
     assert expected == pytest.approx(created, rel=0.05, abs=5000)  # with their entries in the index
     assert _future_optimizer_bytes([optimizer]) < 5000
 

@@ -14,8 +14,8 @@ import torch
 from catalog_kit import catalog_of, index_of
 
 import holdfast as hf
-from holdfast.checkpointer import identity
-from holdfast.checkpointer.identity import plain_at_once
+from holdfast.checkpointer import metrics as metrics_module
+from holdfast.checkpointer.metrics import plain_at_once
 from holdfast.run import reports
 
 
@@ -43,7 +43,7 @@ def test_step_reads_no_tensor_of_a_device_until_something_is_written(
 ) -> None:
     """500 steps with tensors that a device has and nothing due: not one read; all are read when the run ends."""
     assert plain_at_once({"loss": torch.zeros((), device="meta")}) is None
-    monkeypatch.setattr(identity, "_is_far", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(metrics_module, "_is_far", lambda value: isinstance(value, torch.Tensor))
     with hf.Checkpointer("memory://reads/run", {"w": torch.zeros(1)}, every=None) as ck:
         ck.step()
         reads.clear()

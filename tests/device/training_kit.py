@@ -10,7 +10,7 @@ from tearing_loops import LOOPS
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import LocalStorage
 from holdfast.writer.messages import SaveJob

@@ -18,7 +18,7 @@ from process_kit import wait_until
 
 import holdfast as hf
 from holdfast.errors import ConfigError, RunBusyError, StorageError
-from holdfast.run.reports import read_reports
+from holdfast.run.reports import read_history
 from holdfast.run.retention import decide
 from holdfast.storage import LocalStorage, Storage, StorageTraits, resolve
 from holdfast.storage.object.client import BucketClient
@@ -38,8 +38,8 @@ def test_both_sides_are_runs_of_their_own(remote, local):
     here, there = index_of(disk), index_of(remote)
     assert (here.run_id, here.attempts, here.finished) == (there.run_id, there.attempts, there.finished)
     assert there.attempts[0].reason == "finished"
-    assert read_reports(remote)[0] == read_reports(disk)[0]
-    assert [row["step"] for row in read_reports(remote)[0]] == [1, 2, 3, 4]
+    assert read_history(remote).rows == read_history(disk).rows
+    assert [row["step"] for row in read_history(remote).rows] == [1, 2, 3, 4]
     assert json.loads(remote.read("lease.json"))["released"] is True
     assert not disk.exists("lease.json")
     assert [one.uri for one in ck.checkpoints()] == [
@@ -67,7 +67,7 @@ def test_an_empty_disk_resumes_from_the_remote(remote, local):
     assert steps(remote) == [1, 2, 3, 4, 5]
     assert [one.attempt for one in index_of(local).attempts] == [1, 2]
     assert index_of(remote).attempts[1].resumed_from == {"name": "step_00000003", "step": 3, "attempt": 1}
-    assert [row["step"] for row in read_reports(remote)[0]] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_history(remote).rows] == [1, 2, 3, 4, 5]
 
 
 def test_the_newest_of_both_sides_is_resumed(remote, local, proxy):

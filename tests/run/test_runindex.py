@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import StorageError
 from holdfast.run import reports as history_module
 from holdfast.run.index import RUN_FILE, RunIndex
-from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
+from holdfast.run.reports import REPORTS, Attempt, live_rows, read_history
 from holdfast.storage import MemoryStorage
 
 
@@ -121,7 +121,7 @@ def test_a_crash_between_merge_and_cleaning_counts_no_row_twice(tmp_path, monkey
     index = begin(storage, "aaaa")
     for step in range(40):
         index.report(rows(step))
-    assert [row["step"] for row in read_reports(storage)[0]] == list(range(40))
+    assert [row["step"] for row in read_history(storage).rows] == list(range(40))
 
 
 def test_a_crash_before_a_merge_is_stored_loses_no_row(tmp_path, monkeypatch) -> None:
@@ -142,7 +142,7 @@ def test_a_crash_before_a_merge_is_stored_loses_no_row(tmp_path, monkeypatch) ->
             reported = step
             index.report(rows(step))
     assert reported > 3
-    assert [row["step"] for row in read_reports(storage)[0]] == list(range(reported + 1))
+    assert [row["step"] for row in read_history(storage).rows] == list(range(reported + 1))
 
 
 def test_damaged_lines_cost_only_themselves(tmp_path, caplog) -> None:

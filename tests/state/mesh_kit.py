@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.state.load.restore import load_state
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import MemoryStorage

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.state.load.restore import load_state
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import LocalStorage

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.state.load.restore import load_state
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.writer.client import WriterClient

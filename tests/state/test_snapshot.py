@@ -14,7 +14,7 @@ from state_kit import assert_same, bits, net, train
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpointer.identity import manifest_fields
+from holdfast.checkpointer.pending_saves import manifest_fields
 from holdfast.state.save import snapshot, staging
 from holdfast.state.save.plan import plan, signature
 from holdfast.state.save.snapshot import Snapshotter

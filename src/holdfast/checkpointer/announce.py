@@ -42,15 +42,12 @@ class Announcer:
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = tuple(listeners)
-        if self.listeners:
-            import_module("holdfast.checkpoint.handle")  # now: no step waits for what listeners get
+        import_module("holdfast.checkpoint.handle")  # now: no step waits for what listeners get
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
     def tell(self, checkpoint: Checkpoint) -> None:
         """Queue the calls for a checkpoint; returns at once."""
-        if not self.listeners:
-            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-announce")
         self._pending = [call for call in self._pending if not call.done()]

@@ -20,7 +20,7 @@ from holdfast.run.costs import Save, saves
 from holdfast.run.index import RunIndex
 from holdfast.run.record import timestamp
 
-from .console import show_interval
+from .console import ResumeBlock
 
 if TYPE_CHECKING:
     from holdfast.run.reports import RunHistory
@@ -197,7 +197,7 @@ def follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule |
         seconds = auto.seconds(now)
         schedule.adjust(seconds)
         if (news := auto.news(now)) is not None:
-            show_interval(news)
+            ResumeBlock(headline=news).show()
         return seconds
 
     if schedule is not None:

@@ -146,13 +146,24 @@ class StepBoundary:
         now, session = time.monotonic(), self._session
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
-        if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
-            self.attend(now, self._step_s)
+        if not session.has_begun and not session.life.gives_back():
+            self._warm_up()
+        call = self.pace.call(now, step_s=self._step_s, save_s=self.save_s)
+        if call == "rollback":
+            self._leave()
+        if call == "stop":
+            self.stop()
+        if call == "settle":
+            session.settle()
         else:
             session.glance()
+        if session.saves.wants_retry:
+            self._save_when_space()
+        elif call == "save" or (session.saves.wants_another and session.team is None):
+            self.save()  # ranks take in a failure at a save alone, all at the same step
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
-        if self.pace.keeps(now):
+        if self.pace.snapshots is not None and self.pace.keeps(self.pace.snapshots, now):
             self._keep_snapshot()
         if is_new:
             self.watch()
@@ -219,25 +230,6 @@ class StepBoundary:
     def _before_step(self) -> bool:
         return self._progress.in_body and not self._open and not self._num_open
 
-    def attend(self, now: float, step_s: float) -> None:
-        """Do what the current step calls for: stop, save, retry, or warm up."""
-        session = self._session
-        if not session.life.gives_back():
-            self._warm_up()
-        call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
-        if call == "rollback":
-            self._leave()
-        if call == "stop":
-            self.stop()
-        if call == "settle":
-            session.settle()
-        else:
-            session.glance()
-        if session.saves.wants_retry:
-            self._save_when_space()
-        elif call == "save" or self._wants_another:
-            self.save()
-
     def _warm_up(self) -> None:
         # Optimizer state exists from the first step on: now the arena's size is known, and its pages are faulted in
         # the background, long before the first save is due.
@@ -245,17 +237,6 @@ class StepBoundary:
         if not session.has_begun and self._progress.num_steps:
             session.began(self._progress.step)
             self._snapshotter.prepare(self._state(), session.client)
-
-    @property
-    def wants_attention(self) -> bool:
-        """True before the first step was attended to, while a save waits for space, and after one that was dropped."""
-        session = self._session
-        return not session.has_begun or session.saves.wants_retry or self._wants_another
-
-    @property
-    def _wants_another(self) -> bool:
-        # Ranks take in failures at a save alone, all at the same step.
-        return self._session.saves.wants_another and self._session.team is None
 
     @property
     def save_s(self) -> float:
@@ -277,43 +258,37 @@ class StepBoundary:
         if self.guard is not None and self.guard.look() is not None:
             self._go_back()
         begun = time.perf_counter()
-        step = self._progress.step
-        with self._session.life.waits():
-            self._warm_up()
-            is_saved = (self._session.saves.last_step == step and not again) or self._start_save(force=force)
-            # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
-            self.pace.saved()
-            if is_saved:
-                self.log.flush(step)  # has rows only if the step was saved before
-        self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
-
-    def _start_save(self, *, force: bool) -> bool:
-        """Hand the current step over; False if it is skipped because the writer is busy."""
-        session, progress = self._session, self._progress
-        step, team, guard = progress.step, session.team, self.guard
+        session, progress, step = self._session, self._progress, self._progress.step
 
         def announce(name: str) -> None:
             self.log.flush(step, name=name)
-            if guard is not None:
-                guard.saving(step, name)
+            if self.guard is not None:
+                self.guard.saving(step, name)
 
-        may_skip = self._options.when_busy == "skip" and not force
-        if may_skip and (
-            session.saves.busy if team is None else not team.may_save(step)
-        ):  # the same answer on all ranks
-            session.stats.skipped += 1
-            session.journal("skipped", step=step)
-            _LOG.info(
-                "step %d: the save of step %d is still being written; this one is skipped",
-                step,
-                session.saves.last_step,
-            )
+        with session.life.waits():
+            self._warm_up()
+            if session.saves.last_step == step and not again:
+                self.log.flush(step)
+            elif force or self._options.when_busy != "skip" or not self._skips(step):
+                session.save_state(
+                    self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
+                    announce=announce,
+                )  # fmt: skip
+                progress.ledger.saved()
+            # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
+            self.pace.saved()
+        self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
+
+    def _skips(self, step: int) -> bool:
+        """``when_busy="skip"``: tell whether a save is left out because the one before is still being written."""
+        session, team = self._session, self._session.team
+        if not session.saves.busy if team is None else team.may_save(step):  # the same answer on all ranks
             return False
-        session.save_state(
-            self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
-            announce=announce,
-        )  # fmt: skip
-        progress.ledger.saved()
+        session.stats.skipped += 1
+        session.journal("skipped", step=step)
+        _LOG.info(
+            "step %d: the save of step %d is still being written; this one is skipped", step, session.saves.last_step
+        )
         return True
 
     def save_now(self, metrics: dict[str, Any]) -> None:
@@ -326,7 +301,8 @@ class StepBoundary:
             self._want_save(metrics)
         elif metrics:
             self.log.bind(metrics)
-        elif session.leads and not (self._said_saved or self._comes_again):
+        elif session.leads and not (self._said_saved or (progress.used_epochs and progress.after_pass)):
+            # The end of the body of an epoch comes again after a resume: nothing is to be said there.
             self._said_saved = True
             _LOG.warning(
                 "step %d is saved already (%s), so ck.save() saves nothing: what was changed since then is saved with "
@@ -335,11 +311,6 @@ class StepBoundary:
                 "run: holdfast.save(path, state)",
                 step, session.saves.last_name,
             )  # fmt: skip
-
-    @property
-    def _comes_again(self) -> bool:
-        """Whether this is the end of the body of an epoch, which comes again after a resume."""
-        return self._progress.used_epochs and self._progress.after_pass
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
@@ -557,7 +528,7 @@ class StepBoundary:
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
-                self.log.complain(late)
+                _LOG.error("while the run was ending with an error, this failed too: %s", late)
 
     def say_left(self, how: str) -> None:
         """Say which steps are in no checkpoint, where the body was not left in order."""
@@ -567,7 +538,8 @@ class StepBoundary:
             _LOG.warning("the run was left (%s): %s in no checkpoint", how, steps)
 
     def _last_details(self) -> dict[str, Any]:
-        return {"last_step": self._progress.step, **self.pace.stop_details()}
+        why = self.pace.stopped_by.removeprefix("the ")
+        return {"last_step": self._progress.step, **({"stop": why} if why else {})}
 
     def _say_lost(self) -> None:
         """Log how many saves were lost because the storage was full or did not answer."""

@@ -204,8 +204,7 @@ class Checkpointer:
             from .guard import Judge  # not above: most runs have no guard
 
             self._progress.judge = Judge(options.guard)
-        given = frozenset(self.state)
-        self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
+        self._progress.home, self._progress.given = self.state, frozenset(self.state)
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
             max_file_bytes=min(side.traits.max_file_bytes for side in self._sides), unsupported=options.unsupported,
@@ -353,7 +352,7 @@ class Checkpointer:
         assert session is not None
         assert course is not None
         self._step_s = step_s = entered - self._left - course.held_s
-        session.clock.step(step_s, draining=session.saves.busy)
+        session.costs.stepped(step_s, draining=session.saves.busy)
         progress.stepped()
         session.note_step(progress.step)
         if course.guard is not None:

@@ -56,11 +56,6 @@ class ResumeBlock:
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
 
 
-def show_interval(news: str) -> None:
-    """Print, on stderr, how often a run saves that finds its interval itself."""
-    ResumeBlock(headline=news).show()
-
-
 def show_stop(why: str, step: int, storage: Storage, exit_code: int, *, left_by: str = "", anew: bool = False) -> None:
     """Print, on stderr, how a run ended that was asked to stop, and how to go on.
 

@@ -31,9 +31,8 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveJob
 
 from .console import listed
-from .identity import manifest_fields, new_start_id
 from .meeting import Alone, Meeting, meet
-from .pending_saves import ANSWER_MARGIN_S
+from .pending_saves import ANSWER_MARGIN_S, manifest_fields, new_start_id
 from .progress import RESERVED
 from .rank_group import RankGroup
 
@@ -151,7 +150,8 @@ def save(
         snapshotter.alike, snapshotter.model_files = group, beside
         with place.broadcast_errors():
             future = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
-        place.wait(future)
+        place.wait(future, place.target.uri)
+        future.result()
         snapshotter.rest()
         if _idle.setdefault(place.layout, snapshotter) is not snapshotter:
             snapshotter.close()
@@ -238,7 +238,8 @@ def begin_save(
             snapshotter.alike, snapshotter.model_files = group, beside
             before = _pending.get(arena)
             if before is not None:
-                place.wait_for_arena(before)
+                # Until it has let go of the arena; its own handle reports how it ended.
+                place.wait(before, "the save before this one, whose memory is needed,")
             begun = time.perf_counter()
             try:
                 _pending[arena] = future = place.submit(
@@ -318,7 +319,9 @@ def load(
     groups: list[tuple[int, ...] | None] = []
 
     def begin() -> bool:
-        found.append(_source(source, together=together))
+        given = _checkpoint(source)
+        # Ranks that load together decide first whether it is the newest of a run.
+        found.append(newest_of_run(given) if together else given)
         groups.append(_group(alike, into, info))
         return groups[0] is not None
 
@@ -385,11 +388,6 @@ def _beside(given: Any, state: Mapping[str, Any], *, overwrite: bool) -> ModelFi
     return model_files
 
 
-def _source(path: str | os.PathLike[str] | Checkpoint, *, together: bool) -> Checkpoint:
-    """Return the checkpoint to load; ranks that load together decide first whether it is the newest of a run."""
-    return newest_of_run(_checkpoint(path)) if together else _checkpoint(path)
-
-
 def _group(alike: Alike, into: Mapping[Any, Any] | None, info: RankInfo) -> tuple[int, ...] | None:
     """Return the ranks that hold the same as this one; None for all of them."""
     rank, world_size = info.rank, info.world_size
@@ -448,7 +446,7 @@ class SaveTarget:
 
         return ranks_alike(alike, rank=self.team.rank, world_size=self.team.world_size)
 
-    def snapshotter(self, *, max_staging_bytes: int | None = None, alike: tuple[int, ...] | None = None) -> Snapshotter:
+    def snapshotter(self, *, max_staging_bytes: int | None = None) -> Snapshotter:
         """Make a snapshotter that lays files out as this target needs."""
         rank, world_size = (0, 1) if self.team is None else (self.team.rank, self.team.world_size)
         return Snapshotter(
@@ -456,7 +454,6 @@ class SaveTarget:
             world_size=world_size,
             max_file_bytes=self.target.storage.traits.max_file_bytes,
             max_staging_bytes=max_staging_bytes,
-            alike=alike,
         )
 
     def broadcast_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -501,16 +498,13 @@ class SaveTarget:
         )
         return snapshotter.submit(state, self.client, self.target.storage, job, unsupported=unsupported, aside=aside)
 
-    def wait(self, future: Future[Any]) -> None:
-        """Wait until the checkpoint is durable."""
-        self._await(future, self.target.uri)
-        future.result()
+    def wait(self, future: Future[Any], what: str) -> None:
+        """Wait until a save has ended, well or not; for a bounded time where several ranks save.
 
-    def wait_for_arena(self, before: Future[Any]) -> None:
-        """Wait until an earlier save has let go of the arena; its own handle reports how it ended."""
-        self._await(before, "the save before this one, whose memory is needed,")
-
-    def _await(self, future: Future[Any], what: str) -> None:
+        Args:
+            future: of the save.
+            what: names it in the error.
+        """
         limit_s = None if self.team is None else self.team.timeout_s + ANSWER_MARGIN_S
         wait([future], timeout=limit_s)
         if not future.done():
@@ -525,15 +519,23 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
         ConfigError: an argument is wrong, or the ranks have no process group to meet through.
         HoldfastError: another rank did not come.
     """
+    global _start_id
     if ranks not in ("all", "this"):
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls save) or 'this' (only the calling rank saves)")
     if unsupported not in ("raise", "drop"):
         raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
     info = current_ranks()
     if ranks == "this" or info.world_size == 1:
-        target = path if isinstance(path, Checkpoint) else Checkpoint(path)
-        return SaveTarget(target=target, client=_client(target.storage), save_id=_next_save_id())
-    found = _try_path(path)
+        target = _checkpoint(path)
+        with _clients_lock:
+            _start_id = _start_id or new_start_id()
+            save_id = f"{_start_id}-{next(_numbers):x}"
+            return SaveTarget(target=target, client=_client(target.storage), save_id=save_id)
+    found: Checkpoint | HoldfastError
+    try:
+        found = _checkpoint(path)
+    except HoldfastError as error:  # the other ranks have to receive it too
+        found = error
     kind = _PROCESS if isinstance(found, HoldfastError) else _kind(found.storage)
     with _clients_lock:
         team, numbers = _team(info, kind)
@@ -549,14 +551,6 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
             "the ranks again, or save on one of them with ranks='this'"
         )
     return SaveTarget(target=found, client=team.client, save_id=save_id, team=team)
-
-
-def _try_path(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint | HoldfastError:
-    """Resolve a path; return the error instead of raising it, because the other ranks have to receive it too."""
-    try:
-        return path if isinstance(path, Checkpoint) else Checkpoint(path)
-    except HoldfastError as error:
-        return error
 
 
 def _team(info: RankInfo, kind: str) -> tuple[RankGroup, itertools.count[int]]:
@@ -587,11 +581,3 @@ def _client(storage: Storage) -> WriterClient:
         if client is None or client.closed:
             client = _clients[kind] = WriterClient.start(storage)
         return client
-
-
-def _next_save_id() -> str:
-    global _start_id
-    with _clients_lock:
-        if not _start_id:
-            _start_id = new_start_id()
-        return f"{_start_id}-{next(_numbers):x}"

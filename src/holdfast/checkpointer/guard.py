@@ -27,7 +27,7 @@ from holdfast.run.names import ROLLBACKS
 from holdfast.run.rollbacks import Rollback, in_words
 from holdfast.state.accelerator import has_streams
 
-from .identity import is_foreign_array
+from .metrics import is_foreign_array
 from .pending_saves import PendingSaves
 from .run_session import RunSession
 

@@ -163,7 +163,7 @@ class DataLedger:
         state = {
             "attempt": self._attempt,
             "world_size": self._world_size,
-            "lives": [list(life) for life in self._lives[-_NUM_LIVES:]],
+            "lives": self._lives[-_NUM_LIVES:],
             "at": {name: [int(found["epoch"]), int(found["batches"])] for name, found in positions.items()},
             "loaders": {**self._makeups_before, **self._makeups},
             "recent": b"".join(dict.fromkeys([*first, *self._recent])),
@@ -316,12 +316,9 @@ class DataLedger:
                 "its saved position, unless its data begin anew just here", what, kind,
             )  # fmt: skip
 
-    def _stop_comparing(self, name: str) -> None:
-        self._known.pop(name, None)
-
     def say(self, name: str, what: str, *, was_trained: int = 0) -> None:
         """Say what is certain; after the first difference everything differs, so nothing more is compared."""
-        self._stop_comparing(name)
+        self._known.pop(name, None)
         self._apart.add(name)
         if self.tell is not None:
             self.tell(what)

@@ -1,4 +1,4 @@
-"""Metrics of a run: kept as they come, read and sent when something is written anyway.
+"""Metrics of a run: kept as they come, read and sent when something is written anyway; what one may be.
 
 Metrics on an accelerator are read by another thread, behind an event: reading one makes a thread wait for the device.
 """
@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
+from holdfast.run.metrics import check_length
 from holdfast.state.accelerator import has_streams
+from holdfast.state.tree.arrays import is_spread, local_tensor
 
-from .identity import is_foreign_array, plain_at_once, plain_metrics, take_metrics
-from .run_session import RunSession
+if TYPE_CHECKING:
+    from .run_session import RunSession
 
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
 _EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request
 _EMPTY: dict[str, Any] = {}
+_SHORT = (float, str, bool, type(None))
+_PLAIN = (*_SHORT, int)
+_USUAL = 1 << 63
 
 
 class MetricLog:
@@ -55,13 +61,13 @@ class MetricLog:
         plain = plain_at_once(metrics)
         # Not between two rows of a step: a save of it is about to name it.
         if now >= self._due and not self._num_late and step != self._current_step:
-            self._send(None)
+            self.flush()
         if plain is None:
-            self._num_late += any(map(_is_ours_to_read, metrics.values()))
+            self._num_late += any(map(_is_ours_to_read, _flat(metrics)))
         else:
             memory = self._session.memory
             if not memory.add_row(step, epoch, now, plain) and not self._num_late:
-                self._send(None)
+                self.flush()
                 memory.add_row(step, epoch, now, plain)
         rows = self._rows
         rows.append((step, epoch, now, metrics if plain is None else plain))  # what is read is not read again
@@ -72,7 +78,7 @@ class MetricLog:
         else:
             self._current_step, self._current = step, metrics
         if len(rows) >= _MAX_ROWS:
-            self._send(None)
+            self.flush()
 
     def of_step(self, step: int) -> Callable[[], dict[str, Any]]:
         """Return what gives everything reported for ``step`` so far, as numbers; it may wait for a device."""
@@ -95,28 +101,22 @@ class MetricLog:
         else:
             session.note("metrics", about=name, name=name, late=lambda: {"metrics": _readable(read()[0], step)})
 
-    def flush(self, step: int, *, name: str | None = None) -> None:
+    def flush(self, step: int = -1, *, name: str | None = None) -> None:
         """Read and send all rows.
 
         Args:
-            step: the current step.
+            step: the current step; -1 where no row is bound to a checkpoint, as between two steps.
             name: of the checkpoint that is being made of this step.
         """
-        if name is None and self._session.saves.last_step == step:
-            name = self._session.saves.last_name
-        self._send(name, step)
-
-    def complain(self, error: Exception) -> None:
-        """Log an error that must not replace the error already being raised."""
-        _LOG.error("while the run was ending with an error, this failed too: %s", error)
-
-    def _send(self, checkpoint: str | None, step: int = -1) -> None:
         self._due = time.time() + self._every_s
         if not self._rows:
             return
+        session = self._session
+        if name is None and step >= 0 and session.saves.last_step == step:
+            name = session.saves.last_name
         rows, self._rows = self._rows, []
         self._num_late = 0
-        attempt = self._session.opened.attempt
+        attempt = session.opened.attempt
 
         def records(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             return [
@@ -126,17 +126,17 @@ class MetricLog:
                     "epoch": epoch,
                     "time": when,
                     "metrics": _readable(metrics, at),
-                    "checkpoint": checkpoint if at == step else None,
+                    "checkpoint": name if at == step else None,
                 }
                 for (at, epoch, when, _), metrics in zip(rows, values, strict=True)
             ]
 
         read = _reader([(at, metrics) for at, _, _, metrics in rows])
         if read is None:
-            self._session.note("report", about=checkpoint, rows=records([metrics for *_, metrics in rows]))
+            session.note("report", about=name, rows=records([metrics for *_, metrics in rows]))
         else:
-            self._session.note("report", about=checkpoint, late=lambda: {"rows": records(read())})
-        self._session.memory.clear_rows()
+            session.note("report", about=name, late=lambda: {"rows": records(read())})
+        session.memory.clear_rows()
 
 
 class NoLog(MetricLog):
@@ -167,13 +167,13 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
     Args:
         rows: steps and their metrics.
     """
-    devices = {tensor.device for _, value in rows for tensor in _on_devices(value)}
+    devices = {leaf.device for _, value in rows for leaf in _flat(value) if _is_on_device(leaf)}
     if not devices:
         return None
-    values = [
-        {**value, **_readable({name: item for name, item in value.items() if _is_ours_to_read(item)}, step)}
-        for step, value in rows
-    ]
+    values = []
+    for step, value in rows:
+        ours = {name: item for name, item in value.items() if any(map(_is_ours_to_read, _flat(item)))}
+        values.append({**value, **_readable(ours, step)})
     events: list[Any] = []
     for device in devices:
         module = torch.get_device_module(device)
@@ -191,9 +191,9 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
             with module.stream(module.Stream(device)):
                 groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
                 for value in values:
-                    for tensor in _on_devices(value):
-                        if tensor.device == device:
-                            groups.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+                    for leaf in _flat(value):
+                        if _is_on_device(leaf) and leaf.device == device:
+                            groups.setdefault((leaf.dtype, leaf.shape), []).append(leaf)
                 for group in groups.values():  # one copy for the losses of a thousand steps
                     together = torch.stack(group).cpu()
                     numbers.update(zip(map(id, group), together.unbind(), strict=True))
@@ -202,26 +202,28 @@ def _reader(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Callable[[], list[
     return read
 
 
-def _is_ours_to_read(value: Any) -> bool:
-    """Tell whether a value lies elsewhere, and only the training thread may wait for it."""
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield the values in a metric, or in a mapping of them."""
     if isinstance(value, (Mapping, list)):
-        return any(map(_is_ours_to_read, value.values() if isinstance(value, Mapping) else value))
-    if isinstance(value, torch.Tensor):
-        return not value.is_cpu and next(_on_devices(value), None) is None
-    return is_foreign_array(value)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _flat(item)
+    else:
+        yield value
 
 
-def _on_devices(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a metric, or in a mapping of them, that another thread can read.
+def _is_on_device(value: Any) -> bool:
+    """Tell whether a value of `_flat` is one that another thread can read from its device.
 
     Not those of subclasses: what reading them does is not known.
     """
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device)
+
+
+def _is_ours_to_read(value: Any) -> bool:
+    """Tell whether a value of `_flat` lies elsewhere, and only the training thread may wait for it."""
     if isinstance(value, torch.Tensor):
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_streams(value.device):
-            yield value
-    elif isinstance(value, (Mapping, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _on_devices(item)
+        return not value.is_cpu and not _is_on_device(value)
+    return is_foreign_array(value)
 
 
 def _replaced(value: Any, numbers: Mapping[int, Any]) -> Any:
@@ -244,3 +246,105 @@ def _readable(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
             except ConfigError as error:
                 _LOG.error("a metric of step %d is NOT recorded: %s", step, error)
         return found
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn metric values into plain numbers; tensors are read here, which waits for their device.
+
+    Raises:
+        ConfigError: a value is no metric.
+    """
+    return {name: _plain(value, name) for name, value in metrics.items()}
+
+
+def plain_at_once(metrics: dict[str, Any]) -> dict[str, Any] | None:
+    """Return metrics of `take_metrics` as plain numbers; None if that would wait for a device, or one is no metric."""
+    if all(type(value) in _PLAIN for value in metrics.values()):
+        return metrics
+    if any(map(_is_far, _flat(metrics))):
+        return None
+    try:
+        return plain_metrics(metrics)
+    except ConfigError:  # of a list of a mapping: said when the row is sent
+        return None
+
+
+def _is_far(value: Any) -> bool:
+    return value.device.type != "cpu" if isinstance(value, torch.Tensor) else is_foreign_array(value)
+
+
+def is_foreign_array(value: object) -> bool:
+    """Tell whether a value is an array of another library, which may wait for a device when it is read."""
+    return callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic))
+
+
+def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+    """Copy metrics that the caller may go on changing; no tensor is read, so that nothing waits for a device.
+
+    Raises:
+        ConfigError: a value is no metric; it names the metric and its step.
+    """
+    try:
+        return {
+            name: value
+            if type(value) in _SHORT or (type(value) is int and -_USUAL < value < _USUAL)  # counts, at each step
+            else _take(value, name)
+            for name, value in metrics.items()
+        }
+    except ConfigError as error:
+        raise ConfigError(f"step {step}: {error}") from None
+
+
+def _take(value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        if is_spread(value):
+            value = _on_this_rank(value, name)
+        # The caller may go on adding to it in place, and a CUDA graph writes to the same tensor each step.
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {str(key): _take(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take(item, name) for item in value]
+    if callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return value  # of JAX: it cannot be changed, and reading it waits for its device
+    return _plain(value, name)
+
+
+def _on_this_rank(value: Any, name: str) -> torch.Tensor:
+    """Return a DTensor that each rank holds as a whole as a plain tensor, without communication.
+
+    Raises:
+        ConfigError: other ranks hold parts of it: to read it is a call of all ranks, and rank 0 reads metrics alone.
+    """
+    places = getattr(value, "placements", None)
+    if places is None or not all(
+        place.is_replicate() or size == 1 for place, size in zip(places, value.device_mesh.shape, strict=True)
+    ):
+        raise ConfigError(
+            f"metric {name!r} is a {type(value).__name__} of which each rank holds a part ({places}), and rank 0 alone "
+            f"reads metrics: give {name}=value.full_tensor(), called on all ranks"
+        )
+    return local_tensor(value)
+
+
+def _plain(value: Any, name: str) -> Any:
+    check_length(value, name)
+    if type(value) in _PLAIN:
+        return value
+    for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, torch.Tensor):
+        return _plain(value.item() if value.numel() == 1 else value.tolist(), name)
+    if callable(getattr(value, "tolist", None)):  # NumPy scalars and arrays
+        return _plain(value.tolist(), name)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name) for item in value]
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(f"metric {name!r} is a {type(value).__name__} that is no number: {error}") from error
+    raise ConfigError(f"metric {name!r} is a {type(value).__name__}: give a number, a tensor or a string")

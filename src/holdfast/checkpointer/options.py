@@ -102,17 +102,17 @@ class CheckpointerOptions:
     timeout_s: float
     silence_s: float
     seed_samples: bool
-    mirror: Mirror | None = None
-    on_commit: tuple[Listener, ...] = ()
-    fit: Fit = Fit()
-    unsupported: str = "raise"
-    alike: Alike = None
-    auto: bool = False
-    model_files: ModelFiles | None = None
-    on_data_mismatch: str = "raise"
-    rescue: tuple[Interval, ...] = ()
-    auto_rescue: bool = False
-    guard: Guard | None = None
+    mirror: Mirror | None
+    on_commit: tuple[Listener, ...]
+    fit: Fit
+    unsupported: str
+    alike: Alike
+    auto: bool
+    model_files: ModelFiles | None
+    on_data_mismatch: str
+    rescue: tuple[Interval, ...]
+    auto_rescue: bool
+    guard: Guard | None
 
     @property
     def rescues(self) -> bool:
@@ -126,39 +126,29 @@ class CheckpointerOptions:
         every: IntervalLike | Sequence[IntervalLike] | None,
         keep: Keep | None,
         resume: str | os.PathLike[str] | Checkpoint,
-        when_busy: str,
-        on_full: str,
         local_dir: str | os.PathLike[str] | Mirror | None,
         max_staging_bytes: int | str | None,
         deadline: float | IntervalLike | datetime | None,
         exit_code_for_requeue: int,
         timeout_s: float,
         silence_s: float,
-        seed_samples: bool,
-        on_commit: Listener | str | Sequence[Listener | str] | None = None,
-        strict: bool = True,
-        allow_missing: str | Sequence[str] = (),
-        skip: str | Sequence[str] = (),
-        rename: Mapping[str, str] | None = None,
-        unsupported: str = "raise",
-        alike: Alike = None,
-        model_files: ModelFiles | None = None,
-        on_data_mismatch: str = "raise",
-        rescue: IntervalLike | Sequence[IntervalLike] | None = None,
-        guard: Guard | None = None,
+        on_commit: Listener | str | Sequence[Listener | str] | None,
+        strict: bool,
+        allow_missing: str | Sequence[str],
+        skip: str | Sequence[str],
+        rename: Mapping[str, str] | None,
+        rescue: IntervalLike | Sequence[IntervalLike] | None,
+        guard: Guard | None,
+        **as_given: Any,
     ) -> CheckpointerOptions:
-        """Check every argument.
+        """Check every argument; those of ``as_given`` are used in the form in which they were given.
 
         Raises:
             ConfigError: an argument is wrong.
         """
-        chosen = {
-            "when_busy": when_busy, "on_full": on_full, "unsupported": unsupported,
-            "on_data_mismatch": on_data_mismatch,
-        }  # fmt: skip
-        for name, value in chosen.items():
-            if value not in _CHOICES[name]:
-                raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
+        for name, choices in _CHOICES.items():
+            if as_given[name] not in choices:
+                raise ConfigError(f"{name}={as_given[name]!r}: use one of {', '.join(map(repr, choices))}")
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if guard is not None and not isinstance(guard, Guard):
@@ -212,25 +202,19 @@ class CheckpointerOptions:
             intervals=intervals,
             keep=keep,
             resume=resume,
-            when_busy=when_busy,
-            on_full=on_full,
             max_staging_bytes=staging,
             deadline=Deadline(_end_of_job() if deadline == "slurm" else deadline, now=now),
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,
             silence_s=float(silence_s),
-            seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
             on_commit=_listeners(on_commit),
             fit=_fit(strict, allow_missing, skip, rename),
-            unsupported=unsupported,
-            alike=alike,
             auto=auto,
-            model_files=model_files,
-            on_data_mismatch=on_data_mismatch,
             rescue=snapshots,
             auto_rescue=auto_rescue,
             guard=guard,
+            **as_given,
         )
 
 

@@ -2,29 +2,38 @@
 
 Each front door follows its saves with one of these: what a good end means for the next save, what a lost one costs, how
 long anybody waits. A storage that is full or does not answer costs a save, not the training; `LostSaves` is the one
-policy for that. `NoteSender` sends the notes between saves: rows of a report, late metrics. `Stats` says what saving
-has cost, in blocked time and in time lost to the writing in the background.
+policy for that. `manifest_fields` says what the trainer knows of a checkpoint. `NoteSender` sends the notes between
+saves: rows of a report, late metrics. `Stats` says what saving has cost, in blocked time and in time lost to the
+writing in the background, and `SaveCosts` what each save has.
 """
 
 from __future__ import annotations
 
+import platform
+import secrets
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from threading import Event
 from typing import Any
 
+import torch
+
 from holdfast._log import get_logger
+from holdfast._version import __version__
 from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, StorageFullError, StorageUnavailableError
 from holdfast.storage.together import SerialExecutor
 from holdfast.writer.client import WriterClient
 
+from .metrics import plain_metrics
+
 __all__ = [
     "ANSWER_MARGIN_S", "MAX_LOST", "TRANSIENT_ERRORS", "LostSaves", "NoteSender", "PendingSaves", "RunSave",
-    "SaveCosts", "Stats", "StepClock", "failed", "passing_error", "state_of",
+    "SaveCosts", "Stats", "failed", "manifest_fields", "new_start_id", "passing_error", "state_of",
 ]  # fmt: skip
 
 TRANSIENT_ERRORS = (StorageFullError, StorageUnavailableError)
@@ -56,7 +65,7 @@ class RunSave:
         overwrite: a checkpoint of this name is replaced when the save commits.
         extra: for the manifest.
         follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
-            nothing is done, the session gave the name, and steps are measured by its clock.
+            nothing is done, the session gave the name, and its steps are measured.
         committed: called, in `PendingSaves.settle`, with the outcome of a good end.
         lost: called there with the error of a bad end; returns what is logged, if training goes on.
         checkpoint_id: of the checkpoint; None for a file, which has none.
@@ -76,6 +85,37 @@ class RunSave:
     future: Future[Any] = field(default_factory=Future)
     begun: float = 0.0
     durable: float = 0.0
+
+
+def new_start_id() -> str:
+    """Return an id for one life of a process; part of file names, so two lives never share a file."""
+    return secrets.token_hex(4)
+
+
+def manifest_fields(
+    *,
+    checkpoint_id: str,
+    step: int | None,
+    epoch: float | None,
+    metrics: Mapping[str, Any],
+    run_id: str | None = None,
+    parent: str | None = None,
+    attempt: int = 1,
+    world_size: int = 1,
+) -> dict[str, Any]:
+    """Return the fields of a manifest that the trainer knows; the defaults are those of a save without a run."""
+    return {
+        "run_id": run_id,
+        "checkpoint_id": checkpoint_id,
+        "parent": parent,
+        "attempt": attempt,
+        "step": step,
+        "epoch": epoch,
+        "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "metrics": plain_metrics(metrics) if metrics else {},
+        "world_size": world_size,
+        "versions": {"holdfast": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 class PendingSaves:
@@ -99,7 +139,7 @@ class PendingSaves:
         parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
         lost: counts the saves that the storage did not take.
         wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
-        wants_another: the last save was dropped because its data is gone, so the next step is to be saved instead.
+        wants_another: the last save was dropped because its data is gone, so the current step is to be saved instead.
     """
 
     def __init__(
@@ -198,22 +238,19 @@ class PendingSaves:
             if not save.future.done():
                 if len(self._pending) <= leave:
                     return
-                self._wait(save)
+                begun = time.perf_counter()
+                limit_s = self.timeout_s + (0.0 if self._rank is None else ANSWER_MARGIN_S)
+                wait([save.future], timeout=0.0 if self.stuck else limit_s)
+                self._held(time.perf_counter() - begun)
+                self.stuck = not save.future.done()
+                if self.stuck:
+                    whose = "" if self._rank is None else f"rank {self._rank}: "
+                    raise HoldfastError(
+                        f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: "
+                        f"{self._uri} is stuck or very slow; training cannot count on it"
+                    )
             del self._pending[0]
             self._take_in(save)
-
-    def _wait(self, save: RunSave) -> None:
-        begun = time.perf_counter()
-        limit_s = self.timeout_s + (0.0 if self._rank is None else ANSWER_MARGIN_S)
-        wait([save.future], timeout=0.0 if self.stuck else limit_s)
-        self._held(time.perf_counter() - begun)
-        self.stuck = not save.future.done()
-        if self.stuck:
-            whose = "" if self._rank is None else f"rank {self._rank}: "
-            raise HoldfastError(
-                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: {self._uri} "
-                "is stuck or very slow; training cannot count on it"
-            )
 
     def _take_in(self, save: RunSave) -> None:
         self.stuck = False
@@ -413,31 +450,11 @@ class Stats:
         return asdict(self)
 
 
-class StepClock:
-    """Separates quiet steps from steps that ran while a save was being written.
-
-    The lost time of a drain is the sum over its steps of what each took longer than the median quiet step.
-    """
-
-    def __init__(self) -> None:
-        self._quiet: deque[float] = deque(maxlen=64)
-        self._draining: list[float] = []
-
-    def step(self, seconds: float, *, draining: bool) -> None:
-        """Record one step, without the time it was held."""
-        (self._draining if draining else self._quiet).append(seconds)
-
-    def take_lost(self) -> float:
-        """Return the time lost by the steps of the last drain, and forget them."""
-        steps, self._draining = self._draining, []
-        if len(self._quiet) < 3 or not steps:
-            return 0.0
-        usual = statistics.median(self._quiet)
-        return max(0.0, sum(seconds - usual for seconds in steps))
-
-
 class SaveCosts:
     """Divides the held and lost time of a run: each save pays for itself, and snapshots are counted together.
+
+    Steps that ran while a save was being written are told apart from quiet ones: the time lost to a save is the sum
+    over its steps of what each took longer than the median quiet step.
 
     Args:
         stats: has the totals of both.
@@ -458,6 +475,12 @@ class SaveCosts:
         self._snapshots_s = 0.0
         self._untold: dict[str, Any] = {}
         self._next_telling = 0.0
+        self._quiet: deque[float] = deque(maxlen=64)
+        self._draining: list[float] = []
+
+    def stepped(self, seconds: float, *, draining: bool) -> None:
+        """Take in one step, without the time it was held."""
+        (self._draining if draining else self._quiet).append(seconds)
 
     def held(self, seconds: float) -> None:
         """Take in that a save has held the loop."""
@@ -474,6 +497,10 @@ class SaveCosts:
 
     def of_save(self) -> tuple[float, float]:
         """Return the seconds held and lost since the save before, which the one that has just ended pays for."""
+        steps, self._draining = self._draining, []
+        if len(self._quiet) >= 3 and steps:
+            usual = statistics.median(self._quiet)
+            self._stats.seconds_lost += max(0.0, sum(seconds - usual for seconds in steps))
         before, self._counted = self._counted, (self._stats.seconds_blocked, self._stats.seconds_lost)
         return self._counted[0] - before[0], self._counted[1] - before[1]
 

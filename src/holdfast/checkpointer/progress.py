@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,57 @@ _LOG = get_logger("checkpointer")
 _NOBODY = 0  # no thread has this identity
 
 
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """What is known of the pass over one loader in the current epoch.
+
+    Attributes:
+        batches: gives them.
+        drawn: batches that it has yielded.
+        trained: its samples and batches at the last step.
+        marks: its last positions, in samples and batches: 1 + the number of batches drawn ahead.
+        draws: batches at its start, before its first step, its second.
+        failed_at: where it has failed last; -1: nowhere.
+        is_elsewhere: another thread than that of the steps draws from it.
+        was_left: its loop was left by a `break`, and is not gone on with.
+        was_reopened: it was gone on with by another loop.
+    """
+
+    batches: ResumableBatches
+    drawn: int
+    trained: tuple[int, int]
+    marks: deque[tuple[int, int]]
+    draws: list[int]
+    failed_at: int = -1
+    is_elsewhere: bool = False
+    was_left: bool = False
+    was_reopened: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a batch of it was trained, in this life or before."""
+        return self.trained[1] > 0
+
+    @property
+    def ahead(self) -> int:
+        """How many batches the loop has said to draw before it trains them."""
+        return (self.marks.maxlen or 1) - 1
+
+    def position(self) -> dict[str, Any]:
+        """Return the position after the last trained step."""
+        batches, trained = self.batches, self.trained
+        is_behind = batches.kind != "stateful" and trained != (batches.samples, batches.batches)
+        left = {"left": True} if self.was_left and not batches.done else {}
+        return {**batches.state_dict(at=trained if is_behind else None), **left}
+
+    def move_up(self) -> None:
+        """Where no batch is left to be drawn, let a step go on to those that were drawn ahead."""
+        begin, *drawn = self.draws
+        first = drawn[0] if drawn else self.drawn - begin  # what is in flight, and what one step takes
+        for _ in range(min(len(self.marks) - 1, max(1, first - self.ahead))):
+            self.marks.popleft()
+
+
 class Progress:
     """Counters of a run and the position in its data.
 
@@ -47,7 +99,8 @@ class Progress:
         num_passes: passes over loaders begun in this life.
         epoch_steps: steps of this life in the current epoch.
         begun_after: the epoch that this life did not enter again, since its only step was made; -1 if there is none.
-        added: returns the names that came into the run's state since it was entered.
+        home: the state that the user gave.
+        given: the names in it when the run was entered: those that came since are saved by their names.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
         has_own_place: whoever makes the steps keeps the place in the data, in the state: `ck.batches` is not missed.
         ledger: what was trained on, compared with what resumed loaders give.
@@ -68,25 +121,18 @@ class Progress:
         self._seed_samples, self._rank, self._world_size = seed_samples, rank, world_size
         self._samples_before = 0  # of the epochs that are over
         self._positions: dict[str, Mapping[str, Any]] = {}  # where earlier lives stopped, by loader name
-        self._live: dict[str, ResumableBatches] = {}
-        self._drawn: dict[str, int] = {}  # batches each live loader has yielded
-        self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: 1 + the number of batches drawn ahead
-        self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
-        self._drawn_elsewhere: set[str] = set()  # loaders that another thread than that of the steps draws from
-        self._failures: dict[str, int] = {}  # where a loader has failed last in this pass
-        self._left: set[str] = set()  # loaders whose loop was left in this epoch, and is not gone on with
-        self._reopened: set[str] = set()  # loaders whose pass was gone on with in this epoch
+        self._passes: dict[str, _Pass] = {}  # of this epoch, by loader name
         self._by_epochs = self.used_epochs = False
         self._body, self._body_thread = "", _NOBODY
         self._stepper: threading.Thread | None = None  # has made the last step
         self._index = 0
-        self._draws: dict[str, list[int]] = {}  # of each pass: batches at its start, before its first step, its second
         self.num_drawn = self.num_steps = self.num_passes = 0
         self.epoch_steps = 0
         self._steps_an_epoch = 0  # of the last epoch that made steps without batches; 0: none was seen to its end
         self.begun_after = -1
         self._late_steps = 0  # of this pass, after its last batch
-        self.added: Callable[[], list[str]] = list
+        self.home: Mapping[Any, Any] = {}
+        self.given: frozenset[Any] = frozenset()
         self._added_before: list[str] = []
         self.counted_by_user = self.has_own_place = False
         self._awaited: set[str] = set()  # loaders that the checkpoint has in the middle of a pass, and no loop took up
@@ -107,21 +153,21 @@ class Progress:
         if self._awaited:
             self._say_awaited()
         place: list[BatchSpan] = []
-        for name, marks in self._marks.items():
-            if len(marks) > 1 and name in self._live and self._live[name].done:  # opening may have been interrupted
-                self._move_up(name, marks)
-            at, draws = marks[0], self._draws[name]
-            if self.judge is not None and at[1] > self._trained[name][1]:
-                place.append(BatchSpan(name, self.epoch, self._trained[name][1], at[1]))
+        for name, one in self._passes.items():
+            if len(one.marks) > 1 and one.batches.done:
+                one.move_up()
+            at, draws = one.marks[0], one.draws
+            if self.judge is not None and at[1] > one.trained[1]:
+                place.append(BatchSpan(name, self.epoch, one.trained[1], at[1]))
             if len(draws) < 3:
-                draws.append(self._drawn[name] - sum(draws))
+                draws.append(one.drawn - sum(draws))
                 if len(draws) == 3:
-                    self._say_ahead(name, *draws[1:], ahead=(marks.maxlen or 1) - 1)
-            self._trained[name] = at
+                    self._say_ahead(name, one)
+            one.trained = at
         self.place = tuple(place)
-        if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
+        if self._passes and all(one.batches.done for one in self._passes.values()) and not self.in_body:
             self._late_steps += 1
-            if self._late_steps == 1 + max(marks.maxlen or 1 for marks in self._marks.values()):
+            if self._late_steps == 2 + max(one.ahead for one in self._passes.values()):
                 self._remind(
                     "steps were made after ck.batches() had given its last batch, without asking it for another one: "
                     "batches that the script keeps itself (itertools.cycle, a list) are gone after a resume. Take each "
@@ -131,7 +177,7 @@ class Progress:
             # A full-batch loop: what follows the last step of an epoch belongs to it, as in a body over batches.
             is_last = self.epoch_steps == (self._steps_an_epoch or 1)
             self._body, self._body_thread = "", threading.get_ident() if is_last else _NOBODY
-        if self.epoch_steps == 2 and self._by_epochs and not self._live and not self.has_own_place:
+        if self.epoch_steps == 2 and self._by_epochs and not self._passes and not self.has_own_place:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
@@ -150,7 +196,7 @@ class Progress:
     def _say_awaited(self) -> None:
         """Say that steps are made on another loader than the one that the checkpoint was saved in the middle of."""
         saved, self._awaited = ", ".join(map(repr, sorted(self._awaited))), set()
-        others = ", ".join(repr(name) for name in sorted(self._live) if name not in self._positions)
+        others = ", ".join(repr(name) for name in sorted(self._passes) if name not in self._positions)
         if others:
             self._remind(
                 f"this checkpoint was saved in the middle of epoch {self.epoch} of {saved}, and steps are made on "
@@ -158,21 +204,14 @@ class Progress:
                 "that it was saved with"
             )
 
-    def _move_up(self, name: str, marks: deque[tuple[int, int]]) -> None:
-        """Where no batch is left to be drawn, let a step go on to those that were drawn ahead."""
-        begin, *drawn = self._draws[name]
-        first = drawn[0] if drawn else self._drawn[name] - begin  # what is in flight, and what one step takes
-        for _ in range(min(len(marks) - 1, max(1, first - ((marks.maxlen or 1) - 1)))):
-            marks.popleft()
-
     @property
     def samples(self) -> int:
         """Samples of trained steps, over all ranks and epochs."""
-        current = sum(self._trained[name][0] for name in self._live)
+        current = sum(one.trained[0] for one in self._passes.values())
         stored = sum(
             int(position["samples"])
             for name, position in self._positions.items()
-            if name not in self._live and position["epoch"] == self.epoch
+            if name not in self._passes and position["epoch"] == self.epoch
         )
         return self._samples_before + current + stored
 
@@ -180,9 +219,10 @@ class Progress:
         """Return everything as plain data."""
         positions = dict(self._positions)
         # All of a loader without a step is no position: an evaluation, under the name of the loader for training even.
-        counted = [name for name, batches in self._live.items() if self._is_trained(name) or not batches.done]
-        positions.update((name, self._position(name)) for name in counted)
+        counted = {name: one for name, one in self._passes.items() if one.is_trained or not one.batches.done}
+        positions.update((name, one.position()) for name, one in counted.items())
         ledger = self.ledger.state_dict(positions)
+        added = [name for name in self.home if name not in self.given and isinstance(name, str)]
         if self._world_size > 1:
             positions = {name: with_ranks_apart(position) for name, position in positions.items()}
         return {
@@ -191,7 +231,7 @@ class Progress:
             "samples_before": self._samples_before,
             "seed": self._seed,
             "positions": positions,
-            "added": sorted({*self._added_before, *self.added()}),
+            "added": sorted({*self._added_before, *added}),
             "ledger": ledger,
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
@@ -216,12 +256,11 @@ class Progress:
             self.place = tuple(map(BatchSpan.from_json, known[1]))
         self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
         self._forget_passes()
-        stored = [position for position in self._positions.values() if position["epoch"] == self.epoch]
-        self._index = int(stored[0]["batches"]) if len(stored) == 1 else 0
         here = {name: position for name, position in self._positions.items() if position["epoch"] == self.epoch}
+        self._index = int(next(iter(here.values()))["batches"]) if len(here) == 1 else 0
         self._awaited = {name for name, at in here.items() if at["batches"] and not (at["done"] or at.get("left"))}
         self._steps_an_epoch = int(state.get("steps_an_epoch", 0))
-        if not stored and int(state.get("epoch_steps", 0)) == (self._steps_an_epoch or 1):
+        if not here and int(state.get("epoch_steps", 0)) == (self._steps_an_epoch or 1):
             self.begun_after = self.epoch
             self.epoch += 1
 
@@ -274,7 +313,8 @@ class Progress:
 
     def is_open(self, name: str, batches: ResumableBatches) -> bool:
         """Tell whether this is the pass over ``name`` that counts: its epoch goes on, and no other loop took it up."""
-        return self._live.get(name) is batches
+        one = self._passes.get(name)
+        return one is not None and one.batches is batches
 
     def take_up(self, name: str, batches: ResumableBatches, loader: Any) -> bool:
         """Let a loop go on where another loop over the same pass is; False where that is at its end.
@@ -289,22 +329,22 @@ class Progress:
                 "through anew. Begin them together: `for epoch in ck.epochs(n):`, and in it a loop over "
                 f"ck.batches(loader, name={name!r}), or a new iter() of it"
             )
-        live = self._live.get(name)
-        if live is not None and not live.has_data_of(loader):
+        live = self._passes.get(name)
+        if live is not None and not live.batches.has_data_of(loader):
             raise ConfigError(
                 f"another loader was gone through under the name {name!r} in the middle of a pass, after "
                 f"{batches.batches} batches: a loader for evaluation needs no ck.batches(); a second one for training "
                 "gets a name, ck.batches(other, name='other')"
             )
-        return live is None or not live.done
+        return live is None or not live.batches.done
 
     def turn_over(self, name: str, loader: Any, *, at_end: Callable[[int], None]) -> None:
         """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`.
 
         A pass without a step that is followed by one over other data was no epoch: it was an evaluation.
         """
-        before = self._live.get(name)
-        if before is None or not before.done:
+        before = self._passes.get(name)
+        if before is None or not before.batches.done:
             return
         if self._by_epochs:
             raise ConfigError(
@@ -313,12 +353,8 @@ class Progress:
                 "name='other')); a validation loader needs no ck.batches(). One that is shorter than another, and is "
                 "to begin again beside it, takes sampler=RandomSampler(dataset, num_samples=...)"
             )
-        if not self._is_trained(name) and not before.has_data_of(loader):
-            known: tuple[dict[str, Any], ...] = (self._live, self._drawn, self._trained, self._marks, self._draws)
-            for of_passes in (*known, self._failures):
-                of_passes.pop(name, None)
-            for names in (self._drawn_elsewhere, self._left, self._reopened):
-                names.discard(name)
+        if not before.is_trained and not before.batches.has_data_of(loader):
+            del self._passes[name]
             self._remind(
                 "ck.batches() gave all of a loader, nothing was trained on it, and another loader takes its turn under "
                 f"the name {name!r}: it counts as no epoch. A loader for evaluation needs no ck.batches(); a second "
@@ -329,10 +365,6 @@ class Progress:
         self._next_epoch()
         self._remind_of_epochs()
         at_end(self.epoch)
-
-    def _is_trained(self, name: str) -> bool:
-        """Tell whether a batch of the pass over ``name`` was trained, in this life or before."""
-        return self._trained[name][1] > 0
 
     def open(self, loader: Any, name: str, *, split: bool | tuple[int, int] = True, ahead: int = 0) -> ResumableBatches:
         """Return the rest of the current epoch of ``loader``, to be iterated.
@@ -347,12 +379,12 @@ class Progress:
             ConfigError: ``ahead`` with a loader whose position is its own state, which cannot go back.
         """
         this = weakref.proxy(self)  # a cycle would leave the loader, and its workers, to the garbage collector
-        before = self._live.get(name)
-        position = before.state_dict() if before is not None else self._positions.get(name)
+        before = self._passes.get(name)
+        position = before.batches.state_dict() if before is not None else self._positions.get(name)
         if self._seed is None:
             # Kept with the run from now on.
             self._seed = self.own_seed() if self.first_seed is None and self._world_size == 1 else self.first_seed or 0
-        batches = before if before is not None and before.goes_on(loader) else None
+        batches = before.batches if before is not None and before.batches.goes_on(loader) else None
         if batches is None:
             batches = ResumableBatches(
                 loader, position, seed=self._seed, epoch=self.epoch, seed_samples=self._seed_samples,
@@ -369,10 +401,13 @@ class Progress:
             self._remind_of_epochs()
         self.ledger.opened(loader, name, batches, position)
         self.num_passes += 1
-        self._left.discard(name)
         self._awaited.discard(name)
         if before is not None:
-            self._reopened.add(name)
+            marks = deque([before.trained], maxlen=ahead + 1)
+            marks.append((batches.samples, before.drawn))
+            found = replace(
+                before, batches=batches, marks=marks, draws=[before.drawn], was_left=False, was_reopened=True
+            )  # fmt: skip
         else:
             if position is not None and position.get("left") and position["epoch"] == self.epoch:
                 self._remind(
@@ -381,14 +416,13 @@ class Progress:
                     "epoch after such a `break`, these batches are more than the uninterrupted run has trained: save "
                     "in the body over ck.batches(), or give it a loader of that length"
                 )
-            self._drawn[name] = int(batches.state_dict()["batches"])
-            self._trained[name] = batches.samples, self._drawn[name]
-        self._marks[name] = deque([self._trained[name]], maxlen=ahead + 1)
-        if before is not None:
-            self._marks[name].append((batches.samples, self._drawn[name]))
-        self._draws[name] = [self._drawn[name]]
-        self._index = self._drawn[name]
-        self._live[name] = batches  # last: after an interrupt in between nothing is half known
+            drawn = int(batches.state_dict()["batches"])
+            at = batches.samples, drawn
+            found = _Pass(
+                batches=batches, drawn=drawn, trained=at, marks=deque([at], maxlen=ahead + 1), draws=[drawn]
+            )  # fmt: skip
+        self._index = found.drawn
+        self._passes[name] = found  # last: after an interrupt in between nothing is half known
         return batches
 
     def drew(self, name: str, loader: Any, batch: Any) -> None:
@@ -397,15 +431,15 @@ class Progress:
         Raises:
             StateMismatchError: it is not the one that should come, see `DataLedger`.
         """
-        self.ledger.given(loader, name, self._live[name], batch, index=self._drawn[name], step=self.step)
-        marks = self._marks[name]
-        self._index = self._drawn[name]
-        self._drawn[name] += 1
+        one = self._passes[name]
+        self.ledger.given(loader, name, one.batches, batch, index=one.drawn, step=self.step)
+        self._index = one.drawn
+        one.drawn += 1
         self.num_drawn += 1
         if self._stepper is not None and self._stepper is not threading.current_thread():
-            self._drawn_elsewhere.add(name)
-        marks.append((self._live[name].samples, self._drawn[name]))
-        if marks.maxlen == 1:
+            one.is_elsewhere = True
+        one.marks.append((one.batches.samples, one.drawn))
+        if one.ahead == 0:
             self._body, self._body_thread = name, threading.get_ident()
 
     def leave_out(self, spans: Iterable[BatchSpan]) -> None:
@@ -416,16 +450,16 @@ class Progress:
         """Tell whether the batch drawn just now is one that no life trains; if so its place counts as done."""
         if not self._left_out:
             return False
-        at, here = self._drawn[name], (name, self.epoch)
+        one, here = self._passes[name], (name, self.epoch)
+        at = one.drawn
         if not any(span[:2] == here and span.first <= at < span.end for span in self._left_out):
             return False
-        marks = self._marks[name]
-        before, after = marks[-1], (self._live[name].samples, at + 1)
-        self._drawn[name] += 1
-        self._draws[name][0] += 1
-        marks[-1] = after
-        if self._trained[name] == before:
-            self._trained[name] = after
+        before, after = one.marks[-1], (one.batches.samples, at + 1)
+        one.drawn += 1
+        one.draws[0] += 1
+        one.marks[-1] = after
+        if one.trained == before:
+            one.trained = after
         return True
 
     def failed(self, name: str, error: Exception) -> None:
@@ -434,9 +468,10 @@ class Progress:
         Raises:
             SessionError: nothing was drawn since it failed before: a script that catches the error would try for ever.
         """
-        at, before = self._live[name].batches, self._failures.get(name)
-        self._drawn[name] = at
-        self._failures[name] = at
+        one = self._passes[name]
+        at, before = one.batches.batches, one.failed_at
+        one.drawn = at
+        one.failed_at = at
         if before == at:
             raise SessionError(
                 f"the data of {name!r} fail at batch {at} of epoch {self.epoch} whenever they are asked for it "
@@ -450,8 +485,9 @@ class Progress:
         Raises:
             StateMismatchError: the epoch has more of them, see `DataLedger`.
         """
-        self.ledger.ended(loader, name, self._live[name], index=self._drawn[name], step=self.step)
-        self._index = self._drawn[name] if self._by_epochs else 0
+        one = self._passes[name]
+        self.ledger.ended(loader, name, one.batches, index=one.drawn, step=self.step)
+        self._index = one.drawn if self._by_epochs else 0
         self.left_body(name)
 
     def left_body(self, name: str) -> None:
@@ -461,8 +497,9 @@ class Progress:
 
     def broke_off(self, name: str) -> None:
         """Note that the loop over ``name`` was left by a `break`: steps after it are boundaries of their own."""
-        if name in self._live and name not in self._reopened:  # else each batch has a loop of its own: `next(iter())`
-            self._left.add(name)
+        one = self._passes.get(name)
+        if one is not None and not one.was_reopened:  # else each batch has a loop of its own: `next(iter())`
+            one.was_left = True
         self.left_body(name)
 
     @property
@@ -479,7 +516,7 @@ class Progress:
     @property
     def after_pass(self) -> bool:
         """True between the last batch of an epoch and the beginning of the next one."""
-        return any(batches.done for batches in self._live.values())
+        return any(one.batches.done for one in self._passes.values())
 
     @property
     def is_at_end_of_epoch(self) -> bool:
@@ -506,7 +543,8 @@ class Progress:
 
     def leaves(self) -> None:
         """Note that the run is left in order: whoever asks for more steps goes on with an epoch that was broken off."""
-        self._left.clear()
+        for one in self._passes.values():
+            one.was_left = False
 
     def finish(self, *, is_saved: bool) -> None:
         """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn.
@@ -514,15 +552,16 @@ class Progress:
         Args:
             is_saved: this step has a checkpoint; else one is made now, and loaders with a state are asked for it now.
         """
-        for name, batches in self._live.items():
-            left = self._drawn[name] - self._trained[name][1]
-            if batches.kind == "stateful" and left and self.step and not (batches.done or is_saved):
+        for name, one in self._passes.items():
+            left = one.drawn - one.trained[1]
+            if one.batches.kind == "stateful" and left and self.step and not (one.batches.done or is_saved):
                 self._remind(
                     f"the loop was left with {left} batch(es) of {name!r} drawn and not trained, and the loader keeps "
                     "its own position, which cannot go back: a resume leaves them out. Ask whether to stop (`if "
                     "ck.global_step >= n: break`, ck.should_stop) behind ck.step(), not after the next batch was drawn"
                 )
-        is_over = all(batches.done for batches in self._live.values()) and any(map(self._is_trained, self._live))
+        passes = self._passes.values()
+        is_over = all(one.batches.done for one in passes) and any(one.is_trained for one in passes)
         if not self.used_epochs and is_over:
             self._next_epoch()
 
@@ -535,7 +574,7 @@ class Progress:
     def left(self, name: str) -> int | None:
         """Number of batches that the loader ``name`` has left in this epoch, None if it cannot know."""
         try:
-            return len(self._live[name])
+            return len(self._passes[name].batches)
         except (KeyError, TypeError):
             return None
 
@@ -543,14 +582,6 @@ class Progress:
     def own_seed() -> int:
         """Return the data seed that follows from torch's; rank 0's is a good `first_seed` for all."""
         return torch.initial_seed() % (1 << 62)
-
-    def _position(self, name: str) -> dict[str, Any]:
-        """Return the position after the last trained step."""
-        batches = self._live[name]
-        trained = self._trained[name]
-        is_behind = batches.kind != "stateful" and trained != (batches.samples, batches.batches)
-        left = {"left": True} if name in self._left and not batches.done else {}
-        return {**batches.state_dict(at=trained if is_behind else None), **left}
 
     def remind_at_end(self, *, was_finished: bool) -> None:
         """Say, where the body ends, what was not counted, and what a loop that asks at its bottom did too much.
@@ -579,10 +610,11 @@ class Progress:
             "that it changed). Call ck.step() first: an evaluation, report or save belongs after it"
         )
 
-    def _say_ahead(self, name: str, first: int, second: int, *, ahead: int) -> None:
+    def _say_ahead(self, name: str, one: _Pass) -> None:
         """Say that more, or fewer, batches are drawn ahead of the step than the script has said."""
-        found = first - max(1, second)
-        if found > 0 and name in self._drawn_elsewhere:
+        _, first, second = one.draws
+        found, ahead = first - max(1, second), one.ahead
+        if found > 0 and one.is_elsewhere:
             self._remind(
                 f"the batches of {name!r} are drawn by another thread than the one that trains, ahead of it: how many "
                 "are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. Draw each "
@@ -596,7 +628,7 @@ class Progress:
                 f"ck.batches(loader, ahead={found}) with ck.step() as the last line of the body, or draw each batch "
                 "where it is trained"
             )
-        elif ahead and 0 <= found != ahead and not self._live[name].done:
+        elif ahead and 0 <= found != ahead and not one.batches.done:
             what = "leave out some that were not" if found > ahead else "repeat some that were"
             self._remind(
                 f"ahead={ahead}, and {first} batches of {name!r} were drawn before a step and {second} before the next "
@@ -618,28 +650,26 @@ class Progress:
             _LOG.warning("%s", sentence)
 
     def _forget_passes(self) -> None:
-        self._live, self._drawn, self._trained, self._marks, self._draws = {}, {}, {}, {}, {}
-        self._drawn_elsewhere = set()
+        self._passes = {}
         self._body, self._body_thread = "", _NOBODY
         self._late_steps = 0
-        self._left, self._reopened, self._failures = set(), set(), {}
 
     def _next_epoch(self) -> None:
         # What was yielded and never trained at the end of an epoch (gradients not stepped) is over with it.
-        for name, batches in self._live.items():
-            left = self._drawn[name] - self._trained[name][1]
-            is_evaluation = not self._is_trained(name) and any(map(self._is_trained, self._live))
-            if batches.done and left and self.epoch_steps and not is_evaluation:
+        passes = self._passes.values()
+        for name, one in self._passes.items():
+            left = one.drawn - one.trained[1]
+            is_evaluation = not one.is_trained and any(other.is_trained for other in passes)
+            if one.batches.done and left and self.epoch_steps and not is_evaluation:
                 self._remind(
                     f"an epoch ended with batches of {name!r} drawn after its last ck.step(): gradients that were not "
                     "stepped are in no checkpoint, so a resume from the end of an epoch goes on without them. Step "
                     "once more at the end of the epoch, or zero the gradients at its begin"
                 )
-        current = sum(batches.samples for batches in self._live.values())
-        self._samples_before = self.samples + current - sum(self._trained[name][0] for name in self._live)
-        for name, batches in self._live.items():
-            self._positions[name] = batches.state_dict(is_over=True)
-        if not self._live and self.epoch_steps:
+        self._samples_before = self.samples + sum(one.batches.samples - one.trained[0] for one in passes)
+        for name, one in self._passes.items():
+            self._positions[name] = one.batches.state_dict(is_over=True)
+        if not passes and self.epoch_steps:
             self._steps_an_epoch = self.epoch_steps
         self._forget_passes()
         self._awaited = set()

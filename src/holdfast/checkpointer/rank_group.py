@@ -230,27 +230,26 @@ class DistributedSavePolicy(SavePolicy):
         """Whether all ranks stop: a signal to a single rank does not count before they have agreed."""
         return self.stopping
 
-    def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
-        """Publish the step; return whether it may call for anything."""
-        team = self._team
-        called = team.board.calls(self._progress.step)
+    def call(self, now: float, *, step_s: float, save_s: float) -> Call:
+        """Publish the step; return what it calls for, the same on all ranks; waits while they are about to agree."""
+        team, step = self._team, self._progress.step
+        called = team.board.calls(step)
         if self._must_stop(now, step_s, save_s):
             self._want_stop()
         elif team.rank == 0:
             self._wish(now)
-        return called or self._due(float("-inf")) or team.board.broken
-
-    def call(self, now: float, *, step_s: float, save_s: float) -> Call:
-        """Return what the step calls for, the same on all ranks; waits while they are about to agree on it."""
-        agreed = self._agreed()
-        if agreed == "keep":
+        kind = agreed(team, step) if called else None
+        if kind is not None:
+            # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
+            self._wants_save = self._wants_stop = self._wants_keep = False
+        if kind == "keep":
             self._keep_agreed = True
-        elif agreed is not None and agreed != "settle":
-            return agreed
-        if self._team.board.broken:
+        elif kind is not None and kind != "settle":
+            return kind
+        if team.board.broken:
             self._is_broken = True
             return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
-        return "save" if self._due(float("-inf")) else agreed
+        return "save" if self._schedule.due(step=step, samples=0, now=float("-inf")) else kind
 
     def poll(self, *, step_s: float, save_s: float) -> bool:
         """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
@@ -289,9 +288,6 @@ class DistributedSavePolicy(SavePolicy):
     def _wished(self, schedule: Schedule, now: float) -> bool:
         return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)
 
-    def _due(self, now: float) -> bool:
-        return self._schedule.due(step=self._progress.step, samples=0, now=now)
-
     def _must_stop(self, now: float, step_s: float, save_s: float) -> bool:
         if self._signals.received is not None:
             return True
@@ -299,14 +295,6 @@ class DistributedSavePolicy(SavePolicy):
         if self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s):
             self._is_due = True
         return self._is_due
-
-    def _agreed(self) -> Call:
-        """Return what all ranks do at this step, if they agreed on it."""
-        kind = agreed(self._team, self._progress.step)
-        if kind is not None:
-            # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
-            self._wants_save = self._wants_stop = self._wants_keep = False
-        return kind
 
 
 def agreed(team: RankGroup, step: int) -> Call:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.config import Mirror
@@ -22,9 +22,7 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
 
 from .pending_saves import Stats
-
-if TYPE_CHECKING:
-    from .run_session import RunSession
+from .run_session import RunSession, sees
 
 _LOG = get_logger("checkpointer")
 
@@ -195,19 +193,13 @@ def share_a_disk(session: RunSession) -> bool:
         if meeting.rank == 0:
             local.put(mark, b"do all ranks see this file?")
 
-    def sees() -> bool:
-        until = time.monotonic() + _VISIBLE_S
-        while not (found := local.exists(mark)) and time.monotonic() < until:
-            time.sleep(0.05)
-        return found
-
     def decide(seen: list[bool]) -> bool:
         local.delete(mark)
         local.tidy(home)
         return all(seen)
 
     meeting.agree("mark", leave_mark)
-    shared: bool = meeting.agree("disk", sees, decide)
+    shared: bool = meeting.agree("disk", lambda: sees(local, mark, within_s=_VISIBLE_S), decide)
     return shared
 
 

@@ -26,7 +26,7 @@ from holdfast.errors import (
 from holdfast.format.names import save_id_of
 from holdfast.run.candidates import newest_good
 from holdfast.state.save.plan import FROZEN
-from holdfast.state.tree.objects import Modules, parameter_names
+from holdfast.state.tree.objects import Modules, leaves, parameter_names
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from holdfast.state.load.restore import Loaded, PutBack
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
-_DEPTH = 6  # levels of a state
 _Made = dict[str, dict[str, Any]]
 
 BEGAN = "began"
@@ -350,16 +349,11 @@ def made_with(state: Mapping[Any, Any]) -> _Made:
     """
     found: _Made = {}
 
-    def look(value: Any, path: str, depth: int) -> None:
+    for path, value in leaves(state):
         if isinstance(value, torch.optim.Optimizer):
             found[path] = {name: [_of_group(group, name) for group in value.param_groups] for name in _OPTIONS}
         elif isinstance(value, LRScheduler):
             found[path] = _of_scheduler(value)
-        elif isinstance(value, Mapping) and depth:
-            for key, item in value.items():
-                look(item, f"{path}/{key}" if path else str(key), depth - 1)
-
-    look(state, "", _DEPTH)
     return found
 
 

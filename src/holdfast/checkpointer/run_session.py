@@ -27,7 +27,6 @@ from holdfast.writer.arena import StepMemory
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveJob, SaveResult
 
-from .identity import free_name, manifest_fields, new_start_id, taken_names
 from .meeting import SILENCE_S, Alone, Meeting
 from .pending_saves import (
     TRANSIENT_ERRORS,
@@ -36,8 +35,9 @@ from .pending_saves import (
     RunSave,
     SaveCosts,
     Stats,
-    StepClock,
     failed,
+    manifest_fields,
+    new_start_id,
     state_of,
 )
 
@@ -92,17 +92,18 @@ class RunSession:
         leads: the run is open in our writer.
         staged: the ranks share no disk: the run is at the remote, and each rank stages its part of a save.
         start_id: of this life.
-        opened: what opening the run has found.
+        is_open: the lease was taken.
+        opened: what opening the run has found; not there before.
         has_begun: the first step of this life is done.
         quarantined: reasons of the checkpoints that were set aside, by name.
         names: names that are taken under the run.
         saves: those on their way, but for the ones that are followed by their owner.
         stats: what saving has cost.
-        clock: measures steps; fed by the owner.
+        costs: divides that among the saves; its owner feeds it with the steps.
         remote_watch: follows the uploads of a mirrored run.
         announcer: calls listeners with what is committed; None without any.
         life: what this process tells `holdfast run`, if that has started it.
-        paid: called with the seconds that a save has cost training, and those until it was durable.
+        paid: called with the seconds that a save has cost training, and those until it was durable; None: nobody asks.
         extra: entries of the manifest's ``extra`` for the next saves.
         memory: what the writer has to know if this process is killed.
     """
@@ -127,15 +128,16 @@ class RunSession:
         self.staged = False
         self.quarantined: dict[str, str] = {}
         self.names: set[str] = set()
-        self.stats, self.clock = Stats(), StepClock()
-        self._costs = SaveCosts(self.stats)
+        self.stats = Stats()
+        self.costs = SaveCosts(self.stats)
         self.remote_watch: RemoteWatch | None = None
         self.announcer: Announcer | None = None
         self.life = LifeReport()
-        self.paid: Callable[[float, float], object] = lambda cost_s, durable_s: None
+        self.paid: Callable[[float, float], object] | None = None
         self.extra: dict[str, Any] = {}
         self._staged_saves: dict[str, tuple[int, Mapping[str, Any]]] = {}  # name -> step and metrics
-        self._opened: RunOpened | None = None
+        self.opened: RunOpened
+        self.is_open = False
         self._notes: list[_Note] = []
         self._number = 0
         self.has_begun = False
@@ -162,7 +164,7 @@ class RunSession:
         """Return what follows saves into this run, see `PendingSaves`."""
         return PendingSaves(
             self.storage.uri, timeout_s=self.timeout_s, bound=self._bound,
-            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self._costs.held,
+            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self.costs.held,
         )  # fmt: skip
 
     # -- the run
@@ -192,16 +194,23 @@ class RunSession:
             future = self._request(keep, lease_s, mirror, links=links)
             far = storage if mirror is None or self.remote is None else self.remote
             opened: RunOpened = self.answer(future, far, lease_s + self.timeout_s)
-            names = sorted(taken_names(storage, opened))
+            # What a save must not be called: checkpoints, good or bad, and anything else that lies there.
+            names = {*(row[0] for row in opened.records), *opened.quarantined, *opened.taken}
+            if storage.local_root is not None:  # at an object store `opened.taken` has all names
+                names.update(info.path.rstrip("/") for info in storage.list("", recursive=False))
             if many:
                 storage.put(mark, b"all ranks see this file")
-            return {"opened": opened.to_json(), "names": names}
+            return {"opened": opened.to_json(), "names": sorted(names)}
 
         found = self.meeting.agree("open", open_here, work_s=lease_s + self.timeout_s)
         self._take(RunOpened.from_json(found["opened"]))
         self.names = set(found["names"])
         if many:
-            self.meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
+            self.meeting.agree(
+                "place",
+                lambda: sees(storage, mark, within_s=_VISIBLE_S),
+                lambda seen: _check_shared(seen, storage, mark),
+            )
         return self.opened
 
     def open_later(self, *, keep: Keep | None) -> Future[RunOpened]:
@@ -230,27 +239,12 @@ class RunSession:
         self.life.stepped(step)
 
     def _take(self, opened: RunOpened) -> None:
-        self._opened, self.quarantined = opened, dict(opened.quarantined)
+        self.opened, self.is_open, self.quarantined = opened, True, dict(opened.quarantined)
         uri = self.root.uri
         self.life = LifeReport.begin(uri=uri, attempt=opened.attempt, rank=self.meeting.rank)
         if self.leads:
             for death in deaths_before(uri):
                 self.journal(**death)
-
-    @property
-    def is_open(self) -> bool:
-        """True once the lease was taken."""
-        return self._opened is not None
-
-    @property
-    def opened(self) -> RunOpened:
-        """What opening the run has found."""
-        assert self._opened is not None
-        return self._opened
-
-    @opened.setter
-    def opened(self, opened: RunOpened) -> None:
-        self._opened = opened
 
     @property
     def sides(self) -> list[Storage]:
@@ -392,11 +386,12 @@ class RunSession:
             save.future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
-            held, lost = self._costs.of_save()
+            held, lost = self.costs.of_save()
             cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
             if is_ours:
                 cost["lost_s"] = lost
-                self.paid(lost, cost["durable_s"])
+                if self.paid is not None:
+                    self.paid(lost, cost["durable_s"])
             self.journal("cost", step=save.step, name=save.name, **cost)
             snapshotter.observe(result.unchanged)
             # A staged save is announced when it has arrived at the remote.
@@ -410,7 +405,7 @@ class RunSession:
 
         save.committed = committed
         self._begin(save, saves)
-        self._costs.held(time.perf_counter() - save.begun)
+        self.costs.held(time.perf_counter() - save.begun)
 
     def keep_state(
         self,
@@ -443,13 +438,17 @@ class RunSession:
         job = self._job(save, saves or self.saves, f"{self.start_id}-{_SNAPSHOTS + step:x}", epoch, metrics)
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
-        self._costs.kept(time.perf_counter() - begun, step=step)
+        self.costs.kept(time.perf_counter() - begun, step=step)
         self._tell_snapshots()
         return kept
 
     def _job(self, save: RunSave, saves: PendingSaves, save_id: str, epoch: int, metrics: Mapping[str, Any]) -> SaveJob:
         """Return what the writer is told of a state; the snapshotter adds its files."""
-        fields = self._manifest(save, epoch, metrics, parent=saves.parent, world_size=self.meeting.world_size)
+        opened = self.opened
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=save.checkpoint_id or "", parent=saves.parent, attempt=opened.attempt,
+            step=save.step, epoch=epoch, metrics=metrics, world_size=self.meeting.world_size,
+        )  # fmt: skip
         if extra := {**self.extra, **save.extra}:
             fields["extra"] = extra
         joint, in_run = self.team is not None, "/" not in save.name  # a run's index has what lies directly in it
@@ -485,11 +484,15 @@ class RunSession:
         Raises:
             HoldfastError: they cannot be handed over.
         """
+        checkpoint_id, opened = uuid.uuid4().hex, self.opened
         save = RunSave(
-            name=self._free_name(step), step=step, checkpoint_id=uuid.uuid4().hex, begun=time.perf_counter(),
+            name=self._free_name(step), step=step, checkpoint_id=checkpoint_id, begun=time.perf_counter(),
             committed=committed, lost=lost,
         )  # fmt: skip
-        fields = self._manifest(save, epoch, metrics, parent=self.saves.parent, world_size=world_size)
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self.saves.parent, attempt=opened.attempt,
+            step=step, epoch=epoch, metrics=metrics, world_size=world_size,
+        )  # fmt: skip
         try:
             job = IngestJob(directory=save.name, save_id=save_id, sources=tuple(sources), manifest=fields)
             save.future = self.client.ingest(self.storage, job)
@@ -500,21 +503,20 @@ class RunSession:
         return save
 
     def _free_name(self, step: int) -> str:
-        return free_name(step, attempt=self.opened.attempt, taken=self.names)
+        """Return a name for a step; if it is taken (by a branch, or a quarantined checkpoint) add the attempt."""
+        name = f"step_{step:08d}"
+        if name in self.names:
+            name = f"{name}-a{self.opened.attempt}"
+        base, number = name, 1
+        while name in self.names:
+            number += 1
+            name = f"{base}.{number}"
+        return name
 
     def next_save_id(self) -> str:
         """Return an id for one save, unique over all lives of the run."""
         self._number += 1
         return f"{self.start_id}-{self._number:x}"
-
-    def _manifest(
-        self, save: RunSave, epoch: float | None, metrics: Mapping[str, Any], *, parent: str | None, world_size: int
-    ) -> dict[str, Any]:
-        opened = self.opened
-        return manifest_fields(
-            run_id=opened.run_id, checkpoint_id=save.checkpoint_id or "", parent=parent, attempt=opened.attempt,
-            step=save.step, epoch=epoch, metrics=metrics, world_size=world_size,
-        )  # fmt: skip
 
     def _begin(self, save: RunSave, saves: PendingSaves) -> None:
         """Follow a save that was handed over."""
@@ -575,7 +577,6 @@ class RunSession:
         # `durable` is set on another thread, right after those who wait are woken.
         stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
         stats.last_durable_step = max(stats.last_durable_step, save.step)
-        stats.seconds_lost += self.clock.take_lost()
         committed(save, result)
 
     def _lost(
@@ -600,7 +601,7 @@ class RunSession:
     # -- what it cost
 
     def _tell_snapshots(self, *, is_end: bool = False) -> None:
-        if told := self._costs.take_snapshots(is_end=is_end):
+        if told := self.costs.take_snapshots(is_end=is_end):
             self.journal("snapshots", **told)
 
     def began(self, step: int) -> None:
@@ -730,14 +731,12 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
     return future.result()
 
 
-def _sees(storage: Storage, mark: str) -> bool:
+def sees(storage: Storage, mark: str, *, within_s: float) -> bool:
     """Look for a file that rank 0 has made; a network file system may show it a little later."""
-    until = time.monotonic() + _VISIBLE_S
-    while not storage.exists(mark):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
+    until = time.monotonic() + within_s
+    while not (found := storage.exists(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
 
 
 def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:

@@ -66,8 +66,7 @@ class Schedule:
 
     def start(self, *, step: int, samples: int) -> None:
         """Set the next multiples after a resume (or at 0)."""
-        self.next_step = min((_after(step, every) for every in self._steps), default=float("inf"))
-        self.next_sample = min((_after(samples, every) for every in self._samples), default=float("inf"))
+        self.next_step, self.next_sample = _after(step, self._steps), _after(samples, self._samples)
 
     def due(self, *, step: int, samples: int, now: float) -> bool:
         """Tell whether a save is due after ``step``; `saved` moves the marks on."""
@@ -87,8 +86,9 @@ class Schedule:
             self.next_time = now + self._seconds
 
 
-def _after(count: int, every: int) -> int:
-    return (count // every + 1) * every
+def _after(count: int, intervals: Sequence[int]) -> float:
+    """Return the first multiple of any of these intervals after a count; infinity without any."""
+    return min(((count // every + 1) * every for every in intervals), default=float("inf"))
 
 
 class Deadline:
@@ -161,20 +161,11 @@ class SavePolicy:
         """What asked the run to stop: the name of a signal, "the deadline"; "" if nothing did."""
         return self._signals.received or ("the deadline" if self.stopping else "")
 
-    def stop_details(self) -> dict[str, str]:
-        """Say what asked the run to stop, for its history; nothing if nothing did."""
-        why = self.stopped_by.removeprefix("the ")
-        return {"stop": why} if why else {}
-
-    def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
-        """Return, as cheaply as possible, whether the step just done may call for anything."""
-        return self.call(now, step_s=step_s, save_s=save_s) is not None
-
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
-        """Return what the step just done calls for."""
+        """Return what the step just done calls for; asked once at each boundary, so it costs next to nothing."""
         if self._signals.received is not None or self._deadline.near(now=now, step_s=step_s, save_s=save_s):
             return "stop"
-        return "save" if self._due(now) else None
+        return "save" if self._schedule.due(**self._counted(self._schedule), now=now) else None
 
     def poll(self, *, step_s: float, save_s: float) -> bool:
         """Return, between steps, whether the run is to stop."""
@@ -186,10 +177,9 @@ class SavePolicy:
         """Return, while the step is held, whether to stop; called for the ``tries``-th time in a row."""
         return self.stop_asked
 
-    def keeps(self, now: float) -> bool:
+    def keeps(self, snapshots: Schedule, now: float) -> bool:
         """Tell whether the step just done is to be kept in memory; the next one is counted from it."""
-        snapshots = self.snapshots
-        if snapshots is None or not self._keep_due(snapshots, now):
+        if not self._keep_due(snapshots, now):
             return False
         snapshots.saved(**self._counted(snapshots), now=now)
         return True
@@ -212,9 +202,6 @@ class SavePolicy:
     def saved(self) -> None:
         """Count a save that was started, or left out by policy."""
         self._schedule.saved(**self._counted(self._schedule), now=time.monotonic())
-
-    def _due(self, now: float) -> bool:
-        return self._schedule.due(**self._counted(self._schedule), now=now)
 
     def _counted(self, schedule: Schedule) -> dict[str, int]:
         """Return what a schedule goes by; of samples only if it counts them, for that is a look at every loader."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.objects import is_plain
+from holdfast.state.tree.objects import is_plain, leaves
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -94,9 +94,6 @@ class StartedRun:
     before: tuple[int, str] | None = None
 
 
-_DEEP = 6  # levels of a state in which parameters are looked for
-
-
 def start_run(
     session: RunSession,
     snapshotter: Snapshotter,
@@ -120,7 +117,9 @@ def start_run(
     apart = _agree_on_options(options, home, meeting)
     _open(session, options)
     live = state()
-    probes = _begin_probes(session) if session.leads else {}
+    # Far stores at once: to probe one takes as long as a load from there, so both run at the same time.
+    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
+    probes = {storage: _probe(session, storage) for storage in stores if session.leads}
     names, unsound, rollbacks = _candidates(session, options)
     outcome = _resume(session, live, home, replace(options.fit, apart=apart), options, names, unsound)
     if rollbacks:
@@ -145,7 +144,7 @@ def start_run(
     def need() -> list[Any]:
         # Before any rank takes memory: each looks at what all of them share.
         freed = kept_bytes(session.root.uri) // current_ranks().local_world_size
-        to_come = _future_optimizer_bytes(live.values(), on="cpu") - freed
+        to_come = _future_optimizer_bytes(live, on="cpu") - freed
         short.append(snapshotter.look_at_memory(live, reserve=to_come))
         own = snapshotter.stored_bytes(live)
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
@@ -287,12 +286,6 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
     take_up(session)
 
 
-def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
-    """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
-    stores = {storage for storage in (*session.sides, session.storage) if storage.traits.num_parallel > 1}
-    return {storage: _probe(session, storage) for storage in stores}
-
-
 def _probe(session: RunSession, storage: Storage) -> Future[Any]:
     """Send a small checkpoint through the whole commit."""
     return session.client.probe(storage, directory=f".probe-{session.start_id}")
@@ -431,7 +424,7 @@ def check_room(
     Returns:
         A line about size and space, or two.
     """
-    future = _future_optimizer_bytes(state.values())
+    future = _future_optimizer_bytes(state)
     least = free_bytes
     for machine in dict.fromkeys(name for name, _, _ in needs):
         first, parts = [row[0] for row in needs].index(machine), [row[1:] for row in needs if row[0] == machine]
@@ -478,23 +471,16 @@ def _without_model(state: Mapping[Any, Any]) -> list[str]:
     held: set[int] = set()
     optimizers: dict[str, torch.optim.Optimizer] = {}
 
-    def look(value: Any, path: str, depth: int) -> None:
+    for path, value in leaves(state, tensors=True):
         if isinstance(value, torch.optim.Optimizer):
             optimizers[path] = value
-        elif isinstance(value, torch.nn.Module):
-            held.update(map(id, value.parameters()))
         elif isinstance(value, torch.Tensor):
             held.add(id(value))
-        elif isinstance(value, (Mapping, list, tuple)):
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for key, item in items if depth else ():
-                look(item, f"{path}/{key}" if path else str(key), depth - 1)
-        elif hasattr(value, "state_dict"):  # an object with a model of its own
-            for item in [*getattr(value, "__dict__", {}).values()] if depth else ():
-                if isinstance(item, torch.nn.Module):
-                    look(item, path, depth - 1)
-
-    look(state, "", _DEEP)
+        elif isinstance(value, torch.nn.Module) or hasattr(value, "state_dict"):  # an object with a model of its own
+            own = [value] if isinstance(value, torch.nn.Module) else [*getattr(value, "__dict__", {}).values()]
+            held.update(
+                id(param) for model in own if isinstance(model, torch.nn.Module) for param in model.parameters()
+            )
     said = []
     for path, optimizer in optimizers.items():
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -506,16 +492,10 @@ def _without_model(state: Mapping[Any, Any]) -> list[str]:
     return said
 
 
-def _future_optimizer_bytes(values: Any, *, on: str | None = None, depth: int = _DEEP) -> int:
+def _future_optimizer_bytes(state: Any, *, on: str | None = None) -> int:
     """Estimate the optimizer state that does not exist before the first step; that ``on`` one kind of device only."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.optim.Optimizer):
-            total += _future_bytes_of(value, on=on)
-        elif isinstance(value, (Mapping, list, tuple)) and depth:
-            held = value.values() if isinstance(value, Mapping) else value
-            total += _future_optimizer_bytes(held, on=on, depth=depth - 1)
-    return total
+    optimizers = (value for _, value in leaves(state) if isinstance(value, torch.optim.Optimizer))
+    return sum(_future_bytes_of(optimizer, on=on) for optimizer in optimizers)
 
 
 def _future_bytes_of(optimizer: torch.optim.Optimizer, *, on: str | None) -> int:
@@ -525,7 +505,7 @@ def _future_bytes_of(optimizer: torch.optim.Optimizer, *, on: str | None) -> int
         trained = [param for param in group["params"] if param.requires_grad and on in (None, param.device.type)]
         if kind == "LBFGS":  # of all parameters together, and more with each step up to the length of its history
             full = (2 * group["history_size"] + 2) * sum(param.nbytes for param in trained)
-            total += max(0, full - _tensor_bytes(optimizer.state.values()))
+            total += max(0, full - _tensor_bytes([*optimizer.state.values()]))
             continue
         slots = 1 if kind is None else _SLOTS[kind] + sum(bool(group.get(option)) for option in _MORE_SLOTS)
         for param in trained:
@@ -539,15 +519,9 @@ def _future_bytes_of(optimizer: torch.optim.Optimizer, *, on: str | None) -> int
     return total
 
 
-def _tensor_bytes(values: Iterable[Any]) -> int:
+def _tensor_bytes(state: Any) -> int:
     """Return the bytes of all tensors in mappings and lists."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            total += value.nbytes
-        elif isinstance(value, (Mapping, list)):
-            total += _tensor_bytes(value.values() if isinstance(value, Mapping) else value)
-    return total
+    return sum(value.nbytes for _, value in leaves(state, tensors=True) if isinstance(value, torch.Tensor))
 
 
 def _start_block(

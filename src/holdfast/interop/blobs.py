@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.identity import manifest_fields, new_start_id
+from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest

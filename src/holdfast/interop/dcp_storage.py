@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
-from holdfast.checkpointer.identity import manifest_fields, new_start_id
+from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, Replaced, commit, look_before

@@ -16,7 +16,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -34,7 +34,7 @@ from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput,
 from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics, to_plain
 from holdfast.run.record import Record
-from holdfast.run.reports import live_attempts, live_rows
+from holdfast.run.reports import lineage, live_rows
 from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks
 from holdfast.run.view import refuse_checkpoint, run_state, runs_below
@@ -151,7 +151,7 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         "new_bytes": sum(record.size - record.reused for record in records),
         "attempts": _attempts(
             sums.pop("attempts"),
-            live_attempts(history.attempts, {row["attempt"] for row in history.rows} | {save.attempt for save in made}),
+            lineage(history.attempts, {row["attempt"] for row in history.rows} | {save.attempt for save in made}),
         ),
         "saving": {**sums, "curves": _saving_curves(made)},
         "newest": _newest(storage, records),
@@ -382,7 +382,7 @@ def _newest(storage: Storage, records: Sequence[Record]) -> dict[str, Any] | Non
 # ---- attempts
 
 
-def _attempts(rows: Sequence[dict[str, Any]], on_path: set[int]) -> list[dict[str, Any]]:
+def _attempts(rows: Sequence[dict[str, Any]], on_path: Collection[int]) -> list[dict[str, Any]]:
     """Describe each start of the run: what its end has cost, and where it stands in the lineage.
 
     "line" is "fresh", "resumed" (from a checkpoint of this run) or "another run"; "is_live" is False for a branch that

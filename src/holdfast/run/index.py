@@ -36,7 +36,6 @@ from .reports import (
     highest_attempt,
     live_rows,
     read_history,
-    read_lives,
     unused_start_id,
 )
 
@@ -395,9 +394,10 @@ class RunIndex:
 
     def rebuild_attempts(self) -> None:
         """Recover run id, attempts and notes from the report segments."""
-        noted, self.run_id, notes = read_lives(self.storage)
-        self.notes = {key: value for key, value in notes.items() if value is not None}
-        self.attempts = [noted[number] for number in sorted(noted)]
+        history = read_history(self.storage)
+        self.run_id = history.run_id
+        self.notes = {key: value for key, value in history.notes.items() if value is not None}
+        self.attempts = [attempt for _, attempt in sorted(history.attempts.items())]
 
 
 def _read(storage: Storage, name: str) -> bytes:

@@ -223,21 +223,6 @@ class RunHistory:
     damaged: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
-    """Read all segments: rows in the order written, attempts by number, and the run id ("" if there is none).
-
-    Damaged lines are left out and logged.
-    """
-    history = read_history(storage)
-    return history.rows, history.attempts, history.run_id
-
-
-def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
-    """Read attempts by number, run id and notes from the segments."""
-    history = read_history(storage)
-    return history.attempts, history.run_id, history.notes
-
-
 def read_history(storage: Storage) -> RunHistory:
     """Read all segments. Damaged lines are left out and logged."""
     rows: list[dict[str, Any]] = []
@@ -348,16 +333,10 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
     return [row for _, row in sorted(zip(places, live, strict=True), key=itemgetter(0))]
 
 
-def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
-    """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
-
-    The others are of branches that a resume left out as a whole.
-    """
-    return set(lineage(attempts, begun))
-
-
 def lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
     """Map each attempt on the path to the newest attempt to the last of its steps that still counts.
+
+    The others are of branches that a resume left out as a whole.
 
     Args:
         attempts: all of them.

@@ -23,7 +23,7 @@ from holdfast.run.lease import Lease
 from holdfast.run.names import INCOMING
 from holdfast.run.record import Record
 from holdfast.run.remains import sweep_hidden
-from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
+from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_history
 from holdfast.run.retention import Verdict
 from holdfast.run.trash import Trash
 from holdfast.storage.base import Storage
@@ -636,7 +636,7 @@ def _say_rows_lost(error: BaseException | None) -> None:
 def _check_rejoins(storage: Storage, index: RunIndex, attempt: Attempt, owner: Mapping[str, Any]) -> None:
     """Refuse to go on with an attempt that another trainer's has followed: ours was taken over and does not know it."""
     # From the segments, too: who was taken over may have written its own run.json over that of its successor.
-    known = {**read_reports(storage)[1], **{later.attempt: later for later in index.attempts}}
+    known = {**read_history(storage).attempts, **{later.attempt: later for later in index.attempts}}
     for later in known.values():
         if later.attempt > attempt.attempt and (later.host, later.pid) != (owner["host"], owner["trainer_pid"]):
             raise RunBusyError(

@@ -127,7 +127,7 @@ LIFE = """
 import sys
 from datetime import datetime, timedelta
 import torch
-from holdfast.checkpointer import identity
+from holdfast.checkpointer import pending_saves
 from holdfast.frameworks.lightning_io import Saves
 
 folder, resumes, *rest = sys.argv[1:]
@@ -139,7 +139,7 @@ class Wrong(datetime):
         return super().now(zone) + timedelta(hours=hours)
 
 
-identity.datetime = Wrong
+pending_saves.datetime = Wrong
 saves = Saves(unsupported="raise", timeout_s=60)
 if resumes != "no":
     saves.load(saves.latest(folder) if resumes == "yes" else f"{folder}/{resumes}")

@@ -96,7 +96,7 @@ def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) ->
         modules: receives each module and its `stored_parameters`, by the ``id`` of the module.
     """
     names: dict[int, str] = {}
-    for path, module in _leaves(state):
+    for path, module in leaves(state):
         if not isinstance(module, nn.Module):
             continue
         inner = unwrap(module)
@@ -109,8 +109,13 @@ def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) ->
     return names
 
 
-def _leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield what is neither a container nor plain data, by its path in the state."""
+def leaves(
+    value: Any, path: str = "", above: tuple[int, ...] = (), *, tensors: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is neither a container nor plain data, by its path in the state; of ``tensors`` those that lie there.
+
+    ``above`` are the containers around it.
+    """
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping) and not isinstance(value, nn.Module):
         items = value.items()
@@ -121,9 +126,10 @@ def _leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator
         return
     if id(value) in above:
         return  # a cycle: flattening refuses it and names the place
+    plain = _PLAIN[1:] if tensors else _PLAIN
     for key, child in items:
-        if not isinstance(child, _PLAIN):
-            yield from _leaves(child, f"{path}/{key}" if path else str(key), (*above, id(value)))
+        if not isinstance(child, plain):
+            yield from leaves(child, f"{path}/{key}" if path else str(key), (*above, id(value)), tensors=tensors)
 
 
 # How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
@@ -393,7 +399,7 @@ def state_of(value: Any, asked: _Asked, name: str) -> Any:
 
 def _objects(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield objects with their names: neither modules nor optimizers, which are taken apart."""
-    for name, value in _leaves(state):
+    for name, value in leaves(state):
         if isinstance(value, (type, nn.Module, PerRank)) or not callable(getattr(value, "state_dict", None)):
             continue
         if isinstance(value, torch.optim.Optimizer) and is_plain(value):

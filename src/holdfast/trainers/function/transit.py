@@ -334,7 +334,7 @@ class TravellingSecrets:
 
 def run_validation(_: object, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> Any:
     """Validate, in a process of its own; credentials come first: with them the checkpoint's storage is rebuilt."""
-    from holdfast.checkpointer.identity import plain_metrics
+    from holdfast.checkpointer.metrics import plain_metrics
 
     found = function(checkpoint, **arguments)
     if not isinstance(found, Mapping):

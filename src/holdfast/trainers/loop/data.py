@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
-from holdfast.checkpointer.identity import plain_metrics
+from holdfast.checkpointer.metrics import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.data_ring import BatchSpan
 from holdfast.state.accelerator import move

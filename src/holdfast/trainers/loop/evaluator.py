@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.checkpointer.identity import plain_metrics
+from holdfast.checkpointer.metrics import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.order import knows_its_rank

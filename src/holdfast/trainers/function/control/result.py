@@ -20,7 +20,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, timestamp
-from holdfast.run.reports import Attempt, live_rows, read_reports
+from holdfast.run.reports import Attempt, live_rows, read_history
 from holdfast.run.retention import is_number, rank, rankable
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve, split_uri
@@ -242,8 +242,10 @@ class Result:
     def _reports(self) -> list[dict[str, Any]]:
         """Read all reports, once; those that still count go to ``_live``."""
         if self._rows is None:
-            self._rows, noted, _ = read_reports(self.storage)
-            live = live_rows(self._rows, {**noted, **{attempt.attempt: attempt for attempt in self._attempts}})
+            history = read_history(self.storage)
+            self._rows = history.rows
+            attempts = {**history.attempts, **{attempt.attempt: attempt for attempt in self._attempts}}
+            live = live_rows(self._rows, attempts)
             self._live = _with_checkpoints(live, self._records)
         return self._rows
 
