@@ -28,17 +28,13 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 def dumps(tree: Any) -> bytes:
     """Write a JSON-able tree (from `codec.encode`) as compact UTF-8."""
     try:
-        return _text(tree, ascii_only=False).encode()
+        return _UNICODE.encode(tree).encode()
     except UnicodeEncodeError:
         # Lone surrogates have no UTF-8 form; as \\uXXXX escapes they survive.
-        return _text(tree, ascii_only=True).encode()
+        return _ASCII.encode(tree).encode()
     except ValueError:
         # An integer beyond Python's digit limit that did not come through `codec.encode`.
-        return _text(_tame(tree), ascii_only=True).encode()
-
-
-def _text(tree: Any, *, ascii_only: bool) -> str:
-    return (_ASCII if ascii_only else _UNICODE).encode(tree)
+        return _ASCII.encode(_tame(tree)).encode()
 
 
 def _tame(tree: Any) -> Any:
