@@ -39,13 +39,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one block of elements (strided, with memory, no subclass)."""
-    return all_dense((tensor,))
-
-
 def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether `is_dense` is true of all tensors; one loop, because a state has thousands of them."""
+    """Tell whether each tensor is one block of elements (strided, with memory, no subclass).
+
+    One loop, because a state has thousands of them.
+    """
     strided = torch.strided
     for tensor in tensors:
         if (
@@ -71,7 +69,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     Raises:
         UnsupportedStateError: names ``path``, and says what to save instead.
     """
-    if is_dense(tensor):
+    if all_dense((tensor,)):
         return
     if torch.nn.parameter.is_lazy(tensor):
         advice = "run one batch through the lazy module first, so that it gets its shape"
