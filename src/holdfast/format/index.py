@@ -218,6 +218,7 @@ class _Rows:
 
     def read(self, rows: Any) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
+        files, num_files, ranges = self.files, self.num_files, self.ranges
         widths: dict[str, int | None] = {}
         # Most shapes occur many times: each is checked once, and the checked tuple is kept.
         shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
@@ -234,8 +235,18 @@ class _Rows:
             width = widths.get(dtype)
             if width is None and dtype not in widths:
                 width = widths[dtype] = item_size(dtype)
-            if len(piece_rows) == 1:  # nearly always: without a frame for a comprehension
-                pieces: tuple[Piece, ...] = (self.piece(piece_rows[0], name, known, width),)
+            if (
+                width is not None
+                and len(piece_rows) == 1
+                and len(piece := piece_rows[0]) == 3
+                and type(number := piece[0]) is type(offset := piece[1]) is type(nbytes := piece[2]) is int
+                and 0 <= number < num_files
+                and 0 <= offset < _LIMIT
+                and nbytes == width * known[1] < _LIMIT
+            ):  # a whole tensor, as nearly all are: without a call
+                pieces: tuple[Piece, ...] = (_new(Piece, (files[number], offset, nbytes, None, None)),)
+                if nbytes:
+                    ranges.append((number, offset, nbytes, name))
             else:
                 pieces = tuple([self.piece(piece, name, known, width) for piece in piece_rows])
             tensors[name] = _new(TensorEntry, (name, dtype, known[0], pieces))
