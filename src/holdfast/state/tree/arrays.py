@@ -247,7 +247,8 @@ _SPREAD = (
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
 )
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of tensors that are memory of this process, whatever is imported."""
 
 
 def spread_types() -> tuple[type, ...]:
@@ -258,7 +259,7 @@ def spread_types() -> tuple[type, ...]:
 
 def is_spread(value: object) -> bool:
     """Tell whether a tensor is spread over ranks."""
-    return type(value) not in _PLAIN and isinstance(value, spread_types())
+    return type(value) not in PLAIN and isinstance(value, spread_types())
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -266,7 +267,7 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
     A ShardedTensor with several shards on this rank gives the first.
     """
-    if type(value) in _PLAIN or not is_spread(value):
+    if type(value) in PLAIN or not is_spread(value):
         return value
     if hasattr(value, "local_shards"):
         shards = value.local_shards()
