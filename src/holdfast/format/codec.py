@@ -16,7 +16,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from keyword import iskeyword
 from math import isfinite
@@ -31,7 +31,7 @@ from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads
 
 __all__ = [
     "DECODERS", "MAX_NESTING", "decode", "describe", "dumps", "encode", "encode_float", "encode_numpy",
-    "encode_scalar", "encode_text", "is_scalar", "is_text", "loads",
+    "encode_text", "is_scalar", "is_text", "loads", "nesting_error",
 ]  # fmt: skip
 
 Encode = Callable[[Any, str], Any]
@@ -254,21 +254,6 @@ def is_scalar(value: Any) -> bool:
     return _encoder_of(type(value)) is not None or _is_numpy(value)
 
 
-def encode_scalar(value: Any, encode: Encode, path: str) -> Any:
-    """Encode a value of the standard library; NotImplemented for any other type.
-
-    Args:
-        value: what to encode.
-        encode: encodes the values that it consists of (the ends of a slice, the zone of a time).
-        path: where it stands, for messages.
-    """
-    encoder = _encoder_of(type(value))
-    if encoder is None:
-        return NotImplemented
-    tag, parts = encoder(value, encode, path)
-    return {"$": tag, "v": parts}
-
-
 def _is_numpy(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
@@ -392,6 +377,23 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
     )
 
 
+def nesting_error(value: Any, path: str, active: Container[int]) -> UnsupportedStateError:
+    """Say why a container is refused that stands in itself, or nested deeper than a reader would read.
+
+    Args:
+        value: the container.
+        path: where it stands.
+        active: ids of the containers around it.
+    """
+    if id(value) in active:
+        return UnsupportedStateError(
+            f"{path}: this {type(value).__name__} contains itself: save plain data without cycles"
+        )
+    return UnsupportedStateError(
+        f"{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
+    )
+
+
 def _place(tree: Any, leaf: NodeLeaf | None) -> str:
     """Find the innermost node that cannot be rebuilt: only for a message, so in a second pass."""
     keys: list[str] = []
@@ -430,33 +432,24 @@ class _Encoder:
             return value
         encoder = _CONTAINERS.get(kind)
         if encoder is None:
-            if (node := self.other(value, path)) is not NotImplemented:
+            if (scalar := _encoder_of(kind)) is not None:
+                tag, parts = scalar(value, self.value, path)
+                return {"$": tag, "v": parts}
+            if self.leaf is not None and (node := self.leaf(value, path)) is not NotImplemented:
                 return node
+            if not _is_named_tuple(value):
+                if (node := encode_numpy(value, path)) is not NotImplemented:
+                    return node
+                raise UnsupportedStateError(f"{path}: {describe(value)}")
             encoder = _Encoder.named
         key = id(value)
-        if key in self.active:
-            raise UnsupportedStateError(f"{path}: this {kind.__name__} contains itself: save plain data without cycles")
-        if len(self.active) >= MAX_NESTING:
-            raise UnsupportedStateError(
-                f"{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
-            )
+        if key in self.active or len(self.active) >= MAX_NESTING:
+            raise nesting_error(value, path, self.active)
         self.active.add(key)
         try:
             return encoder(self, value, path)
         finally:
             self.active.discard(key)
-
-    def other(self, value: Any, path: str) -> Any:
-        """Encode a value that is no plain container; NotImplemented for a named tuple."""
-        if (node := encode_scalar(value, self.value, path)) is not NotImplemented:
-            return node
-        if self.leaf is not None and (node := self.leaf(value, path)) is not NotImplemented:
-            return node
-        if _is_named_tuple(value):
-            return NotImplemented
-        if (node := encode_numpy(value, path)) is not NotImplemented:
-            return node
-        raise UnsupportedStateError(f"{path}: {describe(value)}")
 
     # -- containers: one frame each, because 200 levels must fit on a stack that the caller has used already
 

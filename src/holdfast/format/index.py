@@ -207,6 +207,16 @@ def _aliases(aliases: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, str]
     return aliases
 
 
+class _Kind(NamedTuple):
+    """A dtype with a shape; how many bytes and elements that is, bytes of one. None: such a dtype is not known here."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int | None
+    num_elements: int
+    width: int | None
+
+
 class _Rows:
     """Reads rows; every check is made once, in a pass over the pieces and a pass over their sorted ranges."""
 
@@ -218,30 +228,44 @@ class _Rows:
 
     def read(self, rows: Any) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
-        widths: dict[str, int | None] = {}
-        # Most shapes occur many times: each is checked once, and the checked tuple is kept.
-        shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+        files, num_files, ranges = self.files, self.num_files, self.ranges
+        # Most shapes occur many times: each is checked once, and what was checked is kept, once for all of them.
+        kinds: dict[tuple[Any, ...], _Kind] = {}
         for row in rows:
             name, dtype, dims, piece_rows = row if len(row) == 4 else row[:4]
-            shape = tuple(dims)
-            known = shapes.get(shape)
-            if known is None:
-                if not _is_box(shape) or prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-                    raise _corrupt(self.where, f"tensor {brief(name, 80)!r} has the shape {brief(dims, 80)}")
-                known = shapes[shape] = (shape, prod(shape))
-            if type(name) is not str or type(dtype) is not str or name in tensors:
+            kind = kinds.get(key := (dtype, *dims))
+            if kind is None:
+                kind = kinds[key] = self.kind(name, dtype, dims)
+            if type(name) is not str or name in tensors:
                 raise _corrupt(self.where, f"tensor {brief(name, 80)!r} is malformed or listed twice")
-            width = widths.get(dtype)
-            if width is None and dtype not in widths:
-                width = widths[dtype] = item_size(dtype)
-            if len(piece_rows) == 1:  # nearly always: without a frame for a comprehension
-                pieces: tuple[Piece, ...] = (self.piece(piece_rows[0], name, known, width),)
+            dtype, shape, whole, _, _ = kind
+            if (
+                len(piece_rows) == 1
+                and len(piece := piece_rows[0]) == 3
+                and type(number := piece[0]) is type(offset := piece[1]) is type(piece[2]) is int
+                and piece[2] == whole
+                and 0 <= number < num_files
+                and 0 <= offset < _LIMIT
+            ):  # a whole tensor, as nearly all are: without a call
+                pieces: tuple[Piece, ...] = (_new(Piece, (files[number], offset, whole, None, None)),)
+                if whole:
+                    ranges.append((number, offset, whole, name))
             else:
-                pieces = tuple([self.piece(piece, name, known, width) for piece in piece_rows])
-            tensors[name] = _new(TensorEntry, (name, dtype, known[0], pieces))
+                pieces = tuple([self.piece(piece, name, kind) for piece in piece_rows])
+            tensors[name] = _new(TensorEntry, (name, dtype, shape, pieces))
         return tensors
 
-    def piece(self, row: Any, name: str, known: tuple[tuple[int, ...], int], width: int | None) -> Piece:
+    def kind(self, name: Any, dtype: Any, dims: Any) -> _Kind:
+        shape = tuple(dims)
+        if not _is_box(shape) or prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+            raise _corrupt(self.where, f"tensor {brief(name, 80)!r} has the shape {brief(dims, 80)}")
+        if type(dtype) is not str:
+            raise _corrupt(self.where, f"tensor {brief(name, 80)!r} is malformed or listed twice")
+        count, width = prod(shape), item_size(dtype)
+        nbytes = None if width is None or width * count >= _LIMIT else width * count
+        return _Kind(dtype, shape, nbytes, count, width)
+
+    def piece(self, row: Any, name: str, kind: _Kind) -> Piece:
         number, offset, nbytes = row if len(row) == 3 else row[:3]
         if (
             not (type(number) is int and type(offset) is int and type(nbytes) is int)
@@ -250,7 +274,7 @@ class _Rows:
             or not 0 <= nbytes < _LIMIT
         ):
             raise _corrupt(self.where, f"tensor {name!r} has the piece {brief(row, 80)}", name)
-        shape, count = known
+        _, shape, _, count, width = kind
         start = box = None
         if len(row) > 3:
             key = (shape, *row[3], None, *row[4])

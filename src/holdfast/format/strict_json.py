@@ -21,24 +21,22 @@ _MANY = 1_000_000
 _DENSE = 5  # bytes for each list or object in a file that has many: a pair of small numbers takes six
 # Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
 _MEANINGLESS = bytes({*range(256)} - {*b'[]{}"\\/bfnrtu'})
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+_STEPS = bytes.maketrans(b"[]", b"\x01\xff")
+_LEVELS = 16  # that are counted in this way, the quick one where there are few of them
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def dumps(tree: Any) -> bytes:
     """Write a JSON-able tree (from `codec.encode`) as compact UTF-8."""
     try:
-        return _text(tree, ascii_only=False).encode()
+        return _UNICODE.encode(tree).encode()
     except UnicodeEncodeError:
         # Lone surrogates have no UTF-8 form; as \\uXXXX escapes they survive.
-        return _text(tree, ascii_only=True).encode()
+        return _ASCII.encode(tree).encode()
     except ValueError:
         # An integer beyond Python's digit limit that did not come through `codec.encode`.
-        return _text(_tame(tree), ascii_only=True).encode()
-
-
-def _text(tree: Any, *, ascii_only: bool) -> str:
-    return (_ASCII if ascii_only else _UNICODE).encode(tree)
+        return _ASCII.encode(_tame(tree)).encode()
 
 
 def _tame(tree: Any) -> Any:
@@ -101,7 +99,13 @@ def _corrupt(where: str, problem: str) -> CorruptCheckpointError:
 
 def _depth(data: bytes) -> int:
     """Return how deep brackets nest outside of strings, in linear time and without recursion."""
-    return max(accumulate(array("b", _outside_strings(data).translate(_STEPS))), default=0)
+    left, levels = _outside_strings(data).translate(_SQUARE), 0
+    while left and levels < _LEVELS:  # without the innermost pairs all is one level less deep
+        before, left = left, left.replace(b"[]", b"")
+        if len(left) == len(before):
+            break
+        levels += 1
+    return levels + max(accumulate(array("b", left.translate(_STEPS))), default=0)
 
 
 def _outside_strings(data: bytes) -> bytes:
@@ -110,7 +114,9 @@ def _outside_strings(data: bytes) -> bytes:
         # escapes what it did; where something else follows one, the parser stops before it can come to what is behind.
         data = data.translate(None, _MEANINGLESS)
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return b"".join(data.translate(None, _NOT_STRUCTURE).split(b'"')[::2])
+    data = data.translate(None, _NOT_STRUCTURE)
+    bare = data.replace(b'""', b"")  # strings without brackets, unless there is one with
+    return bare if b'"' not in bare else b"".join(data.split(b'"')[::2])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -132,25 +133,45 @@ def _span(row: ReadRequest) -> tuple[int, int, bool]:
     return row.offset, row.nbytes, row.within is not None
 
 
-def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], Place | None]]]:
-    """Cut rows into groups whose detours need little memory: the rows of each range, and their place (see `_place`)."""
-    group: list[tuple[list[ReadRequest], Place | None]] = []
+class _Group(NamedTuple):
+    """Ranges of a file that are read together, in order.
+
+    Attributes:
+        heads: the first row of each.
+        places: where the bytes of each go; for one that needs a detour 0 until it has temporary memory.
+        detours: number of each of these -> all its rows.
+    """
+
+    heads: list[ReadRequest]
+    places: list[Place]
+    detours: dict[int, list[ReadRequest]]
+
+
+def _groups(rows: list[ReadRequest]) -> Iterator[_Group]:
+    """Cut rows (sorted by offset) into groups whose detours need little memory."""
+    group = _Group([], [], {})
     size = at = 0
     while at < len(rows):
-        first, members = rows[at], [rows[at]]
+        first = rows[at]
         at += 1
+        if first.address is not None:
+            group.heads.append(first)
+            group.places.append(first.address)
+            continue
+        members = [first]
         while at < len(rows) and rows[at].offset == first.offset and _span(rows[at]) == _span(first):
             members.append(rows[at])
             at += 1
         place = _place(members)
         if place is None:
-            nbytes = first.nbytes
-            if size and size + nbytes > BATCH:
+            if size and size + first.nbytes > BATCH:
                 yield group
-                group, size = [], 0
-            size += nbytes
-        group.append((members, place))
-    if group:
+                group, size = _Group([], [], {}), 0
+            size += first.nbytes
+            group.detours[len(group.heads)] = members
+        group.heads.append(first)
+        group.places.append(0 if place is None else place)
+    if group.heads:
         yield group
 
 
@@ -231,19 +252,13 @@ class _FileJob:
         """
         total, groups = 0, list(_groups(rows))
         for number, group in enumerate(groups, 1):
-            self.later = groups[number][0][0][0].offset if number < len(groups) else sys.maxsize
-            heads, places, detours = [], list[Place](), []
-            for members, place in group:
-                heads.append(members[0])
-                if place is not None:
-                    places.append(place)
-                    continue
-                memory = torch.empty(members[0].nbytes, dtype=torch.uint8)
-                detours.append((members, memory))
-                places.append(memory.data_ptr())
-            total += self.read(heads, places)
-            for members, memory in detours:
-                for row in members:
+            self.later = groups[number].heads[0].offset if number < len(groups) else sys.maxsize
+            memories = {at: torch.empty(group.heads[at].nbytes, dtype=torch.uint8) for at in group.detours}
+            for at, memory in memories.items():
+                group.places[at] = memory.data_ptr()
+            total += self.read(group.heads, group.places)
+            for at, memory in memories.items():
+                for row in group.detours[at]:
                     shape, wanted = row.within or (row.target.shape, ...)
                     _copy_into(row.target, memory.view(row.dtype).view(shape)[wanted], row.name)
         return total

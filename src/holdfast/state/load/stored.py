@@ -268,10 +268,12 @@ def _node(
     check_node(tag, node)
     if tag == "tensors":
         at = node["at"]
-        items = {key: TensorRef(at + key) for key in node["k"]}
+        items = {}
+        for key in node["k"]:
+            name = at + key
+            items[key] = refs[name] = TensorRef(name)
         for key in items.keys() & node.get("rg", ()):
             items[key].extra = {"rg": 1}
-        refs.update((ref.name, ref) for ref in items.values())
         return OrderedDict(items) if node["o"] else items
     if tag == "tensor":
         extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}

@@ -29,7 +29,7 @@ from holdfast.format.index_group import Boxes, Pieces
 from holdfast.storage.base import FileReader
 
 from ..tree import arrays
-from ..tree.arrays import is_spread, local_tensor, move, move_small
+from ..tree.arrays import PLAIN, is_spread, local_tensor, move, move_small
 from ..tree.sharded import local_parts
 from .stored import Stored
 
@@ -64,6 +64,7 @@ class ReadRequest:
         dtype: stored dtype.
         target: the tensor to fill: same number of elements; any device, strides or floating dtype.
         within: (shape, slices) if only a part of these bytes is wanted: they are an array of this shape.
+        address: of the target, if it was seen when the read was planned that the bytes can go straight there.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ReadRequest:
     dtype: torch.dtype
     target: torch.Tensor
     within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
+    address: int | None = None
 
 
 def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -89,6 +91,17 @@ def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether stored bytes can be read straight into a tensor."""
     return _is_plain(target, dtype) and target.is_contiguous()
+
+
+def _address_of(target: torch.Tensor, dtype: torch.dtype) -> int | None:
+    """Return the address of a target that `is_direct` and has its memory; None where the reader has to look closer."""
+    if type(target) not in PLAIN or not target.is_cpu or target.dtype is not dtype or not target.is_contiguous():
+        return None
+    address, memory = target.data_ptr(), target.untyped_storage()
+    room = memory.nbytes() - (address - memory.data_ptr())  # less than it needs: it was freed, or resized
+    if not address or room < target.nbytes or target.is_conj() or target.is_neg():
+        return None
+    return address
 
 
 def can_pick(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -270,7 +283,7 @@ class Targets:
         self._complete: set[str] = set()  # names of tensors whose stored boxes cover them exactly
         self._cuts: dict[tuple[object, ...], Cuts] = {}
         # address -> live tensors and arrays there and the stored names read into them; tied tensors are read once
-        self._at: dict[int, list[tuple[Any, str]]] = {}
+        self._at: dict[int, tuple[tuple[Any, str], ...]] = {}
         self._spread: set[int] = set()  # ids of those that are a part of a tensor
         self.left: set[int] = set()  # ids of the arrays that are left as they are
 
@@ -295,26 +308,23 @@ class Targets:
             castable = self.cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
             if not castable:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {dtype_name} in the checkpoint"
-        spread = is_spread(live)
+        spread = type(live) not in PLAIN and is_spread(live)
         home = local_tensor(live) if spread else live
-        if home.is_meta:  # ``live.is_meta`` fails for a ShardedTensor with several shards on this rank
-            return "it is on the meta device in the state: give it memory first"
         address = home.data_ptr()
+        if not address and home.is_meta:  # ``live.is_meta`` fails for a ShardedTensor with several shards on this rank
+            return "it is on the meta device in the state: give it memory first"
         if address:
-            planned = self._at.get(address)
-            if planned is None:
-                self._at[address] = [(home, stored_name)]
-            else:
-                for other, source in planned:
-                    if self._is_tied(home, entry, other, source):
-                        if source == stored_name or source in self.stored.own:
-                            return None
-                        if stored_name in self.stored.own:  # this rank stored a value of its own for that memory
-                            self._withdraw(source, other)
-                            planned[:] = [pair for pair in planned if pair[0] is not other]
-                            break
-                        return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-                planned.append((home, stored_name))
+            planned, here = self._at.get(address, ()), ((home, stored_name),)
+            for other, source in planned:
+                if self._is_tied(home, entry, other, source):
+                    if source == stored_name or source in self.stored.own:
+                        return None
+                    if stored_name in self.stored.own:  # this rank stored a value of its own for that memory
+                        self._withdraw(source, other)
+                        planned = tuple(pair for pair in planned if pair[0] is not other)
+                        break
+                    return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
+            self._at[address] = planned + here
         if spread:
             self._spread.add(id(home))
             self._boxes(entry, dtype, local_parts(live))
@@ -336,14 +346,15 @@ class Targets:
         entry = self.stored.entry(name)
         if not live.size:
             return None
-        planned = self._at.setdefault(live.__array_interface__["data"][0], [])
+        address = live.__array_interface__["data"][0]
+        planned = self._at.get(address, ())
         for other, source in planned:
             if self._is_tied(live, entry, other, source):
                 if source == entry.name or {source, entry.name} & self.stored.own:
                     return None
                 if live.flags.c_contiguous:  # else each was stored as a copy of its own
                     return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-        planned.append((live, entry.name))
+        self._at[address] = (*planned, (live, entry.name))
         return None
 
     def _is_tied(self, live: Any, entry: TensorEntry, other: Any, source: str) -> bool:
@@ -392,23 +403,23 @@ class Targets:
 
     def _overlaps(self) -> Iterator[list[tuple[Any, str, _Layout]]]:
         """Yield groups of tensors and arrays whose memory is shared in part, or with itself, and lies in one piece."""
-        everything = [(live, name, address) for address, planned in self._at.items() for live, name in planned]
-        sizes = [row[0].nbytes for row in everything if isinstance(row[0], torch.Tensor) and row[0].is_contiguous()]
-        if len(sizes) == len(everything):
-            # The usual case, quickly: 100 000 tensors.
-            lows = np.array([address for _, _, address in everything], np.int64)
+        direct = {request.address: request.nbytes for request in self.requests if request.address is not None}
+        if direct.keys() >= self._at.keys() and sum(map(len, self._at.values())) == len(self._at):
+            # The usual case, quickly: 100 000 tensors, each read whole to an address of its own.
+            lows = np.fromiter(direct, np.int64, len(direct))
             order = lows.argsort()
             lows = lows[order]
-            ends = lows + np.array(sizes, np.int64)[order]
+            ends = lows + np.fromiter(direct.values(), np.int64, len(direct))[order]
             if not (lows[1:] < ends[:-1]).any():
                 return
         spans: dict[Any, list[tuple[int, int, Any, str]]] = {}
-        for live, name, address in everything:
-            if id(live) in self._spread or not _num_elements(live):
-                continue
-            low, high = _span(live, address)
-            device = _CPU if isinstance(live, np.ndarray) else live.device
-            spans.setdefault(device, []).append((low, high, live, name))
+        for address, planned in self._at.items():
+            for live, name in planned:
+                if id(live) in self._spread or not _num_elements(live):
+                    continue
+                low, high = _span(live, address)
+                device = _CPU if isinstance(live, np.ndarray) else live.device
+                spans.setdefault(device, []).append((low, high, live, name))
         for rows in spans.values():
             rows.sort(key=itemgetter(0, 1))
             group, reach = rows[:1], rows[0][1]
@@ -463,7 +474,7 @@ class Targets:
         file, offset, nbytes, _, _ = piece
         if nbytes != target.nbytes or target.dtype is not dtype:  # the target has the stored shape
             _check_whole(entry, dtype)
-        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
+        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target, None, _address_of(target, dtype)))
 
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
         """Read boxes of a tensor, each into memory of its own; the stored boxes may be cut differently."""

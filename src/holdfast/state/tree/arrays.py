@@ -39,13 +39,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one block of elements (strided, with memory, no subclass)."""
-    return all_dense((tensor,))
-
-
 def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether `is_dense` is true of all tensors; one loop, because a state has thousands of them."""
+    """Tell whether each tensor is one block of elements (strided, with memory, no subclass).
+
+    One loop, because a state has thousands of them.
+    """
     strided = torch.strided
     for tensor in tensors:
         if (
@@ -71,7 +69,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     Raises:
         UnsupportedStateError: names ``path``, and says what to save instead.
     """
-    if is_dense(tensor):
+    if all_dense((tensor,)):
         return
     if torch.nn.parameter.is_lazy(tensor):
         advice = "run one batch through the lazy module first, so that it gets its shape"
@@ -249,7 +247,8 @@ _SPREAD = (
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
 )
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of tensors that are memory of this process, whatever is imported."""
 
 
 def spread_types() -> tuple[type, ...]:
@@ -260,7 +259,7 @@ def spread_types() -> tuple[type, ...]:
 
 def is_spread(value: object) -> bool:
     """Tell whether a tensor is spread over ranks."""
-    return type(value) not in _PLAIN and isinstance(value, spread_types())
+    return type(value) not in PLAIN and isinstance(value, spread_types())
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -268,7 +267,7 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
     A ShardedTensor with several shards on this rank gives the first.
     """
-    if type(value) in _PLAIN or not is_spread(value):
+    if type(value) in PLAIN or not is_spread(value):
         return value
     if hasattr(value, "local_shards"):
         shards = value.local_shards()

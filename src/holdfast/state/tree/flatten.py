@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UnsupportedStateError
-from holdfast.format.codec import MAX_NESTING, encode, is_text
+from holdfast.format.codec import MAX_NESTING, encode, is_text, nesting_error
 
 from . import arrays, objects, rng
 from .arrays import check_module, spread_types
@@ -156,53 +155,44 @@ class _Walker:
             if value and self.listed.issuperset(map(type, value.values())):
                 return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
             if kind is OrderedDict:
-                return {"$": "odict", "v": [[key, item] for key, item in self._items(value, name, path).items()]}
+                return {"$": "odict", "v": [[key, item] for key, item in self._entries(value, name, path).items()]}
             if "$" not in value:
-                return self._rows(value, name) or self._items(value, name, path)
+                return self._rows(value, name) or self._entries(value, name, path)
         return self._encode(value, name, path)
 
-    def _items(self, value: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
-        tree = {}
-        top, place, held = not name, self.place, set()
-        with self._inside(value, path):
-            for key, item in value.items():
+    def _entries(self, value: Any, name: str, path: str) -> dict[Any, Any]:
+        """Encode what a dict or a list holds, by its keys; by its places in what is stored of a list.
+
+        Cycles are refused, and nesting that a reader would refuse.
+        """
+        tree: dict[Any, Any] = {}
+        is_list, place, held = type(value) is list, self.place, set()
+        top, prefix = not name and not is_list, f"{name}/" if name or is_list else ""
+        if id(value) in self.active or len(self.active) >= MAX_NESTING:
+            raise nesting_error(value, f"state{path}", self.active)
+        self.active.add(id(value))
+        try:
+            for key, item in enumerate(value) if is_list else value.items():
+                at = len(tree) if is_list else key
                 if type(item) in _PLAIN and (type(item) is not str or item.isascii()):
-                    tree[key] = item
+                    tree[at] = item
                     continue
                 if top:
-                    self.file = "" if isinstance(item, torch.Tensor) else key
+                    self.file = "" if isinstance(item, torch.Tensor) else str(key)
                 if place is not None:
-                    self.place, before = (*place, key), self._num_held()
+                    self.place, before = (*place, at), self._num_held()
                 try:
-                    tree[key] = self.value(item, f"{name}/{key}" if name else key, f"{path}[{key!r}]")
+                    tree[at] = self.value(item, f"{prefix}{key}", f"{path}[{key!r}]")
                 except UnsupportedStateError:
                     if not self.drop:
                         raise
                     self.flat.dropped.append(f"state{path}[{key!r}]")
-                if place is not None and self._num_held() != before:
-                    held.add(key)
+                if place is not None and (not is_list or at in tree) and self._num_held() != before:
+                    held.add(at)
+        finally:
+            self.active.discard(id(value))
         if place is not None:
             self._note_plain(place, tree, held)
-        return tree
-
-    def _list(self, value: list[Any], name: str, path: str) -> list[Any]:
-        tree: list[Any] = []
-        place, held = self.place, set()
-        with self._inside(value, path):
-            for number, item in enumerate(value):
-                at = len(tree)
-                if place is not None:
-                    self.place, before = (*place, at), self._num_held()
-                try:
-                    tree.append(self.value(item, f"{name}/{number}", f"{path}[{number}]"))
-                except UnsupportedStateError:
-                    if not self.drop:
-                        raise
-                    self.flat.dropped.append(f"state{path}[{number}]")
-                if place is not None and len(tree) > at and self._num_held() != before:
-                    held.add(at)
-        if place is not None:
-            self._note_plain(place, dict(enumerate(tree)), held)
         return tree
 
     def _num_held(self) -> int:
@@ -214,23 +204,6 @@ class _Walker:
         self.place = place
         if held or not place:
             self.plain.update((pointer((*place, key)), item) for key, item in tree.items() if key not in held)
-
-    @contextmanager
-    def _inside(self, value: Any, path: str) -> Iterator[None]:
-        """Refuse cycles, and nesting that a reader would refuse."""
-        if id(value) in self.active:
-            raise UnsupportedStateError(
-                f"state{path}: this {type(value).__name__} contains itself: save plain data without cycles"
-            )
-        if len(self.active) >= MAX_NESTING:
-            raise UnsupportedStateError(
-                f"state{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
-            )
-        self.active.add(id(value))
-        try:
-            yield
-        finally:
-            self.active.discard(id(value))
 
     def value(self, value: Any, name: str, path: str) -> Any:
         """Encode any value; ``name`` begins the names of its tensors, ``path`` is its spelling in errors."""
@@ -245,7 +218,7 @@ class _Walker:
         if leaf is not NotImplemented:
             return leaf
         if kind is list and not (value and type(value[0]) in (int, float, str)):
-            return self._list(value, name, path)
+            return list(self._entries(value, name, path).values())
         return self._encode(value, name, path)
 
     def _encode(self, value: Any, name: str, path: str) -> Any:
@@ -351,7 +324,7 @@ class _Walker:
         named, start = objects.to_named(optimizer, rows), len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
-        if self.spread and (layouts := objects.odd_layouts(optimizer, rows, self.spread)):
+        if self.regions is not None and (layouts := objects.odd_layouts(optimizer, rows, self.spread)):
             node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
         while added and added[-1].startswith(f"{prefix}{objects.OTHER_STATE}/"):
@@ -409,16 +382,16 @@ class _Walker:
         parts = self._parts(names, value.values()) if spread else None
         if not self.taken.isdisjoint(names) or (spread and parts is None):
             # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
-            nodes = self._items(value, name, path)
+            nodes = self._entries(value, name, path)
             return {"$": "odict", "v": [[key, node] for key, node in nodes.items()]} if ordered else nodes
-        self.taken.update(names)
         if parts is not None:
-            for unique, rows in zip(names, parts, strict=True):
-                self._put(unique, rows, self.file if name else "")
+            for unique, held in zip(names, parts, strict=True):
+                self._add(held, unique)
         else:
+            self.taken.update(names)
             self.flat.names.extend(names)
             self.flat.tensors.extend(value.values())
-            self.flat.files.extend([self.file if name else ""] * len(names))
+            self.flat.files.extend([self.file] * len(names))
         node = {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
         if trained := [key for key, tensor in value.items() if tensor.requires_grad and tensor.is_leaf]:
             node["rg"] = trained
@@ -461,7 +434,7 @@ class _Walker:
             for name, tensor in zip(names, tensors, strict=True):
                 if type(tensor) is torch.Tensor:
                     parts.append([(None, tensor)])
-                    if not arrays.is_dense(tensor):
+                    if not arrays.all_dense((tensor,)):
                         return None
                 else:
                     parts.append(self._spread(tensor, name, ""))
@@ -501,20 +474,8 @@ class _Walker:
             self.flat.groups.update(region.spread.ranks for region, _ in parts if region is not None)
             return [(None, stand_in)]
         for _, part in parts:
-            if not arrays.is_dense(part):
-                arrays.check_tensor(part, f"state{path}")
+            arrays.check_tensor(part, f"state{path}")
         return parts
-
-    def _put(self, name: str, parts: sharded.Parts, file: str) -> None:
-        flat = self.flat
-        for region, part in parts:
-            if region is not None:
-                flat.regions[len(flat.names)] = region
-            elif id(part) in self.parted:
-                flat.whole[len(flat.names)] = self.parted[id(part)]
-            flat.names.append(name)
-            flat.tensors.append(part)
-            flat.files.append(file)
 
     def settle_replicated(self) -> None:
         """Correct what seemed replicated by its place in the state, with the placements of the tensors."""
@@ -538,9 +499,17 @@ class _Walker:
                 del regions[number]
 
     def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
-        unique = _unused(name, self.taken)
+        """Note what this rank holds of a tensor; returns its node."""
+        flat, unique = self.flat, _unused(name, self.taken)
         self.taken.add(unique)
-        self._put(unique, parts, self.file)
+        for region, part in parts:
+            if region is not None:
+                flat.regions[len(flat.names)] = region
+            elif id(part) in self.parted:
+                flat.whole[len(flat.names)] = self.parted[id(part)]
+            flat.names.append(unique)
+            flat.tensors.append(part)
+            flat.files.append(self.file)
         return {"$": "tensor", "n": unique}
 
 

@@ -51,9 +51,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
     """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
+    text = "\n".join(keys)
+    if "module." not in text and "_orig_mod." not in text:
+        return list(keys)  # no wrapper inside: looking for them costs more than the rest
     names = [without_tokens(name) for name in keys]
-    if not any("module." in name for name in names):
-        return names  # no wrapper inside: looking for them costs more than the rest
     parallel = [
         without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
     ]
