@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import SerialExecutor, together
 
 from .handed import Watermark, Window, WindowSource
-from .messages import FilePlan, SaveJob
+from .messages import BlobPlan, FilePlan, SaveJob
 
 __all__ = ["MAX_REUSES", "Known", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
 
@@ -123,30 +123,23 @@ def _etag_on_disk(storage: Storage, path: str) -> str | None:
     return None
 
 
-def unchanged_runs(tables: Sequence[bytes], sizes: Sequence[int], previous: Previous) -> list[tuple[int, int, int]]:
-    """List [file number, offset, nbytes] runs of equal chunks in files that changed, but not wholly."""
-    runs: list[tuple[int, int, int]] = []
-    for number, (table, size) in enumerate(zip(tables, sizes, strict=True)):
-        known = previous.at(number, size)
-        if known is None or known.table == table:
-            continue
-        old, new = memoryview(known.table).cast("Q"), memoryview(table).cast("Q")
-        start = -1
-        for chunk in range(len(new) + 1):
-            equal = chunk < len(new) and old[chunk] == new[chunk]
-            if equal and start < 0:
-                start = chunk
-            elif not equal and start >= 0:
-                runs.append((number, start * CHUNK, min(chunk * CHUNK, size) - start * CHUNK))
-                start = -1
-    return runs
+def unchanged_runs(number: int, table: bytes, known: Known) -> Iterator[tuple[int, int, int]]:
+    """Yield (file number, offset, nbytes) of runs of equal chunks in a file that changed, but not wholly."""
+    old, new = memoryview(known.table).cast("Q"), memoryview(table).cast("Q")
+    start = -1
+    for chunk in range(len(new) + 1):
+        equal = chunk < len(new) and old[chunk] == new[chunk]
+        if equal and start < 0:
+            start = chunk
+        elif not equal and start >= 0:
+            yield number, start * CHUNK, min(chunk * CHUNK, known.size) - start * CHUNK
+            start = -1
 
 
 class PartWriter:
     """Writes the files of one job. One object per attempt; `discard` undoes it.
 
     Attributes:
-        bytes_written: bytes that went to the storage.
         seconds: time in digests and in writing.
         contents: the base of reuse for the next save, when all is written.
         unchanged: runs equal to the save before, when all is written and the job asked.
@@ -162,40 +155,38 @@ class PartWriter:
         self._side_by_side = storage.traits.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
-        self._digests: FileEntry | None = None
         self._created: list[str] = []
-        self.bytes_written = 0
 
     # ---- the two ways in
 
     def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Watermark | None = None) -> PartSummary:
         """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
-        job = self._job
+        job, files = self._job, self._job.files
         self._gate = gate
-        candidates = [number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)]
+        candidates = [number for number, plan in enumerate(files) if self._is_candidate(number, plan)]
         # Candidates for reuse are digested first and written last: the writing starts with what changes anyway.
-        order = sorted(range(len(job.files)), key=candidates.__contains__, reverse=True)
-        digests = {number: self._side.run(partial(self._digest_file, view, job.files[number])) for number in order}
-        small = self._side.run(partial(self._write_blobs, blobs))
+        order = sorted(range(len(files)), key=candidates.__contains__, reverse=True)
+        digests = {
+            number: self._side.run(partial(self._digest, view, files[number].arena_offset, files[number].size))
+            for number in order
+        }
+        small = self._side.run(partial(self._write_small, job.blobs, blobs))
         try:
-            for number, plan in enumerate(job.files):
+            for number, plan in enumerate(files):
                 if number not in candidates:
                     self._write_file(view, plan)
-            reuses = [partial(self._reuse, job.files[number], digests[number]) for number in candidates]
-            linked: list[Known | None] = []
-            if self._side_by_side:
-                small.result()
-                self._write_digests([digests[number].result() for number in range(len(job.files))])
-                linked = self._close_small(*reuses)
+            tables = [digests[number].result() for number in range(len(files))]
+            entries = small.result()
+            places = self._write_digests(tables, entries)
             reused: dict[int, Known] = {}
-            for place, number in enumerate(candidates):
-                known = linked[place] if self._side_by_side else reuses[place]()
-                if known is None:
-                    self._write_file(view, job.files[number])
-                else:
-                    reused[number] = known
-            tables = [digests[number].result() for number in range(len(job.files))]
-            return self._finish(tables, reused, small.result())
+            if candidates:
+                reuses = [partial(self._reuse, files[number], tables[number]) for number in candidates]
+                for number, known in zip(candidates, self._close_small(*reuses), strict=True):
+                    if known is None:
+                        self._write_file(view, files[number])
+                    else:
+                        reused[number] = known
+            return self._finish(tables, places, reused, entries)
         finally:
             self._settle([*digests.values(), small])
 
@@ -214,8 +205,7 @@ class PartWriter:
                     writers[window.file_no] = self._create(plan.path, plan.size)
                 # The last window may reach into the padding of the file, which is not part of its content.
                 nbytes = min(window.nbytes, plan.size - window.file_offset)
-                data = view[window.arena_offset : window.arena_offset + nbytes]
-                digest = self._side.run(partial(self._digest, data))
+                digest = self._side.run(partial(self._digest, view, window.arena_offset, nbytes))
                 positions[window.file_no] += nbytes
                 last = positions[window.file_no] == plan.size
                 try:
@@ -231,8 +221,9 @@ class PartWriter:
             missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
-            entries = self._write_blobs(source.blobs or blobs)
-            return self._finish(list(map(bytes, tables)), {}, entries)
+            entries = self._write_small(self._job.blobs, source.blobs or blobs)
+            whole = list(map(bytes, tables))
+            return self._finish(whole, self._write_digests(whole, entries), {}, entries)
         finally:
             for writer in writers.values():
                 writer.abort()
@@ -283,23 +274,16 @@ class PartWriter:
         known = self._previous.at(number, plan.size)
         return plan.stable or (known is not None and known.repeated)
 
-    def _await(self, end: int) -> None:
-        if self._gate is not None:
-            self._gate.wait(end)
-
-    def _digest_file(self, view: memoryview, plan: FilePlan) -> bytes:
-        # Not before all is copied: the trainer needs the cores until then, and digests are quick.
-        self._await(len(view))
-        return self._digest(view[plan.arena_offset : plan.arena_offset + plan.size])
-
-    def _digest(self, data: memoryview) -> bytes:
-        start = time.perf_counter()
-        table = chunk_digests(data)
-        self.seconds["digest"] += time.perf_counter() - start
+    def _digest(self, view: memoryview, start: int, nbytes: int) -> bytes:
+        if self._gate is not None:  # until all is copied the trainer needs the cores, and digests are quick
+            self._gate.wait(len(view))
+        begin = time.perf_counter()
+        table = chunk_digests(view[start : start + nbytes])
+        self.seconds["digest"] += time.perf_counter() - begin
         return table
 
-    def _reuse(self, plan: FilePlan, table: Future[bytes]) -> Known | None:
-        known = self._previous.same(plan.size, table.result())
+    def _reuse(self, plan: FilePlan, table: bytes) -> Known | None:
+        known = self._previous.same(plan.size, table)
         if known is None:
             return None
         source = join(self._previous.directory, known.path)
@@ -338,11 +322,11 @@ class PartWriter:
         # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
         end = min(start + -(-nbytes // _PAGE) * _PAGE, len(view))
         for offset in range(start, end, _VIEW):
-            self._await(min(offset + _VIEW, start + nbytes))
+            if self._gate is not None:
+                self._gate.wait(min(offset + _VIEW, start + nbytes))
             begin = time.perf_counter()
             writer.write(view[offset : min(offset + _VIEW, end)])
             self.seconds["write"] += time.perf_counter() - begin
-        self.bytes_written += nbytes
 
     def _close_later(self, writer: FileWriter, size: int) -> None:
         """Make a file durable while the next one is written; a small one at a store together with others."""
@@ -366,61 +350,65 @@ class PartWriter:
             for writer, _ in closing:  # does nothing to a closed writer
                 writer.abort()
 
-    def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:
-        if len(blobs) != len(self._job.blobs):
-            raise HoldfastError(f"{len(blobs)} small files came for {len(self._job.blobs)} in the plan of the save")
-        return [
-            self._write_small(plan.path, plan.role, data) for plan, data in zip(self._job.blobs, blobs, strict=True)
-        ]
+    def _write_small(self, plans: Sequence[BlobPlan], blobs: Sequence[bytes]) -> list[FileEntry]:
+        if len(blobs) != len(plans):
+            raise HoldfastError(f"{len(blobs)} small files came for {len(plans)} in the plan of the save")
+        entries = []
+        for plan, data in zip(plans, blobs, strict=True):
+            writer = self._create(plan.path, len(data))
+            try:
+                if data:
+                    writer.write(memoryview(data))
+                if not self._side_by_side:
+                    writer.close()  # on the side thread, or with everything else written
+            except BaseException:
+                writer.abort()
+                raise
+            if self._side_by_side:
+                self._close_later(writer, len(data))
+            entries.append(
+                FileEntry(
+                    path=plan.path,
+                    size=len(data),
+                    digest=bytes_digest(data),
+                    role=plan.role,
+                    writer=self._job.writer,
+                    reused_from=None,
+                    chunks=None,
+                )
+            )
+        return entries
 
-    def _write_small(self, path: str, role: str, data: bytes) -> FileEntry:
-        writer = self._create(path, len(data))
-        try:
-            if data:
-                writer.write(memoryview(data))
-            if not self._side_by_side:
-                writer.close()  # on the side thread, or with everything else written
-        except BaseException:
-            writer.abort()
-            raise
-        if self._side_by_side:
-            self._close_later(writer, len(data))
-        self.bytes_written += len(data)
-        return FileEntry(
-            path=path,
-            size=len(data),
-            digest=bytes_digest(data),
-            role=role,
-            writer=self._job.writer,
-            reused_from=None,
-            chunks=None,
-        )
-
-    def _write_digests(self, tables: Sequence[bytes]) -> list[tuple[str, int]]:
-        """Write the digest file unless it is written; return where each chunk table is in it."""
+    def _write_digests(self, tables: Sequence[bytes], entries: list[FileEntry]) -> list[tuple[str, int]]:
+        """Write the digest file and add it to ``entries``; return where each chunk table is in it."""
         file = DigestFile(self._job.writer, self._job.save_id)
         places = [file.add(table) for table in tables]
-        if self._digests is None and (content := file.content):
-            self._digests = self._write_small(file.path, "digests", content)
+        if content := file.content:
+            entries += self._write_small([BlobPlan(path=file.path, role="digests")], [content])
         return places
 
-    def _finish(self, tables: list[bytes], reused: Mapping[int, Known], entries: list[FileEntry]) -> PartSummary:
+    def _finish(
+        self,
+        tables: list[bytes],
+        places: list[tuple[str, int]],
+        reused: Mapping[int, Known],
+        entries: list[FileEntry],
+    ) -> PartSummary:
         """Wait until everything is durable, and describe it.
 
         Args:
             tables: chunk digests of each big file.
+            places: of the tables in the digest file.
             reused: by their numbers, the files of the save before that were linked.
             entries: of the small files.
         """
         job, before = self._job, self._previous
-        places = self._write_digests(tables)
-        if self._digests is not None:
-            entries = [*entries, self._digests]
-        if self._side_by_side:
+        if self._small:
             self._close_small()
         for future in self._closing:
             future.result()
         files, contents = [], []
+        unchanged: list[tuple[int, int, int]] = []
         for number, (plan, table, place) in enumerate(zip(job.files, tables, places, strict=True)):
             link, known = reused.get(number), before.at(number, plan.size)
             files.append(
@@ -435,6 +423,8 @@ class PartWriter:
                 )
             )
             repeated = known is not None and known.table == table
+            if job.want_unchanged and known is not None and not repeated:
+                unchanged += unchanged_runs(number, table, known)
             may_be_linked = job.reuse and (plan.stable or repeated)
             contents.append(
                 Known(
@@ -446,9 +436,7 @@ class PartWriter:
                     etag=_etag_on_disk(self._storage, join(job.directory, plan.path)) if may_be_linked else None,
                 )
             )
-        self.contents = Previous(directory=job.directory, files=tuple(contents))
-        if job.want_unchanged:
-            self.unchanged = tuple(unchanged_runs(tables, [plan.size for plan in job.files], before))
+        self.contents, self.unchanged = Previous(directory=job.directory, files=tuple(contents)), tuple(unchanged)
         division = None if job.division is None else Division.from_json(job.division)
         return PartSummary(writer=job.writer, files=(*files, *entries), division=division)
 

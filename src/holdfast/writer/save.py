@@ -207,7 +207,7 @@ class SaveRunner:
         if task.again and job.part:
             stored = stored_part(task.storage, job)
             if stored is not None:
-                return _part_result(job, stored, 0, {"total": time.perf_counter() - start})
+                return _part_result(job, stored, {"total": time.perf_counter() - start})
         elif task.again:
             committed = committed_already(task.storage, job.directory, job.manifest)
             if committed is not None:
@@ -226,14 +226,14 @@ class SaveRunner:
             self._previous[task.storage_key, job.writer] = writer.contents
         seconds["total"] = time.perf_counter() - start
         if stored_as is None:
-            return _part_result(job, part, writer.bytes_written, seconds, unchanged=writer.unchanged)
+            return _part_result(job, part, seconds, is_new=True, unchanged=writer.unchanged)
         manifest, data = stored_as
         return outcome(
             job.directory,
             manifest,
             run,
             seconds=seconds,
-            bytes_written=writer.bytes_written,
+            bytes_written=manifest.total_bytes - manifest.reused_bytes,
             unchanged=writer.unchanged,
             data=data,
             is_new=not task.again,
@@ -350,17 +350,19 @@ def _check_free(task: Task, taken: Collection[str]) -> None:
 def _part_result(
     job: SaveJob,
     part: PartSummary,
-    bytes_written: int,
     seconds: dict[str, float],
     *,
+    is_new: bool = False,
     unchanged: tuple[tuple[int, int, int], ...] = (),
 ) -> SaveResult:
+    total = sum(entry.size for entry in part.files)
+    reused = sum(entry.size for entry in part.files if entry.reused_from is not None)
     return SaveResult(
         directory=job.directory,
         manifest=b"",
-        bytes_total=sum(entry.size for entry in part.files),
-        bytes_written=bytes_written,
-        bytes_reused=sum(entry.size for entry in part.files if entry.reused_from is not None),
+        bytes_total=total,
+        bytes_written=total - reused if is_new else 0,
+        bytes_reused=reused,
         seconds=seconds,
         unchanged=unchanged,
     )
