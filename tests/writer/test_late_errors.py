@@ -188,11 +188,11 @@ def test_what_is_complete_is_not_given_up(kind: str) -> None:
         with pytest.raises(HoldfastError, match="has died"):
             mark.wait(4)
         return
-    source = WindowSource()
+    source = WindowSource(print)
     source.seal((b"{}",), None)
     source.abandon(why)
     assert list(source.windows()) == []
-    source = WindowSource()
+    source = WindowSource(print)
     source.abandon(why)
     with pytest.raises(HoldfastError, match="has died"):
         list(source.windows())

@@ -28,7 +28,7 @@ def task(storage, save_id, content, gate=None):
 def save(job):
     runner = SaveRunner()
     try:
-        return runner.save(job, None, lambda *_: None)
+        return runner.save(job, None)
     finally:
         runner.close()
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,12 +191,17 @@ class _Seal:
 
 
 class WindowSource:
-    """Queue between the thread that reads messages and the thread that writes."""
+    """Queue between the thread that reads messages and the thread that writes.
 
-    def __init__(self) -> None:
+    Args:
+        answer: gets the calls of windows whose memory may be reused, or of those that failed with an error.
+    """
+
+    def __init__(self, answer: Callable[[list[int], BaseException | None], None]) -> None:
+        self._answer = answer
         self._queue: queue.SimpleQueue[Window | _Seal | HoldfastError] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._open: dict[int, Window] = {}
+        self._open: set[int] = set()
         self._ended = False
         self.sealed = False
         self.blobs: tuple[bytes, ...] = ()
@@ -211,19 +216,16 @@ class WindowSource:
         with self._lock:
             if self._ended:
                 raise HoldfastError("this save has ended already; its future says why")
-            self._open[window.call] = window
+            self._open.add(window.call)
         self._queue.put(window)
 
-    def answered(self, window: Window) -> None:
-        """Note that a window may be reused."""
-        with self._lock:
-            self._open.pop(window.call, None)
-
-    def end(self) -> list[Window]:
-        """Take no more windows; give those that nobody has answered."""
+    def end(self, why: BaseException) -> None:
+        """Take no more windows; those that nobody has answered fail."""
         with self._lock:
             self._ended = True
-            return list(self._open.values())
+            left = list(self._open)
+        if left:
+            self._answer(left, why)
 
     def seal(self, blobs: tuple[bytes, ...], manifest: dict[str, Any] | None) -> None:
         """Declare the job complete."""
@@ -238,6 +240,8 @@ class WindowSource:
     def windows(self) -> Iterator[Window]:
         """Yield windows until the seal; `blobs` and `manifest` are those of the seal afterwards.
 
+        Whoever asks for the next window has done with the one before.
+
         Raises:
             HoldfastError: the job was abandoned.
         """
@@ -245,6 +249,9 @@ class WindowSource:
             item = self._queue.get()
             if isinstance(item, Window):
                 yield item
+                with self._lock:
+                    self._open.discard(item.call)
+                self._answer([item.call], None)
             elif isinstance(item, _Seal):
                 self.blobs, self.manifest = item.blobs, item.manifest
                 return
@@ -258,10 +265,9 @@ class Arriving:
     def __init__(self) -> None:
         self._saves: dict[int, WindowSource | Watermark] = {}
 
-    def expect(self, call: int, save: WindowSource | Watermark | None) -> None:
-        """Wait for the bytes of a save from now on; a save that comes whole has neither source nor watermark."""
-        if save is not None:
-            self._saves[call] = save
+    def expect(self, call: int, save: WindowSource | Watermark) -> None:
+        """Wait for the bytes of a save from now on."""
+        self._saves[call] = save
 
     def window(self, message: Message) -> None:
         """Take in that a window is filled.
@@ -301,13 +307,11 @@ class Arriving:
         for save in list(self._saves.values()):
             save.abandon(HoldfastError(why))
 
-    def end(self, call: int) -> list[Window]:
-        """Forget a save that has ended; return the windows that nobody has answered.
-
-        Windows that come from now on are refused by `window`.
-        """
+    def end(self, call: int, error: BaseException | None = None) -> None:
+        """Forget a save that has ended, by an error or not: windows that are left, or come from now on, fail."""
         ended = self._saves.pop(call, None)
-        return ended.end() if isinstance(ended, WindowSource) else []
+        if isinstance(ended, WindowSource):
+            ended.end(error or HoldfastError("this save has ended already"))
 
 
 def watermark(job: SaveJob, filled: int) -> Watermark:

@@ -190,10 +190,8 @@ class PartWriter:
         finally:
             self._settle([*digests.values(), small])
 
-    def write_windows(
-        self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...], answer: Callable[[Window], None]
-    ) -> PartSummary:
-        """Write a job whose bytes come window by window; ``answer`` is called when a window may be reused."""
+    def write_windows(self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...]) -> PartSummary:
+        """Write a job whose bytes come window by window."""
         files = self._job.files
         writers: dict[int, FileWriter] = {}
         tables = [bytearray() for _ in files]
@@ -214,7 +212,6 @@ class PartWriter:
                     tables[window.file_no] += digest.result()
                 if last:
                     self._close_later(writers.pop(window.file_no), plan.size)
-                answer(window)
             for number, plan in enumerate(files):
                 if not plan.size and number not in writers:
                     self._close_later(self._create(plan.path, 0), 0)

@@ -22,7 +22,7 @@ from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
 
 from .frames import Channel, Message
-from .handed import Arriving, Handed, Window, WindowSource, watermark
+from .handed import Arriving, Handed, WindowSource, watermark
 from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .save import SaveRunner, Task, commit_parts, probe
@@ -174,7 +174,7 @@ class WriterLoop:
         header = message.header
         call, number = header["call"], header["arena"]
         job = SaveJob.from_json(header["job"])
-        source = WindowSource() if job.windowed else None
+        source = WindowSource(self._answer_many) if job.windowed else None
         gate = watermark(job, header["filled"]) if "filled" in header else None
         task = Task(
             job=job,
@@ -186,15 +186,16 @@ class WriterLoop:
             gate=gate,
             again=header.get("again", False),
         )
-        # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
-        self._arriving.expect(call, source or gate)
+        if arrival := source or gate:
+            # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
+            self._arriving.expect(call, arrival)
         joint = self._joined() if job.joint else None
         if joint is not None:
             joint.begun(call, job, task.storage, again=task.again)
         if job.container is None:
-            self._work.put(lambda: self._save(call, task, joint))
+            self._work.put(partial(self._save, call, task, joint))
         else:
-            self._file_saves().run(lambda: self._save(call, task, None))
+            self._file_saves().run(partial(self._save, call, task, None))
 
     def _file_saves(self) -> FileSaves:
         if self._files is None:
@@ -394,16 +395,19 @@ class WriterLoop:
     def _save(self, call: int, task: Task, joint: Joint | None) -> None:
         job = task.job
         try:
-            result = self._stored(task)
+            if job.container is None:
+                result = self._saver.save(task, self.run_of(job))
+            else:
+                result = self._file_saves().save(task, job.container)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
-            self._refuse_windows(call, error)
+            self._arriving.end(call, error)
             if joint is not None:
                 joint.failed(job, error)
             else:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
-            self._refuse_windows(call)
+            self._arriving.end(call)
             if joint is not None:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
@@ -420,7 +424,7 @@ class WriterLoop:
             return None
         task = _rescued(kept, why)
         try:
-            self._stored(task)
+            self._saver.save(task, self.run_of(task.job))
         except Exception as error:
             self.note_lost(task.job, error)
             raise
@@ -442,21 +446,6 @@ class WriterLoop:
             self._rescue(self._reason or self._end)
         except Exception:  # noqa: BLE001 - a thread edge: the newest durable checkpoint counts
             _LOG.exception("the snapshot of the dead trainer could not be saved")
-
-    def _stored(self, task: Task) -> SaveResult:
-        container = task.job.container
-        if container is None:
-            return self._saver.save(task, self.run_of(task.job), self._window_done)
-        assert self._files is not None
-        return self._files.save(task, container)
-
-    def _refuse_windows(self, call: int, error: Exception | None = None) -> None:
-        for window in self._arriving.end(call):
-            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
-
-    def _window_done(self, source: WindowSource, window: Window) -> None:
-        source.answered(window)
-        self._say({"on": "done", "calls": [window.call]})
 
     def _open_run(self, header: dict[str, Any]) -> RunOpened:
         if self._run is not None:
