@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, StorageError, StorageUnavailableError
 from holdfast.format.commit import read_manifest
 from holdfast.storage import FileWriter, MemoryStorage, StorageTraits
 from holdfast.writer.client import WriterClient
-from holdfast.writer.handed import Watermark, WindowSource
+from holdfast.writer.pipeline import Watermark, WindowSource
 from holdfast.writer.ranks.agreement import CommitSave, JointSaves
 
 CONTENTS = [kit.noise(1, 3 * kit.MIB), b"", kit.noise(2, 5), kit.noise(3, kit.MIB)]

@@ -1,5 +1,8 @@
 """One writer's part of a checkpoint: arena in, durable files and their digests out.
 
+`Arriving` keeps the saves that are not whole yet: behind a mark in the arena (`Watermark`), or window by window
+(`WindowSource`). `PartWriter` follows them.
+
 Digests run on the side thread ahead of the writing, which starts at once; small files are written and finished files
 are fsynced on the side thread too. One writing thread with large aligned views is as fast as several.
 """
@@ -7,6 +10,7 @@ are fsynced on the side thread too. One writing thread with large aligned views 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +35,13 @@ from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import SerialExecutor, together
 
-from .handed import Watermark, Window, WindowSource
-from .messages import BlobPlan, FilePlan, SaveJob
+from .frames import Message
+from .messages import BlobPlan, FilePlan, SaveJob, error_from_json
 
-__all__ = ["MAX_REUSES", "Known", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
+__all__ = [
+    "MAX_REUSES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource", "join",
+    "read_previous", "unchanged_runs", "watermark",
+]  # fmt: skip
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
 MAX_REUSES = 9
@@ -134,6 +141,189 @@ def unchanged_runs(number: int, table: bytes, known: Known) -> Iterator[tuple[in
         elif not equal and start >= 0:
             yield number, start * CHUNK, min(chunk * CHUNK, known.size) - start * CHUNK
             start = -1
+
+
+class Watermark:
+    """A mark in the arena that only rises; whoever needs bytes waits until it has passed them.
+
+    Args:
+        filled: bytes of the arena that are complete already.
+        size: bytes at which the job is complete: sealed.
+    """
+
+    def __init__(self, filled: int, size: int) -> None:
+        self._filled, self._size = filled, size
+        self._changed = threading.Condition()
+        self._why: HoldfastError | None = None
+
+    @property
+    def sealed(self) -> bool:
+        """True once everything is there: from then on the job is finished whatever happens to the trainer."""
+        return self._filled >= self._size
+
+    def rise(self, filled: int) -> None:
+        """Move the mark."""
+        with self._changed:
+            self._filled = max(self._filled, filled)
+            self._changed.notify_all()
+
+    def abandon(self, why: HoldfastError) -> None:
+        """Drop the job, unless it is sealed."""
+        with self._changed:
+            if not self.sealed:
+                self._why = why
+                self._changed.notify_all()
+
+    def wait(self, end: int) -> None:
+        """Wait until the bytes before ``end`` are there.
+
+        Raises:
+            HoldfastError: the job was abandoned.
+        """
+        with self._changed:
+            # Unbounded on purpose: the end of the trainer, or of its connection, abandons the job.
+            self._changed.wait_for(lambda: self._why is not None or self._filled >= min(end, self._size))
+            if self._why is not None:
+                raise self._why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One range of the arena that holds the next bytes of a file; ``call`` is answered when it may be reused."""
+
+    call: int
+    file_no: int
+    file_offset: int
+    arena_offset: int
+    nbytes: int
+
+
+class WindowSource:
+    """Queue between the thread that reads messages and the thread that writes.
+
+    Args:
+        answer: gets the calls of windows whose memory may be reused, or of those that failed with an error.
+    """
+
+    def __init__(self, answer: Callable[[list[int], BaseException | None], None]) -> None:
+        self._answer = answer
+        self._queue: queue.SimpleQueue[Window | HoldfastError | None] = queue.SimpleQueue()  # None: sealed
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+        self._ended = False
+        self.sealed = False
+        self.blobs: tuple[bytes, ...] = ()
+        self.manifest: dict[str, Any] | None = None
+
+    def put(self, window: Window) -> None:
+        """Add the next window.
+
+        Raises:
+            HoldfastError: the save has ended, nobody would answer.
+        """
+        with self._lock:
+            if self._ended:
+                raise HoldfastError("this save has ended already; its future says why")
+            self._open.add(window.call)
+        self._queue.put(window)
+
+    def end(self, why: BaseException) -> None:
+        """Take no more windows; those that nobody has answered fail."""
+        with self._lock:
+            self._ended = True
+            left = list(self._open)
+        if left:
+            self._answer(left, why)
+
+    def seal(self, blobs: tuple[bytes, ...], manifest: dict[str, Any] | None) -> None:
+        """Declare the job complete."""
+        self.sealed, self.blobs, self.manifest = True, blobs, manifest
+        self._queue.put(None)
+
+    def abandon(self, why: HoldfastError) -> None:
+        """Drop the job, unless it is sealed."""
+        if not self.sealed:
+            self._queue.put(why)
+
+    def windows(self) -> Iterator[Window]:
+        """Yield windows until the seal; `blobs` and `manifest` are those of the seal afterwards.
+
+        Whoever asks for the next window has done with the one before.
+
+        Raises:
+            HoldfastError: the job was abandoned.
+        """
+        while True:
+            item = self._queue.get()
+            if isinstance(item, Window):
+                yield item
+                with self._lock:
+                    self._open.discard(item.call)
+                self._answer([item.call], None)
+            elif item is None:
+                return
+            else:
+                raise item
+
+
+class Arriving:
+    """The saves that are not whole yet, by the number of the call that brought them."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, WindowSource | Watermark] = {}
+
+    def expect(self, call: int, save: WindowSource | Watermark) -> None:
+        """Wait for the bytes of a save from now on."""
+        self._saves[call] = save
+
+    def window(self, message: Message) -> None:
+        """Take in that a window is filled.
+
+        Raises:
+            HoldfastError: its save has ended.
+        """
+        header = message.header
+        source = self._saves.get(header["job_no"])
+        if not isinstance(source, WindowSource):
+            raise HoldfastError("this save has ended already; its future says why")
+        fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
+        source.put(Window(**{name: header[name] for name in fields}))
+
+    def fill(self, message: Message) -> None:
+        """Take in how much of the arena is filled."""
+        mark = self._saves.get(message.header["job_no"])
+        if isinstance(mark, Watermark):
+            mark.rise(message.header["filled"])
+
+    def seal(self, message: Message) -> None:
+        """Take in that all windows of a save have been sent."""
+        source = self._saves.get(message.header["job_no"])
+        if isinstance(source, WindowSource):
+            source.seal(message.attachments, message.header["manifest"])
+
+    def abandon(self, message: Message) -> None:
+        """Take in that the trainer gives a save up."""
+        save = self._saves.get(message.header["job_no"])
+        if save is not None:
+            error = message.header["error"]
+            why = HoldfastError("the trainer abandoned this save") if error is None else error_from_json(error)
+            save.abandon(why)
+
+    def abandon_all(self, why: str) -> None:
+        """Give up every save that is not complete: nobody will send the rest."""
+        for save in list(self._saves.values()):
+            save.abandon(HoldfastError(why))
+
+    def end(self, call: int, error: BaseException | None = None) -> None:
+        """Forget a save that has ended, by an error or not: windows that are left, or come from now on, fail."""
+        ended = self._saves.pop(call, None)
+        if isinstance(ended, WindowSource):
+            ended.end(error or HoldfastError("this save has ended already"))
+
+
+def watermark(job: SaveJob, filled: int) -> Watermark:
+    """Return the mark below which the arena of a job is filled."""
+    return Watermark(filled, max((plan.arena_offset + plan.size for plan in job.files), default=0))
 
 
 class PartWriter:

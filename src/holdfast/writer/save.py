@@ -55,10 +55,9 @@ from holdfast.format.parts import (
 from holdfast.storage.base import Storage
 from holdfast.storage.together import SerialExecutor, together
 
-from .handed import Watermark, WindowSource
 from .messages import BlobPlan, FilePlan, PartsJob, SaveJob, SaveResult
 from .open_run import Run
-from .pipeline import PartWriter, Previous, read_previous
+from .pipeline import PartWriter, Previous, Watermark, WindowSource, read_previous
 
 __all__ = [
     "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",

@@ -1,4 +1,7 @@
-"""The writer process: one thread reads the messages of its trainer, one does the work in order."""
+"""The writer process: one thread reads the messages of its trainer, one does the work in order.
+
+`Handed` keeps what the trainer hands over, storages and memory, by the numbers that later messages name them with.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
+from holdfast.storage.resolve import extend_path, from_description
 
+from .arena import Arena
 from .frames import Channel, Message
-from .handed import Arriving, Handed, WindowSource, watermark
 from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
+from .pipeline import Arriving, WindowSource, watermark
 from .save import SaveRunner, Task, commit_parts, probe
 
 if TYPE_CHECKING:
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from .single_file import FileSaves, NameLeases
     from .uploads.files import FileUploads
 
-__all__ = ["WriterLoop", "main"]
+__all__ = ["Handed", "HandedOver", "WriterLoop", "main"]
 
 _LOG = get_logger("writer")
 # How long a half-sent message of a dead trainer is waited for.
@@ -42,6 +47,112 @@ _HOLD_S = 1.0
 _DIED = "the trainer died"
 _CUT_OFF = "nothing more could be sent to its writer"
 _NICE = 5
+
+
+class Handed:
+    """Storages and arenas of one conversation, which come out of the socket.
+
+    Taken in on the reading thread, dropped on the working one.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Storage | HoldfastError] = {}
+        self._views: dict[int, memoryview] = {}
+        self._unmapped: dict[int, Message] = {}
+        self._arenas: dict[int, Arena] = {}
+
+    def take_storage(self, message: Message) -> None:
+        """Take a storage in, or the reason why it cannot be made here: what is asked of it fails with that.
+
+        A plug-in is imported along the trainer's ``sys.path``.
+        """
+        try:
+            extend_path(message.header.get("imports", []))
+            made = from_description(message.header["description"], message.header.get("secrets"))
+            self._storages[message.header["key"]] = made
+        except HoldfastError as error:
+            self._storages[message.header["key"]] = error
+
+    def storage(self, key: int) -> Storage:
+        """Return a storage by its number.
+
+        Raises:
+            HoldfastError: it could not be made in this process.
+        """
+        found = self._storages[key]
+        if isinstance(found, HoldfastError):
+            raise found
+        return found
+
+    def take_arena(self, message: Message) -> None:
+        """Take an arena in, and map it if that is possible now: else the first job that needs it tries again."""
+        self._unmapped[message.header["number"]] = message
+        with contextlib.suppress(HoldfastError):
+            self.view(message.header["number"])
+
+    def view(self, number: int) -> memoryview:
+        """Return the memory of an arena, mapped now if it is not yet.
+
+        Raises:
+            HoldfastError: there is no room to map it.
+        """
+        view = self._views.get(number)
+        if view is None:
+            message = self._unmapped[number]
+            try:
+                view = self._views[number] = self._map(message)
+            except OSError as error:
+                raise HoldfastError(
+                    f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
+                    f"({error.strerror}): this save is lost, the next one tries again; give the machine more memory"
+                ) from error
+            del self._unmapped[number]
+        return view
+
+    def _map(self, message: Message) -> memoryview:
+        arena = Arena.attach(message.fds[0], message.header["size"])
+        arena.prefault(allocate=False)  # in the background: direct IO needs mapped pages
+        self._arenas[message.header["number"]] = arena
+        return arena.view
+
+    def drop_arena(self, number: int) -> None:
+        """Give an arena back, when no job uses it any more."""
+        self._views.pop(number, None)
+        message = self._unmapped.pop(number, None)
+        for fd in () if message is None else message.fds:
+            os.close(fd)
+        arena = self._arenas.pop(number, None)
+        if arena is not None:
+            arena.close()
+
+
+class HandedOver(Handed):
+    """What a writer that is a thread takes from its trainer directly: there the same objects serve both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: dict[int, memoryview] = {}
+
+    def share_storage(self, key: int, storage: Storage) -> None:
+        """Hand a storage over, before the message that tells of it."""
+        self._storages[key] = storage
+
+    def share(self, arena: Arena) -> None:
+        """Hand memory over: a view of our own, so that it outlives `Arena.close` in the middle of a save."""
+        self._shared[arena.number] = arena.view[:]
+
+    def take_storage(self, message: Message) -> None:
+        """Do nothing: it is here."""
+
+    def _map(self, message: Message) -> memoryview:
+        return self._shared[message.header["number"]]
+
+    def drop_arena(self, number: int) -> None:
+        """Let go of an arena, which is the trainer's to close."""
+        super().drop_arena(number)
+        view = self._shared.pop(number, None)
+        if view is not None:
+            view.release()
 
 
 class WriterLoop:

@@ -25,8 +25,8 @@ from holdfast.run.lease import Lease
 from holdfast.storage.base import BLOCK, FileWriter, Storage
 from holdfast.storage.together import SerialExecutor
 
-from .handed import Watermark
 from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
+from .pipeline import Watermark
 from .save import Task
 
 _LOG = get_logger("writer")
