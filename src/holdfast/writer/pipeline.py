@@ -32,22 +32,21 @@ from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
-from holdfast.storage.base import FileWriter, Storage
+from holdfast.storage.base import BLOCK, FileWriter, Storage
 from holdfast.storage.together import SerialExecutor, together
 
 from .frames import Message
 from .messages import BlobPlan, FilePlan, SaveJob, error_from_json
 
 __all__ = [
-    "MAX_REUSES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource", "join",
-    "read_previous", "unchanged_runs", "watermark",
+    "MAX_REUSES", "VIEW_BYTES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource",
+    "join", "read_previous", "unchanged_runs", "watermark", "write_views",
 ]  # fmt: skip
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
 MAX_REUSES = 9
 T = TypeVar("T")
-_VIEW = 64 << 20
-_PAGE = 4096
+VIEW_BYTES = 64 << 20
 # Small files for a store wait for each other, so that their requests go out side by side; this much of them at most.
 _SMALL, _WAITING = 4 << 20, 16 << 20
 # A copy at a store is three requests, one after another; smaller files are sent again meanwhile.
@@ -326,6 +325,20 @@ def watermark(job: SaveJob, filled: int) -> Watermark:
     return Watermark(filled, max((plan.arena_offset + plan.size for plan in job.files), default=0))
 
 
+def write_views(writer: FileWriter, view: memoryview, start: int, nbytes: int, gate: Watermark | None = None) -> float:
+    """Write a range of the arena, as far as ``gate`` has passed it; returns the seconds apart from waiting for that."""
+    # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
+    end = min(start + -(-nbytes // BLOCK) * BLOCK, len(view))
+    seconds = 0.0
+    for offset in range(start, end, VIEW_BYTES):
+        if gate is not None:
+            gate.wait(min(offset + VIEW_BYTES, start + nbytes))
+        begin = time.perf_counter()
+        writer.write(view[offset : min(offset + VIEW_BYTES, end)])
+        seconds += time.perf_counter() - begin
+    return seconds
+
+
 class PartWriter:
     """Writes the files of one job. One object per attempt; `discard` undoes it.
 
@@ -397,7 +410,7 @@ class PartWriter:
                 positions[window.file_no] += nbytes
                 last = positions[window.file_no] == plan.size
                 try:
-                    self._write_views(writers[window.file_no], view, window.arena_offset, nbytes)
+                    self.seconds["write"] += write_views(writers[window.file_no], view, window.arena_offset, nbytes)
                 finally:
                     tables[window.file_no] += digest.result()
                 if last:
@@ -499,21 +512,11 @@ class PartWriter:
     def _write_file(self, view: memoryview, plan: FilePlan) -> None:
         writer = self._create(plan.path, plan.size)
         try:
-            self._write_views(writer, view, plan.arena_offset, plan.size)
+            self.seconds["write"] += write_views(writer, view, plan.arena_offset, plan.size, self._gate)
         except BaseException:
             writer.abort()
             raise
         self._close_later(writer, plan.size)
-
-    def _write_views(self, writer: FileWriter, view: memoryview, start: int, nbytes: int) -> None:
-        # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
-        end = min(start + -(-nbytes // _PAGE) * _PAGE, len(view))
-        for offset in range(start, end, _VIEW):
-            if self._gate is not None:
-                self._gate.wait(min(offset + _VIEW, start + nbytes))
-            begin = time.perf_counter()
-            writer.write(view[offset : min(offset + _VIEW, end)])
-            self.seconds["write"] += time.perf_counter() - begin
 
     def _close_later(self, writer: FileWriter, size: int) -> None:
         """Make a file durable while the next one is written; a small one at a store together with others."""
@@ -640,7 +643,7 @@ def _check_window(window: Window, files: tuple[FilePlan, ...], positions: list[i
         raise HoldfastError(f"window for file {window.file_no} of a save with {len(files)} files")
     plan = files[window.file_no]
     end = window.file_offset + window.nbytes
-    if window.file_offset != positions[window.file_no] or window.file_offset > plan.size or end > plan.size + _PAGE:
+    if window.file_offset != positions[window.file_no] or window.file_offset > plan.size or end > plan.size + BLOCK:
         raise HoldfastError(f"window {window.file_offset}:{end} of {plan.path} does not follow what came before it")
     if end < plan.size and window.nbytes % CHUNK:
         raise HoldfastError(f"window of {window.nbytes} bytes in {plan.path}: only the last one may be odd")

@@ -252,7 +252,10 @@ class SaveRunner:
         if planned := [plan.path for plan in plans if save_id_of(plan.path) != job.save_id]:
             _plan_names(task, planned)
         replaced = look_before(task.storage, job.directory) if job.overwrite else None
-        writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
+        previous = self._previous.get((task.storage_key, job.writer))
+        if previous is None:
+            previous = _of_life_before(task, run)
+        writer = PartWriter(task.storage, job, previous=previous, side=self.side)
         is_sent = False
         try:
             fields: dict[str, Any] = job.manifest
@@ -284,15 +287,15 @@ class SaveRunner:
             drop_plan(task.storage, job.directory, job.save_id)
         return writer, part, stored_as, {**writer.seconds, "commit": time.perf_counter() - begin}
 
-    def _base(self, task: Task, run: Run | None) -> Previous:
-        """Find what the previous save contained, from an earlier life if need be."""
-        job = task.job
-        key = (task.storage_key, job.writer)
-        if key not in self._previous and job.reuse and run is not None and any(plan.stable for plan in job.files):
-            latest = run.latest_manifest()
-            if latest is not None:
-                self._previous[key] = read_previous(task.storage, *latest, writer=job.writer)
-        return self._previous.get(key, Previous())
+
+def _of_life_before(task: Task, run: Run | None) -> Previous:
+    """Read what the newest checkpoint contains, if that is of use for the first save of this life."""
+    job = task.job
+    if job.reuse and run is not None and any(plan.stable for plan in job.files):
+        latest = run.latest_manifest()
+        if latest is not None:
+            return read_previous(task.storage, *latest, writer=job.writer)
+    return Previous()
 
 
 def _plan_names(task: Task, names: Sequence[str]) -> None:

@@ -411,7 +411,7 @@ class WriterLoop:
 
     def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
-        early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
+        early = run is not None and header["op"] == "follow" and run.uploads is None  # they may be about to begin
         if run is None or early or not self._is_taken(run, header):
             self._later(message, lambda: self._op(header))
 
