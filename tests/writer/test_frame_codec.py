@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import socket
 import struct
+import threading
 import tracemalloc
 from typing import Any
 
@@ -173,6 +175,20 @@ def test_a_channel_closes_the_descriptors_of_a_frame_that_never_ends() -> None:
     channel.close()
 
 
+def test_a_program_that_is_started_does_not_get_the_descriptors_of_a_channel() -> None:
+    """It could hold the memory of a dead trainer, or the connection whose end says that trainer and writer are dead."""
+    ours, theirs = map(Channel, socket.socketpair())
+    with open(os.devnull, "rb") as file:
+        theirs.send({"do": "arena"}, fds=[file.fileno()])
+    message = ours.receive()
+    assert message is not None
+    (fd,) = message.fds
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+    ours.close()
+    theirs.close()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_last_words_are_read_though_nothing_can_be_sent_any_more(waits: bool) -> None:
     """The other side says why it ends and is gone with ours unread: it is heard, and what is sent then is refused."""
@@ -198,6 +214,26 @@ def test_last_words_are_read_though_nothing_can_be_sent_any_more(waits: bool) ->
         assert [one.header for one in channel.read()] == [{"on": "failed"}]
         assert channel.ended
     channel.close()
+
+
+def test_a_message_with_descriptors_is_not_waited_for() -> None:
+    """A socket that is full takes no message now, whether or not a descriptor goes with it: `send` returns."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(64 << 10), socket.MSG_DONTWAIT)
+    read, write = os.pipe()
+    sender = threading.Thread(target=channel.send, args=({"do": "log"},), kwargs={"fds": [write]}, daemon=True)
+    sender.start()
+    sender.join(20)
+    held = sender.is_alive()
+    theirs.close()
+    sender.join(20)
+    assert not held
+    channel.close()
+    for fd in (read, write):
+        os.close(fd)
 
 
 def test_a_message_that_the_socket_takes_in_parts() -> None:

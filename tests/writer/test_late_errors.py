@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, StorageError, StorageUnavailableError
 from holdfast.format.commit import read_manifest
 from holdfast.storage import FileWriter, MemoryStorage, StorageTraits
 from holdfast.writer.client import WriterClient
-from holdfast.writer.handed import Watermark, WindowSource
+from holdfast.writer.pipeline import Watermark, WindowSource
 from holdfast.writer.ranks.agreement import CommitSave, JointSaves
 
 CONTENTS = [kit.noise(1, 3 * kit.MIB), b"", kit.noise(2, 5), kit.noise(3, kit.MIB)]
@@ -188,11 +188,11 @@ def test_what_is_complete_is_not_given_up(kind: str) -> None:
         with pytest.raises(HoldfastError, match="has died"):
             mark.wait(4)
         return
-    source = WindowSource()
+    source = WindowSource(print)
     source.seal((b"{}",), None)
     source.abandon(why)
     assert list(source.windows()) == []
-    source = WindowSource()
+    source = WindowSource(print)
     source.abandon(why)
     with pytest.raises(HoldfastError, match="has died"):
         list(source.windows())

@@ -19,7 +19,7 @@ from holdfast.writer import arena as arena_module
 from holdfast.writer import conversation, frames
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
-from holdfast.writer.handed import HandedOver
+from holdfast.writer.server import HandedOver
 
 
 def refuse(code):

@@ -10,8 +10,8 @@ from holdfast import Checkpoint
 from holdfast.errors import CheckpointExistsError
 from holdfast.format.parts import put_plan
 from holdfast.storage import LocalStorage
-from holdfast.writer.handed import Watermark
 from holdfast.writer.messages import FilePlan, SaveJob
+from holdfast.writer.pipeline import Watermark
 from holdfast.writer.save import SaveRunner, Task
 
 
@@ -28,7 +28,7 @@ def task(storage, save_id, content, gate=None):
 def save(job):
     runner = SaveRunner()
     try:
-        return runner.save(job, None, lambda *_: None)
+        return runner.save(job, None)
     finally:
         runner.close()
 

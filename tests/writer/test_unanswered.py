@@ -18,9 +18,8 @@ from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.frames import Channel
-from holdfast.writer.handed import HandedOver
 from holdfast.writer.open_run import Run
-from holdfast.writer.server import WriterLoop
+from holdfast.writer.server import HandedOver, WriterLoop
 
 OPEN = {
     "do": "open_run",

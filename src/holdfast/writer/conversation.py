@@ -34,7 +34,7 @@ from .messages import error_from_json, error_to_json
 
 if TYPE_CHECKING:
     from .client import WriterClient
-    from .handed import HandedOver
+    from .server import HandedOver
 
 __all__ = [
     "Conversation", "PendingCall", "WindowsLostError", "can_run_process", "launch_process", "launch_thread",
@@ -121,7 +121,7 @@ class Conversation:
         self._arenas: set[int] = set()
         self._shared: HandedOver | None = None
         if thread:
-            from .handed import HandedOver  # not above: the other half of a writer that is a process needs it
+            from .server import HandedOver  # not above: the other half of a writer that is a process needs it
 
             self._shared = HandedOver()
         self._thread: threading.Thread | None = None

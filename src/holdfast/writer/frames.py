@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _PREFIX = struct.Struct(">I")
 _SMALL = 64 << 10  # pieces below it are put together: each costs 200 bytes by itself
 _BEHIND = "$"
 _MAX_FDS = 8
+# `socket.send_fds` and `recv_fds` forget the flags that they are given (Python 3.13 still does): not used here.
+_RIGHTS_BYTES = socket.CMSG_LEN(_MAX_FDS * array("i").itemsize) if hasattr(socket, "CMSG_LEN") else 0
 _CHUNK = 1 << 20
 _PAUSE_S = 0.01
 _CLOSED_BY_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -226,8 +229,12 @@ class Channel:
         with self._lock:
             if self._closed or self._broken:
                 raise BrokenPipeError("the channel is closed" if self._closed else "the other side is gone")
-            if not self._backlog:
-                data, fds = self._try_send(data, fds)
+            try:
+                while data and not self._backlog:
+                    data, fds = data[_send_some(self._sock, data, fds, socket.MSG_DONTWAIT) :], ()
+            except OSError as error:
+                if not (isinstance(error, BlockingIOError) or error.errno in _PASSING):
+                    raise
             if data:
                 # The caller may close its descriptors before the sender thread gets to them.
                 self._backlog.append((data, tuple(os.dup(fd) for fd in fds)))
@@ -236,17 +243,6 @@ class Channel:
                     sender.start()
                     self._sender = sender
                 self._lock.notify_all()
-
-    def _try_send(self, data: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        while data:
-            try:
-                sent = _send_some(self._sock, data, fds, socket.MSG_DONTWAIT)
-            except OSError as error:
-                if not (isinstance(error, BlockingIOError) or error.errno in _PASSING):
-                    raise
-                break
-            data, fds = data[sent:], ()
-        return data, fds
 
     def _drain(self) -> None:
         while True:
@@ -313,12 +309,15 @@ class Channel:
             while data:
                 wanted = min(decoder.wanted, _CHUNK)
                 try:
-                    data, fds, _, _ = socket.recv_fds(self._sock, wanted, _MAX_FDS, _CLOSED_BY_EXEC)
+                    data, rights, _, _ = self._sock.recvmsg(wanted, _RIGHTS_BYTES, _CLOSED_BY_EXEC)
                 except OSError as error:
                     if error.errno in _NO_MEMORY:
                         time.sleep(_PAUSE_S)
                         continue
-                    data, fds = b"", []
+                    data, rights = b"", []
+                fds = array("i")
+                for _, _, received in rights:
+                    fds.frombytes(received[: len(received) // fds.itemsize * fds.itemsize])
                 for message in decoder.feed(data, fds):  # one at most: nothing beyond it was read
                     return message
         except HoldfastError:
@@ -371,7 +370,7 @@ class Channel:
 
 def _send_some(sock: socket.socket, data: memoryview, fds: Sequence[int], flags: int) -> int:
     if fds:
-        return socket.send_fds(sock, [data], list(fds), flags)
+        return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))], flags)
     return sock.send(data, flags)
 
 

@@ -31,16 +31,18 @@ class WireValue:
     """A frozen dataclass with slots that has a JSON form: a value of a message, or part of one (`frames.encode`)."""
 
     __slots__: tuple[str, ...] = ()
-    _DECODED: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # fields that JSON has in another form
+    _DECODED: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # fields that JSON has in another form, or as null
+    _ATTACHED: ClassVar[tuple[str, ...]] = ()  # bytes, which ride behind the message
 
     def to_json(self) -> dict[str, Any]:
         """Return its fields; those that are such values themselves are described in turn."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in self._ATTACHED}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild what `to_json` described."""
-        return cls(**{**data, **{name: decode(data[name]) for name, decode in cls._DECODED.items()}})
+    def from_json(cls, data: Mapping[str, Any], *attached: bytes) -> Self:
+        """Rebuild what `to_json` described, and what rode behind it."""
+        decoded = {name: decode(data[name]) for name, decode in cls._DECODED.items() if data[name] is not None}
+        return cls(**{**data, **decoded, **dict(zip(cls._ATTACHED, attached, strict=True))})
 
     @classmethod
     def several(cls, rows: list[Any]) -> tuple[Self, ...]:
@@ -98,9 +100,7 @@ class TorchFile(_Container):
     digest_at: int
 
 
-def _container_from_json(data: dict[str, Any] | None) -> SafetensorsFile | TorchFile | None:
-    if data is None:
-        return None
+def _container_from_json(data: dict[str, Any]) -> SafetensorsFile | TorchFile:
     fields = {name: value for name, value in data.items() if name != "kind"}
     for known in (SafetensorsFile, TorchFile):
         if data["kind"] == known.kind:
@@ -263,8 +263,12 @@ class PartsJob(WireValue):
     stored: bool = False
 
 
+def _rows(rows: list[list[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveResult:
+class SaveResult(WireValue):
     """A committed checkpoint, or one part of it.
 
     Attributes:
@@ -281,6 +285,8 @@ class SaveResult:
         warnings: what the user should hear, one sentence each.
     """
 
+    _DECODED: ClassVar[Any] = {"deleted": _rows, "unchanged": _rows, "warnings": tuple}
+    _ATTACHED: ClassVar[Any] = ("manifest",)
     directory: str
     manifest: bytes
     bytes_total: int
@@ -295,17 +301,6 @@ class SaveResult:
     def name(self) -> str:
         """Last component of the directory."""
         return self.directory.rpartition("/")[2]
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe this result for the wire, without the manifest (it travels as an attachment)."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "manifest"}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any], manifest: bytes) -> SaveResult:
-        """Rebuild what `to_json` described."""
-        pairs, runs = tuple(map(tuple, data["deleted"])), tuple(map(tuple, data["unchanged"]))
-        values = {**data, "deleted": pairs, "unchanged": runs, "warnings": tuple(data["warnings"])}
-        return cls(**values, manifest=manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -271,11 +271,6 @@ class Run:
 
     # ---- saves
 
-    def begin_save(self) -> None:
-        """Let the metrics up to this save become durable while its data do, where a write takes a while."""
-        if self._catalog.storage.traits.num_parallel > 1:
-            self._reports.hurry()
-
     def before_commit(self) -> None:
         """Refuse to commit after the lease was lost; make the metrics up to this save durable before it."""
         self._check()
@@ -290,14 +285,13 @@ class Run:
         """
         self._heartbeat.verify()
 
-    def void_at(self, name: str) -> Callable[[Manifest], bool]:
-        """Return a function: whether a manifest under ``name`` does not count (see `holdfast.run.fence`)."""
-        return lambda manifest: self._catalog.is_void(name, manifest)
+    def is_void(self, name: str, manifest: Manifest | None = None) -> bool:
+        """Whether a manifest under ``name`` counts for nothing, so that another may take its place.
 
-    def is_void(self, name: str) -> bool:
-        """Whether there is a manifest under ``name`` that counts for nothing: another may take its place."""
+        See `holdfast.run.fence`. Without ``manifest`` the one that is there is read, if any is.
+        """
         try:
-            return self._catalog.is_void(name, read_manifest(self._catalog.storage, name))
+            return self._catalog.is_void(name, manifest or read_manifest(self._catalog.storage, name))
         except CheckpointError:
             return False
 

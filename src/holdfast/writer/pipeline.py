@@ -1,5 +1,8 @@
 """One writer's part of a checkpoint: arena in, durable files and their digests out.
 
+`Arriving` keeps the saves that are not whole yet: behind a mark in the arena (`Watermark`), or window by window
+(`WindowSource`). `PartWriter` follows them.
+
 Digests run on the side thread ahead of the writing, which starts at once; small files are written and finished files
 are fsynced on the side thread too. One writing thread with large aligned views is as fast as several.
 """
@@ -7,9 +10,10 @@ are fsynced on the side thread too. One writing thread with large aligned views 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,19 +32,21 @@ from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import clear_planned, has_plan, part_name, plan_name
-from holdfast.storage.base import FileWriter, Storage
+from holdfast.storage.base import BLOCK, FileWriter, Storage
 from holdfast.storage.together import SerialExecutor, together
 
-from .handed import Watermark, Window, WindowSource
-from .messages import FilePlan, SaveJob
+from .frames import Message
+from .messages import BlobPlan, FilePlan, SaveJob, error_from_json
 
-__all__ = ["MAX_REUSES", "Known", "PartWriter", "Previous", "join", "read_previous", "unchanged_runs"]
+__all__ = [
+    "MAX_REUSES", "VIEW_BYTES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource",
+    "join", "read_previous", "unchanged_runs", "watermark", "write_views",
+]  # fmt: skip
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
 MAX_REUSES = 9
 T = TypeVar("T")
-_VIEW = 64 << 20
-_PAGE = 4096
+VIEW_BYTES = 64 << 20
 # Small files for a store wait for each other, so that their requests go out side by side; this much of them at most.
 _SMALL, _WAITING = 4 << 20, 16 << 20
 # A copy at a store is three requests, one after another; smaller files are sent again meanwhile.
@@ -123,30 +129,220 @@ def _etag_on_disk(storage: Storage, path: str) -> str | None:
     return None
 
 
-def unchanged_runs(tables: Sequence[bytes], sizes: Sequence[int], previous: Previous) -> list[tuple[int, int, int]]:
-    """List [file number, offset, nbytes] runs of equal chunks in files that changed, but not wholly."""
-    runs: list[tuple[int, int, int]] = []
-    for number, (table, size) in enumerate(zip(tables, sizes, strict=True)):
-        known = previous.at(number, size)
-        if known is None or known.table == table:
-            continue
-        old, new = memoryview(known.table).cast("Q"), memoryview(table).cast("Q")
-        start = -1
-        for chunk in range(len(new) + 1):
-            equal = chunk < len(new) and old[chunk] == new[chunk]
-            if equal and start < 0:
-                start = chunk
-            elif not equal and start >= 0:
-                runs.append((number, start * CHUNK, min(chunk * CHUNK, size) - start * CHUNK))
-                start = -1
-    return runs
+def unchanged_runs(number: int, table: bytes, known: Known) -> Iterator[tuple[int, int, int]]:
+    """Yield (file number, offset, nbytes) of runs of equal chunks in a file that changed, but not wholly."""
+    old, new = memoryview(known.table).cast("Q"), memoryview(table).cast("Q")
+    start = -1
+    for chunk in range(len(new) + 1):
+        equal = chunk < len(new) and old[chunk] == new[chunk]
+        if equal and start < 0:
+            start = chunk
+        elif not equal and start >= 0:
+            yield number, start * CHUNK, min(chunk * CHUNK, known.size) - start * CHUNK
+            start = -1
+
+
+class Watermark:
+    """A mark in the arena that only rises; whoever needs bytes waits until it has passed them.
+
+    Args:
+        filled: bytes of the arena that are complete already.
+        size: bytes at which the job is complete: sealed.
+    """
+
+    def __init__(self, filled: int, size: int) -> None:
+        self._filled, self._size = filled, size
+        self._changed = threading.Condition()
+        self._why: HoldfastError | None = None
+
+    @property
+    def sealed(self) -> bool:
+        """True once everything is there: from then on the job is finished whatever happens to the trainer."""
+        return self._filled >= self._size
+
+    def rise(self, filled: int) -> None:
+        """Move the mark."""
+        with self._changed:
+            self._filled = max(self._filled, filled)
+            self._changed.notify_all()
+
+    def abandon(self, why: HoldfastError) -> None:
+        """Drop the job, unless it is sealed."""
+        with self._changed:
+            if not self.sealed:
+                self._why = why
+                self._changed.notify_all()
+
+    def wait(self, end: int) -> None:
+        """Wait until the bytes before ``end`` are there.
+
+        Raises:
+            HoldfastError: the job was abandoned.
+        """
+        with self._changed:
+            # Unbounded on purpose: the end of the trainer, or of its connection, abandons the job.
+            self._changed.wait_for(lambda: self._why is not None or self._filled >= min(end, self._size))
+            if self._why is not None:
+                raise self._why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One range of the arena that holds the next bytes of a file; ``call`` is answered when it may be reused."""
+
+    call: int
+    file_no: int
+    file_offset: int
+    arena_offset: int
+    nbytes: int
+
+
+class WindowSource:
+    """Queue between the thread that reads messages and the thread that writes.
+
+    Args:
+        answer: gets the calls of windows whose memory may be reused, or of those that failed with an error.
+    """
+
+    def __init__(self, answer: Callable[[list[int], BaseException | None], None]) -> None:
+        self._answer = answer
+        self._queue: queue.SimpleQueue[Window | HoldfastError | None] = queue.SimpleQueue()  # None: sealed
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+        self._ended = False
+        self.sealed = False
+        self.blobs: tuple[bytes, ...] = ()
+        self.manifest: dict[str, Any] | None = None
+
+    def put(self, window: Window) -> None:
+        """Add the next window.
+
+        Raises:
+            HoldfastError: the save has ended, nobody would answer.
+        """
+        with self._lock:
+            if self._ended:
+                raise HoldfastError("this save has ended already; its future says why")
+            self._open.add(window.call)
+        self._queue.put(window)
+
+    def end(self, why: BaseException) -> None:
+        """Take no more windows; those that nobody has answered fail."""
+        with self._lock:
+            self._ended = True
+            left = list(self._open)
+        if left:
+            self._answer(left, why)
+
+    def seal(self, blobs: tuple[bytes, ...], manifest: dict[str, Any] | None) -> None:
+        """Declare the job complete."""
+        self.sealed, self.blobs, self.manifest = True, blobs, manifest
+        self._queue.put(None)
+
+    def abandon(self, why: HoldfastError) -> None:
+        """Drop the job, unless it is sealed."""
+        if not self.sealed:
+            self._queue.put(why)
+
+    def windows(self) -> Iterator[Window]:
+        """Yield windows until the seal; `blobs` and `manifest` are those of the seal afterwards.
+
+        Whoever asks for the next window has done with the one before.
+
+        Raises:
+            HoldfastError: the job was abandoned.
+        """
+        while True:
+            item = self._queue.get()
+            if isinstance(item, Window):
+                yield item
+                with self._lock:
+                    self._open.discard(item.call)
+                self._answer([item.call], None)
+            elif item is None:
+                return
+            else:
+                raise item
+
+
+class Arriving:
+    """The saves that are not whole yet, by the number of the call that brought them."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, WindowSource | Watermark] = {}
+
+    def expect(self, call: int, save: WindowSource | Watermark) -> None:
+        """Wait for the bytes of a save from now on."""
+        self._saves[call] = save
+
+    def window(self, message: Message) -> None:
+        """Take in that a window is filled.
+
+        Raises:
+            HoldfastError: its save has ended.
+        """
+        header = message.header
+        source = self._saves.get(header["job_no"])
+        if not isinstance(source, WindowSource):
+            raise HoldfastError("this save has ended already; its future says why")
+        fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
+        source.put(Window(**{name: header[name] for name in fields}))
+
+    def fill(self, message: Message) -> None:
+        """Take in how much of the arena is filled."""
+        mark = self._saves.get(message.header["job_no"])
+        if isinstance(mark, Watermark):
+            mark.rise(message.header["filled"])
+
+    def seal(self, message: Message) -> None:
+        """Take in that all windows of a save have been sent."""
+        source = self._saves.get(message.header["job_no"])
+        if isinstance(source, WindowSource):
+            source.seal(message.attachments, message.header["manifest"])
+
+    def abandon(self, message: Message) -> None:
+        """Take in that the trainer gives a save up."""
+        save = self._saves.get(message.header["job_no"])
+        if save is not None:
+            error = message.header["error"]
+            why = HoldfastError("the trainer abandoned this save") if error is None else error_from_json(error)
+            save.abandon(why)
+
+    def abandon_all(self, why: str) -> None:
+        """Give up every save that is not complete: nobody will send the rest."""
+        for save in list(self._saves.values()):
+            save.abandon(HoldfastError(why))
+
+    def end(self, call: int, error: BaseException | None = None) -> None:
+        """Forget a save that has ended, by an error or not: windows that are left, or come from now on, fail."""
+        ended = self._saves.pop(call, None)
+        if isinstance(ended, WindowSource):
+            ended.end(error or HoldfastError("this save has ended already"))
+
+
+def watermark(job: SaveJob, filled: int) -> Watermark:
+    """Return the mark below which the arena of a job is filled."""
+    return Watermark(filled, max((plan.arena_offset + plan.size for plan in job.files), default=0))
+
+
+def write_views(writer: FileWriter, view: memoryview, start: int, nbytes: int, gate: Watermark | None = None) -> float:
+    """Write a range of the arena, as far as ``gate`` has passed it; returns the seconds apart from waiting for that."""
+    # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
+    end = min(start + -(-nbytes // BLOCK) * BLOCK, len(view))
+    seconds = 0.0
+    for offset in range(start, end, VIEW_BYTES):
+        if gate is not None:
+            gate.wait(min(offset + VIEW_BYTES, start + nbytes))
+        begin = time.perf_counter()
+        writer.write(view[offset : min(offset + VIEW_BYTES, end)])
+        seconds += time.perf_counter() - begin
+    return seconds
 
 
 class PartWriter:
     """Writes the files of one job. One object per attempt; `discard` undoes it.
 
     Attributes:
-        bytes_written: bytes that went to the storage.
         seconds: time in digests and in writing.
         contents: the base of reuse for the next save, when all is written.
         unchanged: runs equal to the save before, when all is written and the job asked.
@@ -162,47 +358,43 @@ class PartWriter:
         self._side_by_side = storage.traits.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
         self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
-        self._digests: FileEntry | None = None
         self._created: list[str] = []
-        self.bytes_written = 0
 
     # ---- the two ways in
 
     def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Watermark | None = None) -> PartSummary:
         """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
-        job = self._job
+        job, files = self._job, self._job.files
         self._gate = gate
-        candidates = [number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)]
+        candidates = [number for number, plan in enumerate(files) if self._is_candidate(number, plan)]
         # Candidates for reuse are digested first and written last: the writing starts with what changes anyway.
-        order = sorted(range(len(job.files)), key=candidates.__contains__, reverse=True)
-        digests = {number: self._side.run(partial(self._digest_file, view, job.files[number])) for number in order}
-        small = self._side.run(partial(self._write_blobs, blobs))
+        order = sorted(range(len(files)), key=candidates.__contains__, reverse=True)
+        digests = {
+            number: self._side.run(partial(self._digest, view, files[number].arena_offset, files[number].size))
+            for number in order
+        }
+        small = self._side.run(partial(self._write_small, job.blobs, blobs))
         try:
-            for number, plan in enumerate(job.files):
+            for number, plan in enumerate(files):
                 if number not in candidates:
                     self._write_file(view, plan)
-            reuses = [partial(self._reuse, job.files[number], digests[number]) for number in candidates]
-            linked: list[Known | None] = []
-            if self._side_by_side:
-                small.result()
-                self._write_digests([digests[number].result() for number in range(len(job.files))])
-                linked = self._close_small(*reuses)
+            tables = [digests[number].result() for number in range(len(files))]
+            entries = small.result()
+            places = self._write_digests(tables, entries)
             reused: dict[int, Known] = {}
-            for place, number in enumerate(candidates):
-                known = linked[place] if self._side_by_side else reuses[place]()
-                if known is None:
-                    self._write_file(view, job.files[number])
-                else:
-                    reused[number] = known
-            tables = [digests[number].result() for number in range(len(job.files))]
-            return self._finish(tables, reused, small.result())
+            if candidates:
+                reuses = [partial(self._reuse, files[number], tables[number]) for number in candidates]
+                for number, known in zip(candidates, self._close_small(*reuses), strict=True):
+                    if known is None:
+                        self._write_file(view, files[number])
+                    else:
+                        reused[number] = known
+            return self._finish(tables, places, reused, entries)
         finally:
             self._settle([*digests.values(), small])
 
-    def write_windows(
-        self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...], answer: Callable[[Window], None]
-    ) -> PartSummary:
-        """Write a job whose bytes come window by window; ``answer`` is called when a window may be reused."""
+    def write_windows(self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...]) -> PartSummary:
+        """Write a job whose bytes come window by window."""
         files = self._job.files
         writers: dict[int, FileWriter] = {}
         tables = [bytearray() for _ in files]
@@ -214,25 +406,24 @@ class PartWriter:
                     writers[window.file_no] = self._create(plan.path, plan.size)
                 # The last window may reach into the padding of the file, which is not part of its content.
                 nbytes = min(window.nbytes, plan.size - window.file_offset)
-                data = view[window.arena_offset : window.arena_offset + nbytes]
-                digest = self._side.run(partial(self._digest, data))
+                digest = self._side.run(partial(self._digest, view, window.arena_offset, nbytes))
                 positions[window.file_no] += nbytes
                 last = positions[window.file_no] == plan.size
                 try:
-                    self._write_views(writers[window.file_no], view, window.arena_offset, nbytes)
+                    self.seconds["write"] += write_views(writers[window.file_no], view, window.arena_offset, nbytes)
                 finally:
                     tables[window.file_no] += digest.result()
                 if last:
                     self._close_later(writers.pop(window.file_no), plan.size)
-                answer(window)
             for number, plan in enumerate(files):
                 if not plan.size and number not in writers:
                     self._close_later(self._create(plan.path, 0), 0)
             missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
-            entries = self._write_blobs(source.blobs or blobs)
-            return self._finish(list(map(bytes, tables)), {}, entries)
+            entries = self._write_small(self._job.blobs, source.blobs or blobs)
+            whole = list(map(bytes, tables))
+            return self._finish(whole, self._write_digests(whole, entries), {}, entries)
         finally:
             for writer in writers.values():
                 writer.abort()
@@ -283,23 +474,16 @@ class PartWriter:
         known = self._previous.at(number, plan.size)
         return plan.stable or (known is not None and known.repeated)
 
-    def _await(self, end: int) -> None:
-        if self._gate is not None:
-            self._gate.wait(end)
-
-    def _digest_file(self, view: memoryview, plan: FilePlan) -> bytes:
-        # Not before all is copied: the trainer needs the cores until then, and digests are quick.
-        self._await(len(view))
-        return self._digest(view[plan.arena_offset : plan.arena_offset + plan.size])
-
-    def _digest(self, data: memoryview) -> bytes:
-        start = time.perf_counter()
-        table = chunk_digests(data)
-        self.seconds["digest"] += time.perf_counter() - start
+    def _digest(self, view: memoryview, start: int, nbytes: int) -> bytes:
+        if self._gate is not None:  # until all is copied the trainer needs the cores, and digests are quick
+            self._gate.wait(len(view))
+        begin = time.perf_counter()
+        table = chunk_digests(view[start : start + nbytes])
+        self.seconds["digest"] += time.perf_counter() - begin
         return table
 
-    def _reuse(self, plan: FilePlan, table: Future[bytes]) -> Known | None:
-        known = self._previous.same(plan.size, table.result())
+    def _reuse(self, plan: FilePlan, table: bytes) -> Known | None:
+        known = self._previous.same(plan.size, table)
         if known is None:
             return None
         source = join(self._previous.directory, known.path)
@@ -328,21 +512,11 @@ class PartWriter:
     def _write_file(self, view: memoryview, plan: FilePlan) -> None:
         writer = self._create(plan.path, plan.size)
         try:
-            self._write_views(writer, view, plan.arena_offset, plan.size)
+            self.seconds["write"] += write_views(writer, view, plan.arena_offset, plan.size, self._gate)
         except BaseException:
             writer.abort()
             raise
         self._close_later(writer, plan.size)
-
-    def _write_views(self, writer: FileWriter, view: memoryview, start: int, nbytes: int) -> None:
-        # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
-        end = min(start + -(-nbytes // _PAGE) * _PAGE, len(view))
-        for offset in range(start, end, _VIEW):
-            self._await(min(offset + _VIEW, start + nbytes))
-            begin = time.perf_counter()
-            writer.write(view[offset : min(offset + _VIEW, end)])
-            self.seconds["write"] += time.perf_counter() - begin
-        self.bytes_written += nbytes
 
     def _close_later(self, writer: FileWriter, size: int) -> None:
         """Make a file durable while the next one is written; a small one at a store together with others."""
@@ -366,61 +540,65 @@ class PartWriter:
             for writer, _ in closing:  # does nothing to a closed writer
                 writer.abort()
 
-    def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:
-        if len(blobs) != len(self._job.blobs):
-            raise HoldfastError(f"{len(blobs)} small files came for {len(self._job.blobs)} in the plan of the save")
-        return [
-            self._write_small(plan.path, plan.role, data) for plan, data in zip(self._job.blobs, blobs, strict=True)
-        ]
+    def _write_small(self, plans: Sequence[BlobPlan], blobs: Sequence[bytes]) -> list[FileEntry]:
+        if len(blobs) != len(plans):
+            raise HoldfastError(f"{len(blobs)} small files came for {len(plans)} in the plan of the save")
+        entries = []
+        for plan, data in zip(plans, blobs, strict=True):
+            writer = self._create(plan.path, len(data))
+            try:
+                if data:
+                    writer.write(memoryview(data))
+                if not self._side_by_side:
+                    writer.close()  # on the side thread, or with everything else written
+            except BaseException:
+                writer.abort()
+                raise
+            if self._side_by_side:
+                self._close_later(writer, len(data))
+            entries.append(
+                FileEntry(
+                    path=plan.path,
+                    size=len(data),
+                    digest=bytes_digest(data),
+                    role=plan.role,
+                    writer=self._job.writer,
+                    reused_from=None,
+                    chunks=None,
+                )
+            )
+        return entries
 
-    def _write_small(self, path: str, role: str, data: bytes) -> FileEntry:
-        writer = self._create(path, len(data))
-        try:
-            if data:
-                writer.write(memoryview(data))
-            if not self._side_by_side:
-                writer.close()  # on the side thread, or with everything else written
-        except BaseException:
-            writer.abort()
-            raise
-        if self._side_by_side:
-            self._close_later(writer, len(data))
-        self.bytes_written += len(data)
-        return FileEntry(
-            path=path,
-            size=len(data),
-            digest=bytes_digest(data),
-            role=role,
-            writer=self._job.writer,
-            reused_from=None,
-            chunks=None,
-        )
-
-    def _write_digests(self, tables: Sequence[bytes]) -> list[tuple[str, int]]:
-        """Write the digest file unless it is written; return where each chunk table is in it."""
+    def _write_digests(self, tables: Sequence[bytes], entries: list[FileEntry]) -> list[tuple[str, int]]:
+        """Write the digest file and add it to ``entries``; return where each chunk table is in it."""
         file = DigestFile(self._job.writer, self._job.save_id)
         places = [file.add(table) for table in tables]
-        if self._digests is None and (content := file.content):
-            self._digests = self._write_small(file.path, "digests", content)
+        if content := file.content:
+            entries += self._write_small([BlobPlan(path=file.path, role="digests")], [content])
         return places
 
-    def _finish(self, tables: list[bytes], reused: Mapping[int, Known], entries: list[FileEntry]) -> PartSummary:
+    def _finish(
+        self,
+        tables: list[bytes],
+        places: list[tuple[str, int]],
+        reused: Mapping[int, Known],
+        entries: list[FileEntry],
+    ) -> PartSummary:
         """Wait until everything is durable, and describe it.
 
         Args:
             tables: chunk digests of each big file.
+            places: of the tables in the digest file.
             reused: by their numbers, the files of the save before that were linked.
             entries: of the small files.
         """
         job, before = self._job, self._previous
-        places = self._write_digests(tables)
-        if self._digests is not None:
-            entries = [*entries, self._digests]
-        if self._side_by_side:
+        if self._small:
             self._close_small()
         for future in self._closing:
             future.result()
         files, contents = [], []
+        unchanged: list[tuple[int, int, int]] = []
         for number, (plan, table, place) in enumerate(zip(job.files, tables, places, strict=True)):
             link, known = reused.get(number), before.at(number, plan.size)
             files.append(
@@ -435,6 +613,8 @@ class PartWriter:
                 )
             )
             repeated = known is not None and known.table == table
+            if job.want_unchanged and known is not None and not repeated:
+                unchanged += unchanged_runs(number, table, known)
             may_be_linked = job.reuse and (plan.stable or repeated)
             contents.append(
                 Known(
@@ -446,9 +626,7 @@ class PartWriter:
                     etag=_etag_on_disk(self._storage, join(job.directory, plan.path)) if may_be_linked else None,
                 )
             )
-        self.contents = Previous(directory=job.directory, files=tuple(contents))
-        if job.want_unchanged:
-            self.unchanged = tuple(unchanged_runs(tables, [plan.size for plan in job.files], before))
+        self.contents, self.unchanged = Previous(directory=job.directory, files=tuple(contents)), tuple(unchanged)
         division = None if job.division is None else Division.from_json(job.division)
         return PartSummary(writer=job.writer, files=(*files, *entries), division=division)
 
@@ -465,7 +643,7 @@ def _check_window(window: Window, files: tuple[FilePlan, ...], positions: list[i
         raise HoldfastError(f"window for file {window.file_no} of a save with {len(files)} files")
     plan = files[window.file_no]
     end = window.file_offset + window.nbytes
-    if window.file_offset != positions[window.file_no] or window.file_offset > plan.size or end > plan.size + _PAGE:
+    if window.file_offset != positions[window.file_no] or window.file_offset > plan.size or end > plan.size + BLOCK:
         raise HoldfastError(f"window {window.file_offset}:{end} of {plan.path} does not follow what came before it")
     if end < plan.size and window.nbytes % CHUNK:
         raise HoldfastError(f"window of {window.nbytes} bytes in {plan.path}: only the last one may be odd")

@@ -6,7 +6,7 @@ Of a save of several writers each stores its part (`SaveRunner`), and one of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,10 +55,9 @@ from holdfast.format.parts import (
 from holdfast.storage.base import Storage
 from holdfast.storage.together import SerialExecutor, together
 
-from .handed import Watermark, Window, WindowSource
 from .messages import BlobPlan, FilePlan, PartsJob, SaveJob, SaveResult
 from .open_run import Run
-from .pipeline import PartWriter, Previous, read_previous
+from .pipeline import PartWriter, Previous, Watermark, WindowSource, read_previous
 
 __all__ = [
     "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",
@@ -190,13 +189,12 @@ class SaveRunner:
         self.side = SerialExecutor()
         self._previous: dict[tuple[int, int], Previous] = {}
 
-    def save(self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]) -> SaveResult:
+    def save(self, task: Task, run: Run | None) -> SaveResult:
         """Write, commit, record in the run, apply its retention; of a part only the first.
 
         Args:
             task: the job.
             run: the open run that the job belongs to, if any.
-            answer: called for each window whose memory may be reused.
 
         Raises:
             HoldfastError: nothing was committed; the files of this save are removed, older checkpoints untouched. If
@@ -207,13 +205,13 @@ class SaveRunner:
         if task.again and job.part:
             stored = stored_part(task.storage, job)
             if stored is not None:
-                return _part_result(job, stored, 0, {"total": time.perf_counter() - start})
+                return _part_result(job, stored, {"total": time.perf_counter() - start})
         elif task.again:
             committed = committed_already(task.storage, job.directory, job.manifest)
             if committed is not None:
                 return outcome(job.directory, committed, run, seconds={"total": time.perf_counter() - start})
         try:
-            writer, part, stored_as, seconds = self._attempt(task, run, answer)
+            writer, part, stored_as, seconds = self._attempt(task, run)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
             if run is None or task.source is not None or not run.make_room():
@@ -221,19 +219,19 @@ class SaveRunner:
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
             )
-            writer, part, stored_as, seconds = self._attempt(task, run, answer)
+            writer, part, stored_as, seconds = self._attempt(task, run)
         if job.reuse or job.want_unchanged:  # saves on their own, each in another place, would only pile up tables
             self._previous[task.storage_key, job.writer] = writer.contents
         seconds["total"] = time.perf_counter() - start
         if stored_as is None:
-            return _part_result(job, part, writer.bytes_written, seconds, unchanged=writer.unchanged)
+            return _part_result(job, part, seconds, is_new=True, unchanged=writer.unchanged)
         manifest, data = stored_as
         return outcome(
             job.directory,
             manifest,
             run,
             seconds=seconds,
-            bytes_written=writer.bytes_written,
+            bytes_written=manifest.total_bytes - manifest.reused_bytes,
             unchanged=writer.unchanged,
             data=data,
             is_new=not task.again,
@@ -244,22 +242,27 @@ class SaveRunner:
         self.side.close()
 
     def _attempt(
-        self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
+        self, task: Task, run: Run | None
     ) -> tuple[PartWriter, PartSummary, tuple[Manifest, bytes] | None, dict[str, float]]:
         """Write the files and, unless they are a part, the manifest, which is given as it is stored."""
         job = task.job
-        if run is not None:
-            run.begin_save()
-        planned = _plan_names(task)
+        if run is not None and task.storage.traits.num_parallel > 1:
+            run.hurry()  # the metrics up to this save become durable while its data do
+        plans: list[FilePlan | BlobPlan] = [*job.files, *job.blobs]
+        if planned := [plan.path for plan in plans if save_id_of(plan.path) != job.save_id]:
+            _plan_names(task, planned)
         replaced = look_before(task.storage, job.directory) if job.overwrite else None
-        writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
+        previous = self._previous.get((task.storage_key, job.writer))
+        if previous is None:
+            previous = _of_life_before(task, run)
+        writer = PartWriter(task.storage, job, previous=previous, side=self.side)
         is_sent = False
         try:
             fields: dict[str, Any] = job.manifest
             if task.source is None:
                 part = writer.write_arena(task.view, task.blobs, task.gate)
             else:
-                part = writer.write_windows(task.view, task.source, task.blobs, partial(answer, task.source))
+                part = writer.write_windows(task.view, task.source, task.blobs)
                 fields = {**fields, **(task.source.manifest or {})}
             begin = time.perf_counter()
             stored_as = None
@@ -272,40 +275,36 @@ class SaveRunner:
                 if run is not None:
                     run.before_commit()
                 manifest = assemble(job.directory, fields, [part])
-                void = None if run is None else run.void_at(job.directory)
+                void = None if run is None else partial(run.is_void, job.directory)
                 is_sent = True
                 data = commit_manifest(task.storage, job.directory, manifest, overwrite=replaced, void=void)
                 stored_as = manifest, data
         except BaseException as error:
             if certainly_uncommitted(task.storage, job.directory, job.manifest, error, is_sent=is_sent):
-                writer.discard(plan=planned, again=task.again)
+                writer.discard(plan=bool(planned), again=task.again)
             raise
         if planned and not job.part:
             drop_plan(task.storage, job.directory, job.save_id)
         return writer, part, stored_as, {**writer.seconds, "commit": time.perf_counter() - begin}
 
-    def _base(self, task: Task, run: Run | None) -> Previous:
-        """Find what the previous save contained, from an earlier life if need be."""
-        job = task.job
-        key = (task.storage_key, job.writer)
-        if key not in self._previous and job.reuse and run is not None and any(plan.stable for plan in job.files):
-            latest = run.latest_manifest()
-            if latest is not None:
-                self._previous[key] = read_previous(task.storage, *latest, writer=job.writer)
-        return self._previous.get(key, Previous())
+
+def _of_life_before(task: Task, run: Run | None) -> Previous:
+    """Read what the newest checkpoint contains, if that is of use for the first save of this life."""
+    job = task.job
+    if job.reuse and run is not None and any(plan.stable for plan in job.files):
+        latest = run.latest_manifest()
+        if latest is not None:
+            return read_previous(task.storage, *latest, writer=job.writer)
+    return Previous()
 
 
-def _plan_names(task: Task) -> bool:
-    """List, before the first file, those whose names do not tell whose they are; returns whether there are any.
+def _plan_names(task: Task, names: Sequence[str]) -> None:
+    """List, before the first file, those whose names do not tell whose they are.
 
     Raises:
         CheckpointExistsError: something has one of these names already.
     """
     job, storage = task.job, task.storage
-    files: list[FilePlan | BlobPlan] = [*job.files, *job.blobs]
-    names = [file.path for file in files if save_id_of(file.path) != job.save_id]
-    if not names:
-        return False
     there, own = _names_in(task), plan_name(job.save_id)
     others: list[str] = []
     if MANIFEST_NAME not in there:
@@ -323,7 +322,6 @@ def _plan_names(task: Task) -> bool:
     # Of saves that died, as far as we can see: one that lives finds its plan gone, and commits nothing.
     for plan in others:
         sweep_planned(storage, job.directory, plan)
-    return True
 
 
 def _names_in(task: Task) -> set[str]:
@@ -350,17 +348,19 @@ def _check_free(task: Task, taken: Collection[str]) -> None:
 def _part_result(
     job: SaveJob,
     part: PartSummary,
-    bytes_written: int,
     seconds: dict[str, float],
     *,
+    is_new: bool = False,
     unchanged: tuple[tuple[int, int, int], ...] = (),
 ) -> SaveResult:
+    total = sum(entry.size for entry in part.files)
+    reused = sum(entry.size for entry in part.files if entry.reused_from is not None)
     return SaveResult(
         directory=job.directory,
         manifest=b"",
-        bytes_total=sum(entry.size for entry in part.files),
-        bytes_written=bytes_written,
-        bytes_reused=sum(entry.size for entry in part.files if entry.reused_from is not None),
+        bytes_total=total,
+        bytes_written=total - reused if is_new else 0,
+        bytes_reused=reused,
         seconds=seconds,
         unchanged=unchanged,
     )
@@ -386,19 +386,15 @@ def probe(storage: Storage, directory: str, saver: SaveRunner) -> dict[str, Any]
     )
     task = Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",))
     try:
-        data = saver.save(task, None, _no_window).manifest
+        data = saver.save(task, None).manifest
     except CheckpointExistsError:  # of an earlier writer, which died while it tried
-        data = saver.save(replace(task, job=replace(job, overwrite=True)), None, _no_window).manifest
+        data = saver.save(replace(task, job=replace(job, overwrite=True)), None).manifest
     if storage.traits.num_parallel > 1:
         files = [entry.path for entry in Manifest.from_bytes(data).files]
         storage.delete_many([join(directory, path) for path in (MANIFEST_NAME, *files)])
     else:
         remove(storage, directory)
     return {"free_bytes": storage.free_bytes(), "seconds": time.perf_counter() - start}
-
-
-def _no_window(_: WindowSource, window: Window) -> None:
-    raise HoldfastError(f"unexpected window {window.call}")
 
 
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
@@ -443,7 +439,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
             seconds["wait"] = time.perf_counter() - start
             manifest, replaced = _prepare(storage, job, run, parts)
             say_stored_for_all(parts)
-            void = None if run is None else run.void_at(job.directory)
+            void = None if run is None else partial(run.is_void, job.directory)
             is_sent = True
             data = commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
             seconds["commit"] = time.perf_counter() - start - seconds["wait"]

@@ -1,4 +1,7 @@
-"""The writer process: one thread reads the messages of its trainer, one does the work in order."""
+"""The writer process: one thread reads the messages of its trainer, one does the work in order.
+
+`Handed` keeps what the trainer hands over, storages and memory, by the numbers that later messages name them with.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
+from holdfast.storage.resolve import extend_path, from_description
 
+from .arena import Arena
 from .frames import Channel, Message
-from .handed import Arriving, Handed, Window, WindowSource, watermark
 from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
+from .pipeline import Arriving, WindowSource, watermark
 from .save import SaveRunner, Task, commit_parts, probe
 
 if TYPE_CHECKING:
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from .single_file import FileSaves, NameLeases
     from .uploads.files import FileUploads
 
-__all__ = ["WriterLoop", "main"]
+__all__ = ["Handed", "HandedOver", "WriterLoop", "main"]
 
 _LOG = get_logger("writer")
 # How long a half-sent message of a dead trainer is waited for.
@@ -42,6 +47,112 @@ _HOLD_S = 1.0
 _DIED = "the trainer died"
 _CUT_OFF = "nothing more could be sent to its writer"
 _NICE = 5
+
+
+class Handed:
+    """Storages and arenas of one conversation, which come out of the socket.
+
+    Taken in on the reading thread, dropped on the working one.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Storage | HoldfastError] = {}
+        self._views: dict[int, memoryview] = {}
+        self._unmapped: dict[int, Message] = {}
+        self._arenas: dict[int, Arena] = {}
+
+    def take_storage(self, message: Message) -> None:
+        """Take a storage in, or the reason why it cannot be made here: what is asked of it fails with that.
+
+        A plug-in is imported along the trainer's ``sys.path``.
+        """
+        try:
+            extend_path(message.header.get("imports", []))
+            made = from_description(message.header["description"], message.header.get("secrets"))
+            self._storages[message.header["key"]] = made
+        except HoldfastError as error:
+            self._storages[message.header["key"]] = error
+
+    def storage(self, key: int) -> Storage:
+        """Return a storage by its number.
+
+        Raises:
+            HoldfastError: it could not be made in this process.
+        """
+        found = self._storages[key]
+        if isinstance(found, HoldfastError):
+            raise found
+        return found
+
+    def take_arena(self, message: Message) -> None:
+        """Take an arena in, and map it if that is possible now: else the first job that needs it tries again."""
+        self._unmapped[message.header["number"]] = message
+        with contextlib.suppress(HoldfastError):
+            self.view(message.header["number"])
+
+    def view(self, number: int) -> memoryview:
+        """Return the memory of an arena, mapped now if it is not yet.
+
+        Raises:
+            HoldfastError: there is no room to map it.
+        """
+        view = self._views.get(number)
+        if view is None:
+            message = self._unmapped[number]
+            try:
+                view = self._views[number] = self._map(message)
+            except OSError as error:
+                raise HoldfastError(
+                    f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
+                    f"({error.strerror}): this save is lost, the next one tries again; give the machine more memory"
+                ) from error
+            del self._unmapped[number]
+        return view
+
+    def _map(self, message: Message) -> memoryview:
+        arena = Arena.attach(message.fds[0], message.header["size"])
+        arena.prefault(allocate=False)  # in the background: direct IO needs mapped pages
+        self._arenas[message.header["number"]] = arena
+        return arena.view
+
+    def drop_arena(self, number: int) -> None:
+        """Give an arena back, when no job uses it any more."""
+        self._views.pop(number, None)
+        message = self._unmapped.pop(number, None)
+        for fd in () if message is None else message.fds:
+            os.close(fd)
+        arena = self._arenas.pop(number, None)
+        if arena is not None:
+            arena.close()
+
+
+class HandedOver(Handed):
+    """What a writer that is a thread takes from its trainer directly: there the same objects serve both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: dict[int, memoryview] = {}
+
+    def share_storage(self, key: int, storage: Storage) -> None:
+        """Hand a storage over, before the message that tells of it."""
+        self._storages[key] = storage
+
+    def share(self, arena: Arena) -> None:
+        """Hand memory over: a view of our own, so that it outlives `Arena.close` in the middle of a save."""
+        self._shared[arena.number] = arena.view[:]
+
+    def take_storage(self, message: Message) -> None:
+        """Do nothing: it is here."""
+
+    def _map(self, message: Message) -> memoryview:
+        return self._shared[message.header["number"]]
+
+    def drop_arena(self, number: int) -> None:
+        """Let go of an arena, which is the trainer's to close."""
+        super().drop_arena(number)
+        view = self._shared.pop(number, None)
+        if view is not None:
+            view.release()
 
 
 class WriterLoop:
@@ -174,7 +285,7 @@ class WriterLoop:
         header = message.header
         call, number = header["call"], header["arena"]
         job = SaveJob.from_json(header["job"])
-        source = WindowSource() if job.windowed else None
+        source = WindowSource(self._answer_many) if job.windowed else None
         gate = watermark(job, header["filled"]) if "filled" in header else None
         task = Task(
             job=job,
@@ -186,15 +297,16 @@ class WriterLoop:
             gate=gate,
             again=header.get("again", False),
         )
-        # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
-        self._arriving.expect(call, source or gate)
+        if arrival := source or gate:
+            # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
+            self._arriving.expect(call, arrival)
         joint = self._joined() if job.joint else None
         if joint is not None:
             joint.begun(call, job, task.storage, again=task.again)
         if job.container is None:
-            self._work.put(lambda: self._save(call, task, joint))
+            self._work.put(partial(self._save, call, task, joint))
         else:
-            self._file_saves().run(lambda: self._save(call, task, None))
+            self._file_saves().run(partial(self._save, call, task, None))
 
     def _file_saves(self) -> FileSaves:
         if self._files is None:
@@ -299,7 +411,7 @@ class WriterLoop:
 
     def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
-        early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
+        early = run is not None and header["op"] == "follow" and run.uploads is None  # they may be about to begin
         if run is None or early or not self._is_taken(run, header):
             self._later(message, lambda: self._op(header))
 
@@ -394,16 +506,19 @@ class WriterLoop:
     def _save(self, call: int, task: Task, joint: Joint | None) -> None:
         job = task.job
         try:
-            result = self._stored(task)
+            if job.container is None:
+                result = self._saver.save(task, self.run_of(job))
+            else:
+                result = self._file_saves().save(task, job.container)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
-            self._refuse_windows(call, error)
+            self._arriving.end(call, error)
             if joint is not None:
                 joint.failed(job, error)
             else:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
-            self._refuse_windows(call)
+            self._arriving.end(call)
             if joint is not None:
                 late = {} if task.source is None else task.source.manifest or {}
                 joint.stored(job, result, {**job.manifest, **late})
@@ -420,7 +535,7 @@ class WriterLoop:
             return None
         task = _rescued(kept, why)
         try:
-            self._stored(task)
+            self._saver.save(task, self.run_of(task.job))
         except Exception as error:
             self.note_lost(task.job, error)
             raise
@@ -442,21 +557,6 @@ class WriterLoop:
             self._rescue(self._reason or self._end)
         except Exception:  # noqa: BLE001 - a thread edge: the newest durable checkpoint counts
             _LOG.exception("the snapshot of the dead trainer could not be saved")
-
-    def _stored(self, task: Task) -> SaveResult:
-        container = task.job.container
-        if container is None:
-            return self._saver.save(task, self.run_of(task.job), self._window_done)
-        assert self._files is not None
-        return self._files.save(task, container)
-
-    def _refuse_windows(self, call: int, error: Exception | None = None) -> None:
-        for window in self._arriving.end(call):
-            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
-
-    def _window_done(self, source: WindowSource, window: Window) -> None:
-        source.answered(window)
-        self._say({"on": "done", "calls": [window.call]})
 
     def _open_run(self, header: dict[str, Any]) -> RunOpened:
         if self._run is not None:

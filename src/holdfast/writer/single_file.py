@@ -22,15 +22,14 @@ from holdfast.errors import HoldfastError, StorageConflictError, StorageError, S
 from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import Lease
-from holdfast.storage.base import BLOCK, FileWriter, Storage
+from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import SerialExecutor
 
-from .handed import Watermark
 from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
+from .pipeline import VIEW_BYTES, Watermark, write_views
 from .save import Task
 
 _LOG = get_logger("writer")
-_VIEW = 64 << 20
 _PIECE = 1 << 20  # both checksums of a piece are taken while it is in the processor's cache
 _RISE = 8 << 20
 _ROW = struct.Struct("<QQQ")
@@ -282,7 +281,7 @@ class _Target:
             except BaseException:
                 writer.abort()
                 raise
-        elif self._size <= _VIEW:
+        elif self._size <= VIEW_BYTES:
             self._sealed.wait(self._size)
             self._publish(partial(self._storage.put, self._path, self._view[: self._size]))
         else:
@@ -293,12 +292,7 @@ class _Target:
         self._confirm()
 
     def _write_to(self, writer: FileWriter) -> None:
-        # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
-        padded = min(-(-self._size // BLOCK) * BLOCK, len(self._view))
-        for start in range(0, padded, _VIEW):
-            end = min(start + _VIEW, padded)
-            self._sealed.wait(min(end, self._size))
-            writer.write(self._view[start:end])
+        write_views(writer, self._view, 0, self._size, self._sealed)
         self.written = time.perf_counter()
 
     def _publish(self, publish: Publish) -> None:

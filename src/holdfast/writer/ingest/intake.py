@@ -142,7 +142,7 @@ class Intake:
             if run is not None:
                 run.before_commit()
             fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
-            void = None if run is None else run.void_at(job.directory)
+            void = None if run is None else partial(run.is_void, job.directory)
             self._is_sent = True
             return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
 
@@ -415,7 +415,7 @@ def _manifest_there(storage: Storage, job: IngestJob, run: Run | None) -> Manife
             "keep theirs under this name; rename the file"
         ) from error
     # One that counts for nothing is of an owner that was taken over: what it lists is listed anew.
-    is_void = run is not None and run.void_at(job.directory)(manifest)
+    is_void = run is not None and run.is_void(job.directory, manifest)
     if manifest.run_id is not None and manifest.run_id == job.manifest.get("run_id") and not is_void:
         raise CheckpointExistsError(
             f"{where} is a checkpoint of this run already (step {manifest.step}): report each one once, under a name "

@@ -65,7 +65,7 @@ class UploadJob(WireValue):
         num_attempts: how often it is tried.
     """
 
-    _DECODED: ClassVar[Any] = {"pointer": lambda found: None if found is None else UploadPointer.from_json(found)}
+    _DECODED: ClassVar[Any] = {"pointer": UploadPointer.from_json}
     path: str
     name: str | None = None
     kind: str = "file"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
@@ -199,7 +200,7 @@ class StagedRun:
             with planned(self._storage, name, manifest.files):
                 self._bring(name, save, stop)
                 self._heartbeat.confirm()
-                commit_manifest(self._storage, name, manifest, void=self._run.void_at(name))
+                commit_manifest(self._storage, name, manifest, void=partial(self._run.is_void, name))
         self._run.arrived(name, manifest, lambda: self._say_late(name))
 
     def _bring(self, name: str, save: str, stop: Stop) -> None:
