@@ -269,7 +269,7 @@ def test_without_locks_no_change_of_a_file_is_lost(tmp_path, monkeypatch):
             while True:
                 data, etag = storage.read_tagged("count")
                 with contextlib.suppress(StorageConflictError):
-                    storage.swap("count", b"%d" % (int(data) + 1), if_match=etag)
+                    storage.put("count", b"%d" % (int(data) + 1), if_match=etag, durable=False)
                     break
 
     with ThreadPoolExecutor(4) as pool:
@@ -314,7 +314,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 local_tree.type_of_file_system = lambda fd: 0x6969
 storage = LocalStorage(sys.argv[1])
 print("begins", flush=True)
-storage.swap("a", b"2", if_match=sys.argv[2])
+storage.put("a", b"2", if_match=sys.argv[2], durable=False)
 print("done", flush=True)
 """
 
@@ -354,5 +354,5 @@ def test_a_share_without_locks(tmp_path, monkeypatch, code):
     etag = storage.put("a", b"1")
     with local_tree.locked(str(tmp_path)):
         assert (tmp_path / local_tree._HELD_NAME).exists()
-    storage.swap("a", b"2", if_match=etag)
+    storage.put("a", b"2", if_match=etag, durable=False)
     assert names(tmp_path) == ["a"]

@@ -257,15 +257,21 @@ class Catalog(RunView):
         makes the link durable. A link is a convenience: where there can be none, that is said once.
         """
         storage = self.storage
-        if storage.local_root is None or ((text := link_at(storage, LATEST)) is None and not self.links):
+        root = storage.local_root
+        if root is None:
             return
+
+        def is_ours(text: str | None) -> bool:
+            if text is None:
+                return self.links
+            # One out of the run, or to a file, is somebody else's.
+            return "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()
+
         newest = self.newest_sound()
         try:
-            if text is not None and not _is_ours(storage, text):
-                return
             if newest is not None:
-                put_link(storage, LATEST, newest.name, durable=False)
-            else:
+                put_link(storage, LATEST, newest.name, durable=False, over=is_ours)
+            elif (text := link_at(storage, LATEST)) is not None and is_ours(text):
                 drop_link(storage, LATEST)
         except FileExistsError:
             self.links = False  # a user's own, or a copy of a run whose link became what it led to
@@ -477,9 +483,3 @@ def _parts(save_id: str) -> tuple[str, int]:
     """Return the start id of a save and its number."""
     start, _, number = save_id.rpartition("-")
     return start, int(number, 16)
-
-
-def _is_ours(storage: Storage, text: str) -> bool:
-    """Tell whether a link may be changed: one out of the run, or to a file, is somebody else's."""
-    root = storage.local_root
-    return root is not None and "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()

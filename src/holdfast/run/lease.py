@@ -258,7 +258,7 @@ class Lease:
             if durable or self._etag is None or not isinstance(storage, LocalStorage):
                 self._etag = storage.put(self._path, body, if_match=self._etag)
             else:
-                self._etag = storage.swap(self._path, body, if_match=self._etag)
+                self._etag = storage.put(self._path, body, if_match=self._etag, durable=False)
         except (StorageConflictError, StorageNotFoundError) as error:
             exists, found, etag = self._look()
             if found is not None and self._is_mine(found):

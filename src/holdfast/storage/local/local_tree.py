@@ -17,7 +17,7 @@ from .beneath import Beneath, OpenDirectory
 from .ops import Ops
 
 __all__ = [
-    "NO_LOCKS", "lock_new", "lock_quietly", "locked", "make_durable", "nearest_existing", "remove_below",
+    "NO_LOCKS", "lock_new", "locked", "make_durable", "nearest_existing", "remove_below",
     "remove_if_empty", "sweep", "type_of_file_system", "unlisted_of_others",
 ]  # fmt: skip
 
@@ -163,12 +163,6 @@ def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def lock_quietly(fd: int) -> None:
-    """Lock a file of our own, where the file system has locks; where it has none, nothing is swept either."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
