@@ -20,7 +20,7 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.run.record import change_sidecar, read_sidecar
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
-from holdfast.storage.local.ops import Ops
+from holdfast.storage.local.beneath import Ops
 
 _numbers = count()
 

@@ -48,11 +48,10 @@ from holdfast.errors import (
     StorageNotFoundError,
     StorageUnavailableError,
 )
-from holdfast.storage.base import ObjectInfo, Storage
+from holdfast.storage.base import ObjectInfo, Storage, errors_of, translate
 from holdfast.storage.local import local_tree as tree
-from holdfast.storage.local.beneath import Beneath, OpenDirectory
+from holdfast.storage.local.beneath import POSIX, Beneath, OpenDirectory
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.storage.local.ops import POSIX, errors_of, translate
 from holdfast.storage.together import together
 
 from .fence import is_fence

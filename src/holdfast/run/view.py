@@ -29,9 +29,8 @@ from holdfast.errors import (
     StoragePermissionError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, errors_of
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import together
 
 from .candidates import GUESTS, Candidate, find_copies

@@ -36,14 +36,15 @@ from ..base import (
     check_path,
     check_prefix,
     copy_bytes,
+    errors_of,
     is_temporary_name,
     temporary_name,
+    translate,
 )
 from . import local_tree as tree
-from .beneath import Beneath, Inside, OpenDirectory
+from .beneath import POSIX, Beneath, Inside, OpenDirectory, Ops
 from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
 from .local_tree import make_durable
-from .ops import POSIX, Ops, errors_of, translate
 
 if TYPE_CHECKING:
     from pathlib import Path

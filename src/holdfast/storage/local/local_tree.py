@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 from ..base import TEMPORARY, is_temporary_name, temporary_name
-from .beneath import Beneath, OpenDirectory
-from .ops import Ops
+from .beneath import Beneath, OpenDirectory, Ops
 
 __all__ = [
     "NO_LOCKS", "lock_new", "locked", "make_durable", "nearest_existing", "remove_below",
