@@ -37,9 +37,8 @@ from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
 from .index import RUN_FILE, RunIndex
-from .metrics import metric_value
 from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
-from .record import Record, pack, read_sidecar, record_from_manifest, unpack
+from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains, listed_at_once
 
 if TYPE_CHECKING:
