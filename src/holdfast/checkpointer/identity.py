@@ -13,7 +13,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
-from holdfast.run.record import check_length
+from holdfast.format.strict_json import check_length
 from holdfast.state.tree.arrays import is_spread, local_tensor
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened

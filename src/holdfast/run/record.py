@@ -25,7 +25,7 @@ from holdfast.errors import (
 )
 from holdfast.format.digest import check_object, close_object
 from holdfast.format.names import check_links, join
-from holdfast.format.strict_json import BIG_INT_BITS
+from holdfast.format.strict_json import check_length
 from holdfast.storage.base import Storage
 
 if TYPE_CHECKING:
@@ -324,19 +324,6 @@ def _body(sidecar: Sidecar) -> bytes:
     if sidecar.damage:
         body["damage"] = sidecar.damage
     return close_object(json.dumps(body, allow_nan=False).encode())
-
-
-def check_length(value: Any, name: str) -> None:
-    """Check that a metric is no integer of so many digits that Python does not write it.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if type(value) is int and value.bit_length() > BIG_INT_BITS:
-        raise ConfigError(
-            f"metric {name!r} is an integer of {value.bit_length()} bits, and a metric has {BIG_INT_BITS} at most: "
-            "give a float (its logarithm), or put it into the state"
-        )
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
