@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
-from holdfast.errors import StorageError, StorageFullError
+from holdfast.errors import RunBusyError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import save_id_of, start_id_of
@@ -30,7 +31,11 @@ from .retention import RetentionIndex, Verdict, warn_unranked
 from .trash import Trash
 from .view import RunView, to_judge
 
-__all__ = ["Catalog"]
+if TYPE_CHECKING:
+    from .lease import Heartbeat
+    from .reports import Attempt
+
+__all__ = ["Catalog", "draw_fence", "upkeep"]
 
 _log = get_logger("catalog")
 # The most that one call deletes: a save may be waiting, and the names are written into lease.json first.
@@ -483,3 +488,73 @@ def _parts(save_id: str) -> tuple[str, int]:
     """Return the start id of a save and its number."""
     start, _, number = save_id.rpartition("-")
     return start, int(number, 16)
+
+
+def draw_fence(
+    heartbeat: Heartbeat,
+    catalog: Catalog,
+    attempt: Attempt,
+    *,
+    last: Attempt | None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Draw the fence if one is needed; afterwards the attempt is known to have been registered under our lease.
+
+    Args:
+        heartbeat: the lease, taken before ``catalog`` was read.
+        catalog: the checkpoints.
+        attempt: of this start, registered by now.
+        last: the attempt before, if run.json could tell.
+        more: ids by name of checkpoints of earlier attempts that are still to be copied here.
+
+    Raises:
+        RunBusyError: another process has taken the lease over meanwhile: nothing must be changed any more.
+        StorageError: the storage does not answer, so that the owner is not known.
+    """
+    before = heartbeat.lease.predecessor
+    # A missing lease was given back; or it was deleted under its owner, by hand or by a delete that came late.
+    unended = last is not None and last.ended is None and last.attempt != attempt.attempt
+    if before.may_act or (unended and not before.is_known):
+        catalog.draw_fence(attempt.attempt, attempt.start_id, more)
+        heartbeat.fenced()
+        return
+    catalog.admit(more, attempt.start_id)
+    # A successor numbers its attempt above ours only if ours was stored before it came.
+    heartbeat.verify()
+
+
+@contextlib.contextmanager
+def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
+    """Hold the lease of the run in ``storage`` while the body works with its catalog.
+
+    Raises:
+        RunBusyError: a process trains the run, or its last owner may still wake up and change it.
+        StorageFullError: there is no room for the lease.
+    """
+    from .lease import Heartbeat, Lease, make_owner  # not above: who only looks takes no lease
+
+    owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
+    try:
+        lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{storage.uri} has no room for the lease, a small file without which nothing is changed there: remove one "
+            "checkpoint, or the folder .trash, by hand first (rm -r), which no start minds"
+        ) from error
+    beat = Heartbeat(lease)
+    beat.trainer_gone()
+    try:
+        if lease.predecessor.may_act:
+            raise RunBusyError(
+                f"the last process that trained {storage.uri} is not known to be gone, so nothing is changed there: "
+                "start the run once more, which draws a fence, and try again after it"
+            )
+        catalog = Catalog(storage, doomed=lease.predecessor.doomed)
+        catalog.announce = beat.announce
+        yield catalog
+        catalog.point_latest()
+        if catalog.index.journal.waiting():
+            catalog.index.save()  # the events of deletions
+        beat.verify()
+    finally:
+        beat.close()
