@@ -23,7 +23,6 @@ from holdfast.storage.together import together
 
 from .external import EXTERNAL
 from .fence import ANY, Fence, clear_fences, write_fence
-from .index import RunIndex
 from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import MayBeCopied, names_under, remove_listed, sweep_names
@@ -63,8 +62,8 @@ class Catalog(RunView):
         links: whether to make the link to the newest checkpoint; one that is there is kept right anyway.
     """
 
-    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
-        super().__init__(storage, index, doomed=doomed)
+    def __init__(self, storage: Storage, *, doomed: Collection[str] = ()) -> None:
+        super().__init__(storage, doomed=doomed)
         self.announce: Callable[[Collection[str]], object] | None = None
         self.confirm: Callable[[], object] | None = None
         self.num_behind = 0
@@ -89,7 +88,7 @@ class Catalog(RunView):
         standing = self._stand(keep)
         pinned = standing.pinned
         if looked := list(pinned)[: self._bite]:
-            self._all_still_there(looked)  # another process may have taken the pin back
+            self.look_again(looked)  # another process may have taken the pin back
             for name in looked:
                 pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
             standing = self._stand(keep)
@@ -107,7 +106,7 @@ class Catalog(RunView):
             if not trusted:
                 self._reread_changed()
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
-            sound = self._all_still_there(unsure)
+            sound = self.look_again(unsure)
             trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
             standing = self._stand(keep)
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
@@ -126,7 +125,7 @@ class Catalog(RunView):
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
         present, *files = together(self.storage, looks)
         if present is not None:
-            self._all_still_there(sorted(self.index.rows.keys() - present))
+            self.look_again(sorted(self.index.rows.keys() - present))
         return files[0] if files else {}
 
     def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
@@ -443,7 +442,7 @@ class Catalog(RunView):
             self.storage,
             {attempt.start_id for attempt in before},
             # Unfinished puts of old checkpoints go with them; others may have been about to become ours.
-            committed=[*self._order()[:num], *list(self.others)[:num]],
+            committed=[*self.names()[:num], *list(self.others)[:num]],
             incomplete=self.incomplete,
             foreign=self.foreign,
             may_be_copied=self._copies_by_hand(),
