@@ -16,7 +16,7 @@ from test_cli import run  # noqa: F401 - a fixture
 import holdfast as hf
 from holdfast import Checkpoint
 from holdfast.cli.main import cli
-from holdfast.run.heartbeat import upkeep
+from holdfast.run.catalog import upkeep
 from holdfast.storage import LocalStorage
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"

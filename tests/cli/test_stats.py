@@ -13,7 +13,7 @@ from command_kit import invoke
 import holdfast as hf
 from holdfast.cli.stats import openmetrics
 from holdfast.page import collect
-from holdfast.run.heartbeat import upkeep
+from holdfast.run.catalog import upkeep
 from holdfast.storage import LocalStorage
 
 _SAMPLE = re.compile(r'[a-z_]+\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\} [0-9.eE+-]+')

@@ -13,8 +13,8 @@ from catalog_kit import catalog_of
 
 import holdfast as hf
 from holdfast.format.digest import bytes_digest
-from holdfast.run.lease import _Lock
 from holdfast.storage.local.local_storage import LocalStorage, door_of
+from holdfast.storage.local.local_tree import FileLock
 from holdfast.trainers.function.engines.supervisor import LogFile
 
 
@@ -146,7 +146,7 @@ def test_a_run_below_a_storage_that_is_a_link(tmp_path, outside):
     storage = LocalStorage(tmp_path / "runs").child("one")
     door = door_of(storage)
     assert door is not None
-    for use in (_Lock(*door, ".lease.lock").take, lambda: catalog_of(storage)):
+    for use in (FileLock(*door, ".lease.lock").take, lambda: catalog_of(storage)):
         with pytest.raises(hf.StorageError, match="symbolic link"):
             use()
     assert [path.name for path in outside.iterdir()] == ["precious"]

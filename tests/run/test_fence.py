@@ -9,11 +9,10 @@ import pytest
 from catalog_kit import begin, names, save, storage_of
 from checkpoint_kit import small
 
-from holdfast.run.catalog import Catalog
+from holdfast.run.catalog import Catalog, draw_fence
 from holdfast.run.fence import Fence, clear_fences, is_fence, newest_fence, write_fence
-from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt
-from holdfast.run.lease import LEASE_FILE, Lease, make_owner
+from holdfast.run.lease import LEASE_FILE, Heartbeat, Lease, make_owner
 from holdfast.storage import Storage
 
 

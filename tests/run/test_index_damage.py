@@ -92,7 +92,7 @@ def test_one_part_is_damaged_and_the_other_is_kept(made):
     assert (index.notes, index.finished is not None, len(index.attempts), index.rows) == (
         {"user": {"a": [1, "ü"]}}, True, 2, {},
     )  # fmt: skip
-    catalog = Catalog(made, index)
+    catalog = Catalog(made)
     assert {one.name for one in catalog.records()} == {
         "step_0009",
         "step_0010",

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.config import Keep
 from holdfast.errors import StorageError
-from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import upkeep
+from holdfast.run.catalog import Catalog, upkeep
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.journal import Journal, JournalEvent, events_from
 from holdfast.run.reports import SEGMENT_BYTES, read_history

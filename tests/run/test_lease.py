@@ -20,8 +20,7 @@ import pytest
 from holdfast.errors import RunBusyError, StoragePermissionError, StorageUnavailableError
 from holdfast.run import lease as lease_module
 from holdfast.run import process as process_module
-from holdfast.run.heartbeat import Heartbeat
-from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Heartbeat, Lease, make_owner
 from holdfast.run.process import is_dead
 from holdfast.storage import LocalStorage, MemoryStorage
 
@@ -599,7 +598,7 @@ def test_a_store_that_is_away_is_said_once(monkeypatch: pytest.MonkeyPatch, capl
             raise StorageUnavailableError("away")
 
     monkeypatch.setattr(lease, "heartbeat", away)
-    monkeypatch.setattr("holdfast.run.heartbeat.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("holdfast.run.lease.HEARTBEAT_S", 0.01)
     beats = Heartbeat(lease)
     for number in range(8):
         assert tries.acquire(timeout=30)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
-from holdfast.run.metrics import flat_metrics, from_plain, metric_value, to_plain
-from holdfast.run.record import Record
+from holdfast.run.record import Record, flat_metrics, from_plain, metric_value, to_plain
 from holdfast.run.retention import decide, rank
 from holdfast.storage import MemoryStorage
 

@@ -20,7 +20,7 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.run.record import change_sidecar, read_sidecar
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
-from holdfast.storage.local.ops import Ops
+from holdfast.storage.local.beneath import Ops
 
 _numbers = count()
 
@@ -220,7 +220,7 @@ def test_a_seized_lock_is_left_to_who_seized_it(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path, ops=Quick())
     late = Lease.acquire(storage, make_owner("00000001"), wait_s=0)
     assert late._lock is not None
-    successor = lease_module._Lock(*late._door, LOCK_FILE)  # type: ignore[misc]
+    successor = lease_module.tree.FileLock(*late._door, LOCK_FILE)  # type: ignore[misc]
     assert successor.take() is False
     assert successor.seize() is True
     late._lock.release()

@@ -18,7 +18,7 @@ from holdfast.errors import (
     StoragePermissionError,
 )
 from holdfast.storage import LocalStorage
-from holdfast.storage.local.ops import Ops
+from holdfast.storage.local.beneath import Ops
 from holdfast.testing import FaultyOps, FaultyStorage, count_operations
 
 BLOCK = 4096

@@ -12,7 +12,7 @@ import pytest
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local import local_tree
-from holdfast.storage.local.ops import Ops
+from holdfast.storage.local.beneath import Ops
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 
 SIZE = 9000

@@ -20,9 +20,9 @@ from catalog_kit import hold
 
 from holdfast.errors import RunBusyError, StorageConflictError, StorageError, StorageExistsError, StorageFullError
 from holdfast.run.lease import Lease, make_owner
-from holdfast.storage.local import local_tree, ops
+from holdfast.storage.local import beneath, local_tree
+from holdfast.storage.local.beneath import Ops
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.local.ops import Ops
 
 
 class OddOps(Ops):
@@ -114,7 +114,7 @@ def test_a_file_system_without_fsync(tmp_path, monkeypatch, caplog, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    monkeypatch.setattr(ops, "_unsynced", set())
+    monkeypatch.setattr(beneath, "_unsynced", set())
     storage = LocalStorage(tmp_path)
     hold(storage).release()
     with storage.create("a", 1) as writer:
@@ -245,7 +245,7 @@ def test_where_fsync_leaves_bytes_in_the_cache_of_the_disk(tmp_path, monkeypatch
             raise OSError(code, os.strerror(code))
         return 0
 
-    monkeypatch.setattr(ops, "_FULL_SYNC", 51)
+    monkeypatch.setattr(beneath, "_FULL_SYNC", 51)
     monkeypatch.setattr(fcntl, "fcntl", full)
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), fsync(fd)))
     with pytest.raises(StorageError) if code == errno.EIO else contextlib.nullcontext():
@@ -269,7 +269,7 @@ def test_without_locks_no_change_of_a_file_is_lost(tmp_path, monkeypatch):
             while True:
                 data, etag = storage.read_tagged("count")
                 with contextlib.suppress(StorageConflictError):
-                    storage.swap("count", b"%d" % (int(data) + 1), if_match=etag)
+                    storage.put("count", b"%d" % (int(data) + 1), if_match=etag, durable=False)
                     break
 
     with ThreadPoolExecutor(4) as pool:
@@ -309,12 +309,12 @@ def test_without_locks_a_run_has_one_owner(tmp_path, monkeypatch):
 
 SWAP = """
 import sys
-from holdfast.storage.local import local_tree
+from holdfast.storage.local import beneath, local_tree
 from holdfast.storage.local.local_storage import LocalStorage
 local_tree.type_of_file_system = lambda fd: 0x6969
 storage = LocalStorage(sys.argv[1])
 print("begins", flush=True)
-storage.swap("a", b"2", if_match=sys.argv[2])
+storage.put("a", b"2", if_match=sys.argv[2], durable=False)
 print("done", flush=True)
 """
 
@@ -354,5 +354,5 @@ def test_a_share_without_locks(tmp_path, monkeypatch, code):
     etag = storage.put("a", b"1")
     with local_tree.locked(str(tmp_path)):
         assert (tmp_path / local_tree._HELD_NAME).exists()
-    storage.swap("a", b"2", if_match=etag)
+    storage.put("a", b"2", if_match=etag, durable=False)
     assert names(tmp_path) == ["a"]

@@ -18,7 +18,7 @@ from process_kit import wait_until
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
 from holdfast.run import catalog as catalog_module
-from holdfast.run import heartbeat as heartbeat_module
+from holdfast.run import lease as lease_module
 from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -243,7 +243,7 @@ class Beating(MemoryStorage):
 
 def test_the_lease_is_renewed_while_the_run_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeping what dead lives left may take longer than a lease lasts without a heartbeat."""
-    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.01)
     storage = Beating("beating-open")
     during: list[bool] = []
     monkeypatch.setattr(Catalog, "sweep", lambda _: during.append(storage.beaten.wait(20)) or [])
@@ -284,7 +284,7 @@ def test_who_knows_that_the_run_is_lost_commits_nothing() -> None:
 
 def test_a_foreign_error_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plug-in raises what it likes, once: the lease is renewed again afterwards, or another process would take it."""
-    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.01)
     storage = Beating("beating-foreign")
     run, _ = Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
     storage.fail = ValueError("the plug-in's own")

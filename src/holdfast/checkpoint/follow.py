@@ -24,8 +24,7 @@ from holdfast.errors import (
     StorageError,
     StoragePermissionError,
 )
-from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import upkeep
+from holdfast.run.catalog import Catalog, upkeep
 from holdfast.run.index import CHANGES_FILE, RUN_FILE
 from holdfast.run.record import Record
 from holdfast.storage.base import Storage

@@ -34,9 +34,8 @@ from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
-from holdfast.run.metrics import plain_metrics
 from holdfast.run.names import LATEST, refuse_run
-from holdfast.run.record import Sidecar, change_sidecar, read_sidecar, timestamp
+from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path

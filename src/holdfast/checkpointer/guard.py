@@ -22,8 +22,8 @@ from holdfast._outgoing import on_one_line
 from holdfast.config import Guard
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.run.data_ring import BatchSpan
-from holdfast.run.metrics import metric_value
 from holdfast.run.names import ROLLBACKS
+from holdfast.run.record import metric_value
 from holdfast.run.rollbacks import Rollback, in_words
 from holdfast.state.accelerator import has_streams
 

@@ -14,7 +14,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
-from holdfast.run.metrics import check_length
+from holdfast.format.strict_json import check_length
 from holdfast.state.accelerator import has_streams
 from holdfast.state.tree.arrays import is_spread, local_tensor
 

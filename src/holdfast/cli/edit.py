@@ -14,9 +14,8 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import KEEP_TEXT, Keep, keep_from_text
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.format.commit import read_manifest
-from holdfast.run.catalog import Catalog
+from holdfast.run.catalog import Catalog, upkeep
 from holdfast.run.external import holders
-from holdfast.run.heartbeat import upkeep
 from holdfast.run.index import RunIndex
 from holdfast.run.retention import Verdict, decide
 from holdfast.run.trash import Trash

@@ -29,7 +29,7 @@ from holdfast.errors import CheckpointError, ConfigError, HoldfastError, Unknown
 from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER, read_rings
 from holdfast.run.index import RUN_FILE
-from holdfast.run.metrics import flat_metrics
+from holdfast.run.record import flat_metrics
 from holdfast.run.retention import is_number
 from holdfast.run.view import refuse_checkpoint, run_state
 from holdfast.storage.base import Storage

@@ -19,8 +19,7 @@ from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import files_of
-from holdfast.run.metrics import flat_metrics, metric_value
-from holdfast.run.record import Record, read_sidecar, timestamp, unpack
+from holdfast.run.record import Record, flat_metrics, metric_value, read_sidecar, timestamp, unpack
 from holdfast.run.retention import best_of, is_number, rankable
 from holdfast.run.view import RunStatus, run_state
 from holdfast.storage.base import Storage

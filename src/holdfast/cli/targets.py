@@ -25,8 +25,7 @@ from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
-from holdfast.run.metrics import flat_metrics
-from holdfast.run.record import Record
+from holdfast.run.record import Record, flat_metrics
 from holdfast.run.remains import is_remains
 from holdfast.run.retention import rankable
 from holdfast.run.rollbacks import bad_steps

@@ -20,7 +20,7 @@ import click
 
 from holdfast._outgoing import brief, masked, on_one_line, strict
 from holdfast.errors import ConfigError
-from holdfast.storage.local.ops import translate
+from holdfast.storage.base import translate
 
 if TYPE_CHECKING:
     from rich.console import Console

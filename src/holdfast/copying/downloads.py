@@ -33,9 +33,9 @@ from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.run.lease import files_of
 from holdfast.run.process import birth
 from holdfast.storage.base import Storage
+from holdfast.storage.local.beneath import POSIX
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.local_tree import NO_LOCKS
-from holdfast.storage.local.ops import POSIX
 
 from .local import private_directory
 from .transfer import copy_checkpoint

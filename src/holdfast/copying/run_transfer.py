@@ -25,9 +25,8 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.data_ring import FOLDER
 from holdfast.run.external import EXTERNAL
 from holdfast.run.fence import is_fence
-from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
-from holdfast.run.lease import Lease, is_of_lease, make_owner
+from holdfast.run.lease import Heartbeat, Lease, is_of_lease, make_owner
 from holdfast.run.names import INCOMING, LOGS, PROBE, REPORTS, VERIFIED_FILE
 from holdfast.run.trash import TRASH
 from holdfast.storage.base import TEMPORARY, Storage

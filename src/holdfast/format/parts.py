@@ -18,9 +18,8 @@ from holdfast.errors import (
     HoldfastError,
     StorageNotFoundError,
 )
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, errors_of
 from holdfast.storage.local.local_storage import door_of
-from holdfast.storage.local.ops import errors_of
 
 from .commit import PartSummary, read_manifest, sweep
 from .manifest import MAX_MANIFEST_BYTES

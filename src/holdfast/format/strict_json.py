@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 from holdfast._paused_gc import paused_gc
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import ConfigError, CorruptCheckpointError
 
 MAX_BYTES = 2 << 30
 MAX_DEPTH = 640
@@ -51,6 +51,19 @@ def _tame(tree: Any) -> Any:
 def encode_big_int(value: int) -> dict[str, str]:
     """Return the node of an integer that is too long for decimal digits."""
     return {"$": "bigint", "v": hex(value)}
+
+
+def check_length(value: Any, name: str) -> None:
+    """Check that a metric is no integer of so many digits that Python does not write it.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if type(value) is int and value.bit_length() > BIG_INT_BITS:
+        raise ConfigError(
+            f"metric {name!r} is an integer of {value.bit_length()} bits, and a metric has {BIG_INT_BITS} at most: "
+            "give a float (its logarithm), or put it into the state"
+        )
 
 
 def loads(

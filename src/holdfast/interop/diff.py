@@ -20,7 +20,7 @@ from holdfast.format.contents import ContentsReader, TensorList, check_whole
 from holdfast.format.digest import CHUNK, DIGEST_BYTES
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import Manifest
-from holdfast.run.metrics import flat_metrics
+from holdfast.run.record import flat_metrics
 from holdfast.state.load.selection import Selection
 
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "namedtuple"})

@@ -32,8 +32,7 @@ from holdfast.run.candidates import copies_shown
 from holdfast.run.catalog import Catalog
 from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, goodput, saves, stats
 from holdfast.run.index import RUN_FILE
-from holdfast.run.metrics import flat_metrics, to_plain
-from holdfast.run.record import Record
+from holdfast.run.record import Record, flat_metrics, to_plain
 from holdfast.run.reports import lineage, live_rows
 from holdfast.run.retention import best_of, decide, is_number
 from holdfast.run.rollbacks import read_rollbacks

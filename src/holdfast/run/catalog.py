@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
-from holdfast.errors import StorageError, StorageFullError
+from holdfast.errors import RunBusyError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import save_id_of, start_id_of
@@ -22,7 +23,6 @@ from holdfast.storage.together import together
 
 from .external import EXTERNAL
 from .fence import ANY, Fence, clear_fences, write_fence
-from .index import RunIndex
 from .names import GIVEN, LATEST
 from .record import METRICS_FILE, Record, Sidecar, change_sidecar, pack, read_sidecar, record_from_manifest
 from .remains import MayBeCopied, names_under, remove_listed, sweep_names
@@ -30,7 +30,11 @@ from .retention import RetentionIndex, Verdict, warn_unranked
 from .trash import Trash
 from .view import RunView, to_judge
 
-__all__ = ["Catalog"]
+if TYPE_CHECKING:
+    from .lease import Heartbeat
+    from .reports import Attempt
+
+__all__ = ["Catalog", "draw_fence", "upkeep"]
 
 _log = get_logger("catalog")
 # The most that one call deletes: a save may be waiting, and the names are written into lease.json first.
@@ -58,8 +62,8 @@ class Catalog(RunView):
         links: whether to make the link to the newest checkpoint; one that is there is kept right anyway.
     """
 
-    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
-        super().__init__(storage, index, doomed=doomed)
+    def __init__(self, storage: Storage, *, doomed: Collection[str] = ()) -> None:
+        super().__init__(storage, doomed=doomed)
         self.announce: Callable[[Collection[str]], object] | None = None
         self.confirm: Callable[[], object] | None = None
         self.num_behind = 0
@@ -84,7 +88,7 @@ class Catalog(RunView):
         standing = self._stand(keep)
         pinned = standing.pinned
         if looked := list(pinned)[: self._bite]:
-            self._all_still_there(looked)  # another process may have taken the pin back
+            self.look_again(looked)  # another process may have taken the pin back
             for name in looked:
                 pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
             standing = self._stand(keep)
@@ -102,7 +106,7 @@ class Catalog(RunView):
             if not trusted:
                 self._reread_changed()
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
-            sound = self._all_still_there(unsure)
+            sound = self.look_again(unsure)
             trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
             standing = self._stand(keep)
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
@@ -121,7 +125,7 @@ class Catalog(RunView):
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
         present, *files = together(self.storage, looks)
         if present is not None:
-            self._all_still_there(sorted(self.index.rows.keys() - present))
+            self.look_again(sorted(self.index.rows.keys() - present))
         return files[0] if files else {}
 
     def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
@@ -257,15 +261,21 @@ class Catalog(RunView):
         makes the link durable. A link is a convenience: where there can be none, that is said once.
         """
         storage = self.storage
-        if storage.local_root is None or ((text := link_at(storage, LATEST)) is None and not self.links):
+        root = storage.local_root
+        if root is None:
             return
+
+        def is_ours(text: str | None) -> bool:
+            if text is None:
+                return self.links
+            # One out of the run, or to a file, is somebody else's.
+            return "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()
+
         newest = self.newest_sound()
         try:
-            if text is not None and not _is_ours(storage, text):
-                return
             if newest is not None:
-                put_link(storage, LATEST, newest.name, durable=False)
-            else:
+                put_link(storage, LATEST, newest.name, durable=False, over=is_ours)
+            elif (text := link_at(storage, LATEST)) is not None and is_ours(text):
                 drop_link(storage, LATEST)
         except FileExistsError:
             self.links = False  # a user's own, or a copy of a run whose link became what it led to
@@ -432,7 +442,7 @@ class Catalog(RunView):
             self.storage,
             {attempt.start_id for attempt in before},
             # Unfinished puts of old checkpoints go with them; others may have been about to become ours.
-            committed=[*self._order()[:num], *list(self.others)[:num]],
+            committed=[*self.names()[:num], *list(self.others)[:num]],
             incomplete=self.incomplete,
             foreign=self.foreign,
             may_be_copied=self._copies_by_hand(),
@@ -479,7 +489,71 @@ def _parts(save_id: str) -> tuple[str, int]:
     return start, int(number, 16)
 
 
-def _is_ours(storage: Storage, text: str) -> bool:
-    """Tell whether a link may be changed: one out of the run, or to a file, is somebody else's."""
-    root = storage.local_root
-    return root is not None and "/" not in text and text not in ("", ".", "..") and not (root / text).is_file()
+def draw_fence(
+    heartbeat: Heartbeat,
+    catalog: Catalog,
+    attempt: Attempt,
+    *,
+    last: Attempt | None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Draw the fence if one is needed; afterwards the attempt is known to have been registered under our lease.
+
+    Args:
+        heartbeat: the lease, taken before ``catalog`` was read.
+        catalog: the checkpoints.
+        attempt: of this start, registered by now.
+        last: the attempt before, if run.json could tell.
+        more: ids by name of checkpoints of earlier attempts that are still to be copied here.
+
+    Raises:
+        RunBusyError: another process has taken the lease over meanwhile: nothing must be changed any more.
+        StorageError: the storage does not answer, so that the owner is not known.
+    """
+    before = heartbeat.lease.predecessor
+    # A missing lease was given back; or it was deleted under its owner, by hand or by a delete that came late.
+    unended = last is not None and last.ended is None and last.attempt != attempt.attempt
+    if before.may_act or (unended and not before.is_known):
+        catalog.draw_fence(attempt.attempt, attempt.start_id, more)
+        heartbeat.fenced()
+        return
+    catalog.admit(more, attempt.start_id)
+    # A successor numbers its attempt above ours only if ours was stored before it came.
+    heartbeat.verify()
+
+
+@contextlib.contextmanager
+def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
+    """Hold the lease of the run in ``storage`` while the body works with its catalog.
+
+    Raises:
+        RunBusyError: a process trains the run, or its last owner may still wake up and change it.
+        StorageFullError: there is no room for the lease.
+    """
+    from .lease import Heartbeat, Lease, make_owner  # not above: who only looks takes no lease
+
+    owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
+    try:
+        lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{storage.uri} has no room for the lease, a small file without which nothing is changed there: remove one "
+            "checkpoint, or the folder .trash, by hand first (rm -r), which no start minds"
+        ) from error
+    beat = Heartbeat(lease)
+    beat.trainer_gone()
+    try:
+        if lease.predecessor.may_act:
+            raise RunBusyError(
+                f"the last process that trained {storage.uri} is not known to be gone, so nothing is changed there: "
+                "start the run once more, which draws a fence, and try again after it"
+            )
+        catalog = Catalog(storage, doomed=lease.predecessor.doomed)
+        catalog.announce = beat.announce
+        yield catalog
+        catalog.point_latest()
+        if catalog.index.journal.waiting():
+            catalog.index.save()  # the events of deletions
+        beat.verify()
+    finally:
+        beat.close()

@@ -67,6 +67,7 @@ class RunIndex:
         notes: small JSON values that the trainer keeps here.
         damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
         journal: events that are not in a report segment yet; written along by `save` and with the next report.
+        has_changes: whether a part of this index is stored in the file of changes and not in run.json.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -81,9 +82,9 @@ class RunIndex:
         self.damage: str | None = None
         self.journal = Journal()
         self._log: ReportLog | None = None
-        # Of the stored run.json: the id that changes refer to ("" if it has none), its head, the names touched
-        # since, and whether a file of changes exists.
-        self._base, self._head, self._touched, self._has_changes = "", "", self.rows.watch(), False
+        self.has_changes = False
+        # Of the stored run.json: the id that changes refer to ("" if it has none), its head, the names touched since.
+        self._base, self._head, self._touched = "", "", self.rows.watch()
 
     @classmethod
     @paused_gc()
@@ -170,7 +171,7 @@ class RunIndex:
                 raise
             self.damage = f"{type(error).__name__}: {error}"
             return True
-        self._has_changes = True
+        self.has_changes = True
         text, _, end = data.rpartition(_CHANGES_END)
         whole = end == bytes_digest(text).encode() + b'"}\n'
         before = len(self._touched)
@@ -230,11 +231,6 @@ class RunIndex:
         return f',\n "events": {json.dumps(waiting, separators=(",", ":"))}' if waiting else ""
 
     @property
-    def has_changes(self) -> bool:
-        """Whether a part of this index is stored in the file of changes and not in run.json."""
-        return self._has_changes
-
-    @property
     def may_change_beside(self) -> bool:
         """Whether the next save may replace the file of changes alone."""
         return bool(self._base)
@@ -246,18 +242,18 @@ class RunIndex:
             changes, events_bytes = self._changes()
             if len(changes) - events_bytes <= _MANY_BYTES:
                 self.storage.put(CHANGES_FILE, changes)
-                self._has_changes = True
+                self.has_changes = True
                 return
         rows, self._base = self._rows_text(), ""  # if the put fails, either version may be stored
         base = os.urandom(8).hex() if len(rows) > _FEW_BYTES else ""
         self.storage.put(RUN_FILE, self._bytes(rows, base))
         self.damage, self._head, self._base = None, head, base
         self._touched.clear()
-        if self._has_changes:
+        if self.has_changes:
             # Nothing refers to the file any more. If it stays, it is ignored, and a later save replaces or removes it.
             with suppress(StorageError):
                 self.storage.delete(CHANGES_FILE)
-                self._has_changes = False
+                self.has_changes = False
 
     # -- attempts ------------------------------------------------------------------------------------------------
 

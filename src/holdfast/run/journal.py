@@ -13,9 +13,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 __all__ = ["MOST_READ", "Journal", "JournalEvent", "events_from", "merged"]
@@ -73,42 +72,30 @@ class JournalEvent:
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON, without default values."""
-        return {name: value for name in _CHECKS if (value := getattr(self, name)) != _DEFAULTS[name]}
+        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
 
     @classmethod
     def from_json(cls, data: Any) -> JournalEvent:
         """Rebuild from `to_json`; raises ValueError, TypeError or KeyError for other data. Texts are cut."""
-        event = cls(**{name: _CHECKS[name](value) for name, value in data.items() if name in _CHECKS})
+        known: dict[str, Any] = {}
+        for name, value in data.items():
+            kind = _KINDS_OF_VALUES.get(name)
+            if kind == "str" and type(value) is str:
+                known[name] = value[: _MOST_STACKS if name == "stacks" else _LONGEST]
+            elif kind == "int" and type(value) is int and 0 <= value < 1 << 63:
+                known[name] = value
+            elif kind == "float" and type(value) in (int, float) and 0 <= value < 1e15:
+                known[name] = round(float(value), 4)  # seconds
+            elif kind is not None:
+                raise TypeError(f"{name} is no {kind}")
+        event = cls(**known)
         if event.what not in _KINDS:
             raise ValueError(f"not an event: {event.what!r}")
         return event
 
 
 _DEFAULTS = {item.name: item.default for item in fields(JournalEvent)}
-
-
-def _text(value: Any, longest: int = _LONGEST) -> str:
-    if type(value) is not str:
-        raise TypeError("no text")
-    return value[:longest]
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise TypeError("no count")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e15:
-        raise TypeError("no number of seconds")
-    return round(float(value), 4)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {item.name: _text for item in fields(JournalEvent)}
-_CHECKS["stacks"] = partial(_text, longest=_MOST_STACKS)
-_CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count)
-_CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)
+_KINDS_OF_VALUES = {item.name: str(item.type).removesuffix(" | None") for item in fields(JournalEvent)}
 
 
 def events_from(data: Any) -> list[JournalEvent]:

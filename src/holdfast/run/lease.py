@@ -26,21 +26,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._ranks import job_life
 from holdfast._units import format_duration
 from holdfast.errors import (
+    HoldfastError,
     RunBusyError,
     StorageConflictError,
     StorageError,
@@ -48,11 +48,10 @@ from holdfast.errors import (
     StorageNotFoundError,
     StorageUnavailableError,
 )
-from holdfast.storage.base import ObjectInfo, Storage
+from holdfast.storage.base import ObjectInfo, Storage, errors_of
 from holdfast.storage.local import local_tree as tree
-from holdfast.storage.local.beneath import Beneath, OpenDirectory
+from holdfast.storage.local.beneath import Beneath
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.storage.local.ops import POSIX, errors_of, translate
 from holdfast.storage.together import together
 
 from .fence import is_fence
@@ -67,9 +66,11 @@ _QUIET_S = 60.0  # for an owner that does not show that it is finishing its last
 _LOOK_AGAIN_S = (0.1, 0.3, 0.6)
 """Pauses between looks at a lease.json that cannot be read."""
 _POLL_S = 0.05
+_SAID_AGAIN_S = 300.0
+_MOMENT_S = 1.0  # a beat that does not hang takes far less
 _MAX_BYTES = 4 << 20
 _PROCESS = ("host", "boot", "pid_namespace", "trainer_pid", "trainer_pid_birth")
-_log = get_logger("lease")
+_log, _beat_log = get_logger("lease"), get_logger("writer")
 
 
 def is_claim(name: str) -> bool:
@@ -180,7 +181,7 @@ class Lease:
         self.predecessor = Predecessor()
         self._storage, self._path, self._of = storage, _named(LEASE_FILE, of), of
         self._door = door_of(storage)
-        self._lock = None if self._door is None else _Lock(*self._door, _named(LOCK_FILE, of))
+        self._lock = None if self._door is None else tree.FileLock(*self._door, _named(LOCK_FILE, of))
         self._beat = 0
         self._etag: str | None = None
         self._released = False
@@ -258,7 +259,7 @@ class Lease:
             if durable or self._etag is None or not isinstance(storage, LocalStorage):
                 self._etag = storage.put(self._path, body, if_match=self._etag)
             else:
-                self._etag = storage.swap(self._path, body, if_match=self._etag)
+                self._etag = storage.put(self._path, body, if_match=self._etag, durable=False)
         except (StorageConflictError, StorageNotFoundError) as error:
             exists, found, etag = self._look()
             if found is not None and self._is_mine(found):
@@ -450,6 +451,135 @@ class Lease:
         return found is not None and all(found.get(key) == self.owner[key] for key in ("start_id", "pid", "host"))
 
 
+class Heartbeat:
+    """Renews a lease from a thread until `close`, which gives it back.
+
+    Attributes:
+        lease: the lease.
+        lost: the error that says why this process lost the lease; None while it holds it.
+        on_lost: called once when the loss is found, by the thread that finds it; it may wake other threads.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.lost: HoldfastError | None = None
+        self.on_lost: Callable[[], None] | None = None
+        self._trainer_alive = True
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._beating = threading.Lock()
+        self._complained: float | None = None  # when it was last said that the lease could not be renewed
+        self._left = False  # `close` did not wait for the thread: it gives the lease back itself
+        self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    def trainer_gone(self) -> None:
+        """Note in the lease that only this writer is left, which ends soon."""
+        self._trainer_alive = False
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise `lost`, if the lease is known to be lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    def confirm(self) -> None:
+        """Make sure, by one request, that the lease is still ours.
+
+        Raises:
+            RunBusyError: the lease is lost.
+            StorageError: the storage does not answer.
+        """
+        self._beat()
+
+    def verify(self) -> None:
+        """Make sure, with one read, that no other process has taken the lease over: checkpoints committed before count.
+
+        Raises:
+            RunBusyError: another process has taken it over.
+            StorageError: the storage does not answer.
+        """
+        self._do(self.lease.verify)
+
+    def announce(self, doomed: Iterable[str]) -> None:
+        """Write the names that are about to be deleted into the lease; see `Lease.announce`.
+
+        Raises:
+            RunBusyError, StorageError: nothing may be deleted.
+        """
+        self._do(lambda: self.lease.announce(doomed, trainer_alive=self._trainer_alive))
+
+    def fenced(self) -> None:
+        """Note in the lease that the fence is drawn, and make sure that the lease was ours; see `Lease.fenced`.
+
+        Raises:
+            RunBusyError: another process has taken the lease over meanwhile.
+            StorageError: the storage does not answer.
+        """
+        self._do(lambda: self.lease.fenced(trainer_alive=self._trainer_alive))
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread and give the lease back; without ``wait`` a beat that hangs does that when it ends."""
+        self._left = not wait
+        self._stop.set()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
+            self._thread.join(None if wait else _MOMENT_S)
+        if wait or not self._thread.is_alive():
+            self.lease.release()
+
+    def _beat(self) -> None:
+        self._do(lambda: self.lease.heartbeat(trainer_alive=self._trainer_alive))
+
+    def _do(self, act: Callable[[], object]) -> None:
+        self.check()
+        with self._beating:
+            try:
+                act()
+            except StorageError:
+                raise
+            except HoldfastError as error:
+                is_new, self.lost = self.lost is None, error
+                if is_new and self.on_lost is not None:
+                    self.on_lost()
+                raise
+
+    def _work(self) -> None:
+        self._keep()
+        if self._left:
+            try:
+                self.lease.release()
+            except HoldfastError as error:
+                _beat_log.warning("the lease could not be given back, it goes stale by itself: %s", error)
+
+    def _keep(self) -> None:
+        while True:
+            self._wake.wait(HEARTBEAT_S)
+            self._wake.clear()
+            if self._stop.is_set() or self.lost is not None:
+                return
+            try:
+                self._beat()
+            except StorageError as error:
+                self._complain(str(error))
+            except HoldfastError as error:
+                _beat_log.error("%s", error)
+                return
+            except Exception as error:  # noqa: BLE001 - a thread edge: another process takes a lease that is not renewed
+                self._complain(repr(error))
+            else:
+                if self._complained is not None:
+                    self._complained = None
+                    _beat_log.warning("the lease is renewed again")
+
+    def _complain(self, error: str) -> None:
+        """Say that the lease could not be renewed: at first, and every few minutes while that goes on."""
+        now = time.monotonic()
+        if self._complained is None or now - self._complained > _SAID_AGAIN_S:
+            self._complained = now
+            _beat_log.warning("the lease could not be renewed, trying again every %g s: %s", HEARTBEAT_S, error)
+
+
 class _Watch:
     """The present owner as this process sees it, by its own clock."""
 
@@ -508,90 +638,6 @@ class _Watch:
     def is_finishing(self) -> bool:
         """Whether the owner shows that it works, and its trainer is gone: it gives the lease back when it is done."""
         return self.owner is not None and self._moved and not self._is_stale and not self.is_alive()
-
-
-class _Lock:
-    """An flock that dies with this process and is not inherited by forked children."""
-
-    def __init__(self, door: Beneath, inside: str, name: str) -> None:
-        self._door, self._inside, self._name = door, inside, name
-        self._file: int | None = None
-        # A forked data loader worker that outlives the trainer would keep the lock of a dead run.
-        after_fork_in_child(self.drop)
-
-    def take(self) -> bool | None:
-        """Try to lock. Return True: held; False: another process holds it; None: this file system has no locks."""
-        if self._file is not None:
-            return True
-        try:
-            with self._folder(make=True) as folder:
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                file = os.open(self._name, flags, 0o666, dir_fd=folder.fd)
-        except OSError as error:
-            raise translate(error, "lock", self._path) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous owner removes the file when it releases it: a lock on a removed file protects nothing.
-            if not self._is_named(file):
-                os.close(file)
-                return False
-        except OSError as error:
-            os.close(file)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
-                return False
-            if error.errno in tree.NO_LOCKS:
-                return None
-            raise translate(error, "lock", self._path) from error
-        self._file = file
-        return True
-
-    def seize(self) -> bool | None:
-        """Remove the file of a holder that was taken over and stands still, and lock a new file."""
-        with contextlib.suppress(OSError):
-            self._unlink()
-        return self.take()
-
-    def release(self) -> None:
-        """Remove the file and unlock it. Idempotent."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                if self._is_named(self._file):  # else it is the lock of the process that took over
-                    self._unlink()
-            self.drop()
-
-    def is_in_place(self) -> bool:
-        """Tell whether the lock is held, by the file that has its name."""
-        try:
-            return self._file is not None and self._is_named(self._file)
-        except OSError:
-            return False
-
-    @property
-    def _path(self) -> str:
-        return f"{self._door.full(self._inside)}/{self._name}"
-
-    def _folder(self, *, make: bool = False) -> OpenDirectory:
-        try:
-            return self._door.folder(self._inside)
-        except FileNotFoundError:
-            if not make:
-                raise
-            tree.make_durable(POSIX, self._door, self._inside)
-            return self._door.folder(self._inside)
-
-    def _unlink(self) -> None:
-        with self._folder() as folder:
-            os.unlink(self._name, dir_fd=folder.fd)
-
-    def _is_named(self, file: int) -> bool:
-        with self._folder() as folder:
-            return os.fstat(file).st_ino == os.stat(self._name, dir_fd=folder.fd, follow_symlinks=False).st_ino
-
-    def drop(self) -> None:
-        """Close this process's descriptor only."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def _named(file: str, of: str) -> str:

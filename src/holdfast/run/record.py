@@ -1,4 +1,4 @@
-"""What a run stores about its checkpoints: records, their rows, and values set after the commit.
+"""What a run stores about its checkpoints: records, their rows, their metrics, and values set after the commit.
 
 Late metrics and the pin are in ``.metrics.json`` beside the manifest (`Sidecar`). That file is the truth, ``run.json``
 caches it.
@@ -7,6 +7,7 @@ caches it.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,8 @@ from holdfast.errors import (
 )
 from holdfast.format.digest import check_object, close_object
 from holdfast.format.names import check_links, join
+from holdfast.format.strict_json import check_length
 from holdfast.storage.base import Storage
-
-from .metrics import from_plain, to_plain
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Order of the values of a row. New columns go to the end: rows of an older writer are then shorter.
 COLUMNS = ("name", "attempt", "step", "epoch", "created", "size", "reused", "pinned", "metrics", "checkpoint_id")
 
-
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TRIES = 32
 
 METRICS_FILE = ".metrics.json"
@@ -324,3 +324,77 @@ def _body(sidecar: Sidecar) -> bytes:
     if sidecar.damage:
         body["damage"] = sidecar.damage
     return close_object(json.dumps(body, allow_nan=False).encode())
+
+
+def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
+    """Look up one metric; None if it does not exist.
+
+    The exact name first (a mapping is no metric), then ``/`` leads into nested mappings.
+
+    Example:
+        >>> metric_value({"val": {"acc": 0.5}}, "val/acc"), metric_value({"val/acc": 0.7}, "val/acc")
+        (0.5, 0.7)
+    """
+    if name in metrics and not isinstance(metrics[name], Mapping):
+        return metrics[name]
+    cut = name.find("/")
+    while cut >= 0:
+        inner = metrics.get(name[:cut])
+        if isinstance(inner, Mapping) and (value := metric_value(inner, name[cut + 1 :])) is not None:
+            return value
+        cut = name.find("/", cut + 1)
+    return None
+
+
+def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten nested metrics: each gets the name under which `metric_value` finds it.
+
+    Example:
+        >>> flat_metrics({"loss": 1, "val": {"acc": 0.5}})
+        {'loss': 1, 'val/acc': 0.5}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            for inner, item in flat_metrics(value).items():
+                flat.setdefault(f"{name}/{inner}", item)
+        else:
+            flat[name] = value
+    return flat
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as JSON values; tensors and arrays of one element become numbers.
+
+    Raises:
+        ConfigError: a value is neither a JSON value nor has one element.
+    """
+    read = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    for name, value in read.items():
+        try:
+            json.dumps(to_plain({name: value}), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            check_length(value, name)
+            raise ConfigError(f"metric {name!r} is {brief(value, 200)}: give a number or text") from error
+    return read
+
+
+def to_plain(value: Any) -> Any:
+    """Make metrics, or one value of theirs, strict JSON: NaN and infinities become strings that `from_plain` knows."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: to_plain(item) for name, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_plain(value: Any) -> Any:
+    """Undo `to_plain`."""
+    kind = type(value)
+    if kind is str:
+        return _SPECIAL.get(value, value)
+    if kind is dict:
+        return {name: from_plain(item) for name, item in value.items()}
+    return [from_plain(item) for item in value] if kind is list else value

@@ -27,8 +27,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .journal import MOST_READ, Journal, JournalEvent, events_from
-from .metrics import from_plain, to_plain
 from .names import REPORTS
+from .record import from_plain, to_plain
 
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16

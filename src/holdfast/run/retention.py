@@ -21,8 +21,7 @@ from holdfast._log import get_logger
 from holdfast._units import Interval
 from holdfast.config import Keep, rules_of
 
-from .metrics import flat_metrics, metric_value
-from .record import Record
+from .record import Record, flat_metrics, metric_value
 
 __all__ = [
     "Milestones", "Record", "RetentionIndex", "Verdict", "best_of", "decide", "is_number", "otherwise", "rank",

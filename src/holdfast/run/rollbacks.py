@@ -19,8 +19,8 @@ from typing import Any
 from holdfast._log import get_logger
 
 from .data_ring import BatchSpan
-from .metrics import metric_value
 from .names import ROLLBACKS, WATCHED
+from .record import metric_value
 
 _LOG = get_logger("checkpointer")
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from holdfast._units import format_bytes
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, errors_of
 from holdfast.storage.local.beneath import OpenDirectory
 from holdfast.storage.local.local_storage import door_of
-from holdfast.storage.local.ops import errors_of
 
 from .process import boot_id
 

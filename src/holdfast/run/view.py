@@ -29,18 +29,16 @@ from holdfast.errors import (
     StoragePermissionError,
 )
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, errors_of
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import together
 
 from .candidates import GUESTS, Candidate, find_copies
 from .external import EXTERNAL, External, is_external_child
 from .fence import Fence, is_fence, newest_fence
 from .index import RUN_FILE, RunIndex
-from .metrics import metric_value
 from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
-from .record import Record, pack, read_sidecar, record_from_manifest, unpack
+from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
 from .remains import is_remains, listed_at_once
 
 if TYPE_CHECKING:
@@ -58,7 +56,6 @@ class RunView:
 
     Args:
         storage: the run's root.
-        index: the run index to use and to keep up to date; read from ``storage`` when left out.
         doomed: names that an earlier holder of the lease was deleting; they do not count any more.
 
     Attributes:
@@ -75,14 +72,14 @@ class RunView:
         holds_resumed: whether retention keeps the checkpoint that this attempt went on from.
     """
 
-    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
+    def __init__(self, storage: Storage, *, doomed: Collection[str] = ()) -> None:
         self.storage = storage
         self._fences: set[str] = set()
         self._external = External(storage)
         self._has_external = False
         self.hidden: set[str] = set()
         self._found: set[str] = set()  # all names in the run; not filled on a disk
-        loads: list[Callable[[], Any]] = [lambda: index if index is not None else RunIndex.load(storage), self._names]
+        loads: list[Callable[[], Any]] = [lambda: RunIndex.load(storage), self._names]
         loaded: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
         self.index, names = loaded
         self.fence: Fence | None = None
@@ -111,7 +108,7 @@ class RunView:
         for outside in self._outside():
             self.index.rows.pop(outside, None)
         self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
-        self._all_still_there(sorted(self.index.rows.keys() - names))  # a listing may be older than run.json
+        self.look_again(sorted(self.index.rows.keys() - names))  # a listing may be older than run.json
         manifests = self._classify_all(sorted(names - self.index.rows.keys()))
         for name in self._enter(manifests):
             self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
@@ -159,16 +156,12 @@ class RunView:
 
     def records(self) -> list[Record]:
         """Return all committed checkpoints of the run that are not quarantined, newest first."""
-        known = (self._known(name) for name in self._order())
+        known = (self._known(name) for name in self.names())
         return [record for record in known if record is not None]
-
-    def names(self) -> list[str]:
-        """Return the names of `records`, without unpacking rows."""
-        return self._order()
 
     def rows(self) -> list[list[Any]]:
         """Return the packed rows of `records` (`holdfast.run.record.pack`)."""
-        return [self.index.rows[name] for name in self._order()]
+        return [self.index.rows[name] for name in self.names()]
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint, None in an empty run."""
@@ -200,7 +193,7 @@ class RunView:
 
     def passed_over(self, taken: str | None) -> str:
         """Say which checkpoints newer than ``taken`` are not, for what the guard has found; "" if there are none."""
-        names = self._order()
+        names = self.names()
         newer = names[: names.index(taken)] if taken in names else names
         bad = self.bad_steps() if newer else {}
         shown = [f"{name} ({bad.get(name, 'it may hold a bad step')})" for name in newer[:3]]
@@ -227,7 +220,7 @@ class RunView:
                 known = self._unpacked[name] = (row, unpack(row))
             except CorruptCheckpointError as error:
                 _log.warning("%s: %s: its manifest is read instead", self.storage.uri, error)
-                return self._known(name) if self._still_there(name) else None
+                return self._known(name) if self.look_again([name]) else None
         return replace(known[1], resumed_from=True) if name == self._resumed else known[1]
 
     @property
@@ -284,7 +277,7 @@ class RunView:
         for record in rank(self.sound(), metric, mode):
             if not is_number(metric_value(record.metrics, metric)):
                 return None
-            if self._still_there(record.name):
+            if self.look_again([record.name]):
                 return self.record(record.name)
         return None
 
@@ -306,7 +299,7 @@ class RunView:
             self._take_changes()
 
     def _take_changes(self) -> None:
-        self._all_still_there(sorted(self._external.take() & self.index.rows.keys()))
+        self.look_again(sorted(self._external.take() & self.index.rows.keys()))
 
     def settle(self) -> None:
         """Save the index with the changes of other processes, so that they are not read again."""
@@ -406,8 +399,8 @@ class RunView:
         self._fences = {name for name, is_dir in names.items() if not is_dir and is_fence(name)}
         return {name for name, is_dir in names.items() if is_dir} - _OWN
 
-    def _order(self) -> list[str]:
-        """Return names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+    def names(self) -> list[str]:
+        """Return the names of `records`, from raw rows: building ten thousand records would cost 50 ms."""
         return list(self._usable())
 
     def _usable(self) -> Iterator[str]:
@@ -419,12 +412,12 @@ class RunView:
         """Yield names in the order in which a start takes them, by what the guard of the run has found."""
         rollbacks, metric = self._guarded()
         if not rollbacks and metric is None:
-            yield from self._order()
+            yield from self.names()
             return
         from .rollbacks import choose
 
         doubtful: list[str] = []
-        for name in self._order():
+        for name in self.names():
             record = self._known(name)
             bad, may_be_bad = choose([] if record is None else [to_judge(record)], rollbacks, metric=metric)
             doubtful += may_be_bad
@@ -490,16 +483,8 @@ class RunView:
         kept = {name: why for name, why in self.index.quarantined.items() if name in known}
         self.index.quarantined = {**self.corrupt, **kept}
 
-    def look_again(self, names: Sequence[str]) -> None:
-        """Read the manifests of these again: which of them are no good checkpoints of this run, are no `records`."""
-        self._all_still_there(names)
-
-    def _still_there(self, name: str) -> bool:
-        """Refresh a row from manifest and sidecar; False, without a row, if it is no good checkpoint of this run."""
-        return bool(self._all_still_there([name]))
-
-    def _all_still_there(self, names: Sequence[str]) -> set[str]:
-        """Refresh rows from manifests and sidecars; return the names that are good checkpoints of this run."""
+    def look_again(self, names: Sequence[str]) -> set[str]:
+        """Read manifests and sidecars of these again; return those that are good checkpoints: only these keep a row."""
         good = set()
         looks = together(self.storage, [partial(self._look, name) for name in names])
         for name, result in zip(names, looks, strict=True):

@@ -2,10 +2,14 @@
 
 There is no rename, no mkdir and no append, because object stores have none. Paths are relative to the root of the
 storage, separated by "/", without "." or ".." or empty parts.
+
+`errors_of` translates errors of the operating system, so that each errno has its message in one place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 from abc import ABC, abstractmethod
@@ -14,7 +18,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+from holdfast.errors import (
+    ConfigError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -581,3 +593,56 @@ def check_range(path: str, *, size: int, offset: int, nbytes: int) -> None:
     """
     if offset < 0 or offset + nbytes > size:
         raise StorageError(f"short read of {path}: {nbytes} bytes at {offset} asked for, the object ends at {size}")
+
+
+_LACKING = "this file system lacks the call (the mount of a bucket?): use a local disk, or the URI of the storage"
+_KINDS: dict[int, tuple[type[StorageError], str]] = {
+    errno.ENOSPC: (StorageFullError, "free some space, keep fewer checkpoints (Keep(last=...)) or use another place"),
+    errno.EDQUOT: (StorageFullError, "the quota is used up: free some space, keep fewer checkpoints or raise it"),
+    errno.EFBIG: (StorageFullError, "the file is larger than the file system or `ulimit -f` allows"),
+    errno.EACCES: (StoragePermissionError, "give this user access to it, or use another place"),
+    errno.EPERM: (StoragePermissionError, "give this user access to it, or use another place"),
+    errno.EROFS: (StoragePermissionError, "the file system is mounted read-only: remount it or use another place"),
+    errno.ENOENT: (StorageNotFoundError, "check the path; another process may have removed it"),
+    errno.EEXIST: (StorageExistsError, "use another name or remove it"),
+    errno.ENOTDIR: (StorageError, "a part of the path is a file, not a directory: use another place"),
+    errno.EISDIR: (StorageError, "it is a directory: use another name"),
+    errno.ENOTEMPTY: (StorageError, "the directory is not empty: another process writes into it"),
+    errno.EIO: (StorageError, "the device reported an error: its data cannot be trusted; check it (dmesg)"),
+    errno.EMFILE: (StorageError, "too many open files in this process: raise `ulimit -n`"),
+    errno.ENFILE: (StorageError, "too many open files on this machine"),
+    errno.ENAMETOOLONG: (StorageError, "use a shorter name"),
+    errno.ENOSYS: (StorageError, _LACKING),
+    errno.ENOTSUP: (StorageError, _LACKING),
+    errno.ENOLCK: (StorageError, "this file system has no locks, or no more of them: see the mount's options"),
+    errno.ESTALE: (StorageError, "the network file system lost the file: check the mount"),
+    errno.ELOOP: (
+        StorageError,
+        "a part of the path is a symbolic link: none is followed below the directory of a run or a checkpoint, for it "
+        "could lead anywhere; if you trust it, copy the directory with its links resolved (cp -rL)",
+    ),
+}
+
+
+def translate(error: OSError, action: str, where: str) -> StorageError:
+    """Return the `StorageError` for an operating system error, saying what failed, where and what to do."""
+    kind, hint = _KINDS.get(error.errno or 0, (StorageError, "see the system log"))
+    translated = kind(f"cannot {action} {where}: {error.strerror or error}; {hint}")
+    # Handlers written for OSError look at errno; it is not part of args, which hold the message alone.
+    translated.errno = error.errno
+    return translated
+
+
+class errors_of(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase: with errors_of(...)
+    """Translate operating system errors of the block; Holdfast's own pass unchanged."""
+
+    __slots__ = ("_action", "_where")
+
+    def __init__(self, action: str, where: str) -> None:
+        self._action, self._where = action, where
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(value, OSError) and not isinstance(value, StorageError):
+            raise translate(value, self._action, self._where) from value

@@ -506,7 +506,7 @@ def _record(told: Sequence[Mapping[str, Any]]) -> None:
     """Write deaths into the journals of their runs: no later life will."""
     if not told:
         return
-    from holdfast.run.heartbeat import upkeep  # not above: only a run that is given up needs them
+    from holdfast.run.catalog import upkeep  # not above: only a run that is given up needs them
     from holdfast.run.index import RUN_FILE
     from holdfast.storage.resolve import resolve
 

@@ -32,8 +32,8 @@ from types import ModuleType
 from typing import IO, Any
 
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.storage.local.beneath import Ops
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.local.ops import Ops
 
 CRASH_EXIT_CODE = 9
 """Exit status of a process that ``crash_at`` ended."""

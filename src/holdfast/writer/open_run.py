@@ -16,10 +16,9 @@ from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusy
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import GUESTS, copies_shown
-from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import Heartbeat, draw_fence
+from holdfast.run.catalog import Catalog, draw_fence
 from holdfast.run.index import Attempt, RunIndex
-from holdfast.run.lease import Lease
+from holdfast.run.lease import Heartbeat, Lease
 from holdfast.run.names import INCOMING
 from holdfast.run.record import Record
 from holdfast.run.remains import sweep_hidden

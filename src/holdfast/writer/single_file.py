@@ -20,8 +20,7 @@ import xxhash
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 from holdfast.format.digest import chunk_digests, file_digest
-from holdfast.run.heartbeat import Heartbeat
-from holdfast.run.lease import Lease
+from holdfast.run.lease import Heartbeat, Lease
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import SerialExecutor
 

@@ -54,8 +54,8 @@ from ..base import (
     copy_bytes,
     is_temporary_name,
     temporary_name,
+    translate,
 )
-from ..local.ops import translate
 from ..memory import BytesReader
 
 _DENIED_NAMES = frozenset(

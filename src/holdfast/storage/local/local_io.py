@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection
 
 from holdfast.errors import StorageError
 
-from ..base import BLOCK, FileBatch, FileReader, FileWriter, ReplacingWriter, check_path, check_view
-from .beneath import Beneath, Inside, OpenDirectory
+from ..base import BLOCK, FileBatch, FileReader, FileWriter, ReplacingWriter, check_path, check_view, errors_of
+from .beneath import Beneath, Inside, OpenDirectory, Ops
 from .local_tree import make_durable, type_of_file_system
-from .ops import Ops, errors_of
 
 __all__ = [
     "GiveName", "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import fcntl
 import os
 import stat as stat_module
 import time
@@ -35,14 +36,15 @@ from ..base import (
     check_path,
     check_prefix,
     copy_bytes,
+    errors_of,
     is_temporary_name,
     temporary_name,
+    translate,
 )
 from . import local_tree as tree
-from .beneath import Beneath, Inside, OpenDirectory
+from .beneath import POSIX, Beneath, Inside, OpenDirectory, Ops
 from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
 from .local_tree import make_durable
-from .ops import POSIX, Ops, errors_of, translate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,72 +90,56 @@ class LocalStorage(Storage):
         self._ready: set[str] = set()
 
     def put(
-        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str | None:
-        inside, name = self._split(path)
-        view = memoryview(data).cast("B")
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        durable: bool = True,
+    ) -> str:
+        """Store a small file; see `Storage.put`.
+
+        Without ``durable`` the disk is not waited for: for content that a power cut may lose.
+        """
+        full, inside, name = self._locate(path)
+        view, ops = memoryview(data).cast("B"), self._ops
 
         def once(folder: OpenDirectory) -> str:
             if if_absent and folder.lstat(name) is not None:
                 raise self._exists(folder.at(name))
             if if_match is not None:
                 self._check_match(folder, name, if_match)
-            return self._put_once(folder, name, view, if_absent=if_absent, if_match=if_match)
+            temporary = folder.at(temporary_name())
+            fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            kept = -1
+            try:
+                # Locked while the file is in use: a sweep takes only files whose writer is dead. Where the file system
+                # has no locks, nothing is swept either.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                write_all(ops, fd, view, 0)
+                if durable:
+                    ops.fsync(fd)
+                etag = _etag(os.fstat(fd))
+                # Closed before it gets its name: network file systems report what they could not store at the first
+                # close. The copy of the descriptor keeps the lock.
+                kept, closing, fd = os.dup(fd), fd, -1
+                ops.close(closing)
+                self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match, durable=durable)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    ops.unlink(temporary)
+                raise
+            finally:
+                if fd >= 0:
+                    ops.close(fd)
+                if kept >= 0:
+                    os.close(kept)
+            return etag
 
-        with errors_of("write", self._full(path)):
+        with errors_of("write", full):
             return self._in_directory(inside, once)
-
-    def swap(self, path: str, data: bytes, *, if_match: str) -> str:
-        """Replace a small file as `put` does, without waiting for the disk: for content that a power cut may lose.
-
-        Raises:
-            StorageConflictError: the file is gone or its etag is not ``if_match``.
-        """
-        inside, name = self._split(path)
-
-        def once(folder: OpenDirectory) -> str:
-            self._check_match(folder, name, if_match)
-            return self._put_once(folder, name, memoryview(data), if_absent=False, if_match=if_match, durable=False)
-
-        with errors_of("write", self._full(path)):
-            return self._in_directory(inside, once)
-
-    def _put_once(
-        self,
-        folder: OpenDirectory,
-        name: str,
-        view: memoryview,
-        *,
-        if_absent: bool,
-        if_match: str | None,
-        durable: bool = True,
-    ) -> str:
-        ops = self._ops
-        temporary = folder.at(temporary_name())
-        fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        kept = -1
-        try:
-            # Locked while the file is in use: a sweep takes only files whose writer is dead.
-            tree.lock_quietly(fd)
-            write_all(ops, fd, view, 0)
-            if durable:
-                ops.fsync(fd)
-            etag = _etag(os.fstat(fd))
-            # Closed before it gets its name: network file systems report what they could not store at the first close.
-            # The copy of the descriptor keeps the lock.
-            kept, closing, fd = os.dup(fd), fd, -1
-            ops.close(closing)
-            self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match, durable=durable)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                ops.unlink(temporary)
-            raise
-        finally:
-            if fd >= 0:
-                ops.close(fd)
-            if kept >= 0:
-                os.close(kept)
-        return etag
 
     def _give_name(
         self,
@@ -203,7 +189,7 @@ class LocalStorage(Storage):
             self._ops.unlink(temporary)
 
     def create(self, path: str, size: int) -> FileWriter:
-        inside, name = self._split(path)
+        full, inside, name = self._locate(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
 
@@ -219,12 +205,12 @@ class LocalStorage(Storage):
                 fd = self._ops.open(target, flags)
             return LocalWriter(self._ops, folder.dup(), name, size, fd=fd, on_abort=lambda: self._prune(inside))
 
-        with errors_of("write", self._full(path)):
+        with errors_of("write", full):
             return self._in_directory(inside, once)
 
     def replace(self, path: str, size: int) -> ReplacingWriter:
         """Start a big file under a temporary name."""
-        inside, name = self._split(path)
+        full, inside, name = self._locate(path)
 
         def give_name(folder: OpenDirectory, temporary: Inside, if_absent: bool, if_match: str | None) -> None:
             self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match)
@@ -250,7 +236,7 @@ class LocalStorage(Storage):
                 give_name=give_name,
             )
 
-        with errors_of("write", self._full(path)):
+        with errors_of("write", full):
             return self._in_directory(inside, once)
 
     def batch(self, num_files: int) -> FileBatch:
@@ -258,11 +244,12 @@ class LocalStorage(Storage):
             return LocalBatch(self._ops, self._door, self._prefix, self._ready, num_files)
 
     def open(self, path: str) -> FileReader:
-        full = self._full(path)
+        below = self._below(check_path(path))
+        full = self._door.full(below)
         with errors_of("read", full):
             try:
                 # O_NONBLOCK: a FIFO of this name must not hang a resume.
-                fd = self._door.open(self._below(path), os.O_RDONLY | os.O_NONBLOCK)
+                fd = self._door.open(below, os.O_RDONLY | os.O_NONBLOCK)
             except NotADirectoryError as error:
                 raise _not_found(full) from error
         about = os.fstat(fd)
@@ -272,10 +259,11 @@ class LocalStorage(Storage):
         return LocalReader(full, fd=fd, size=about.st_size)
 
     def stat(self, path: str) -> ObjectInfo:
-        full = self._full(path)
+        below = self._below(check_path(path))
+        full = self._door.full(below)
         with errors_of("read", full):
             try:
-                about = self._door.stat(self._below(path))
+                about = self._door.stat(below)
             except NotADirectoryError as error:
                 raise _not_found(full) from error
         if not stat_module.S_ISREG(about.st_mode):
@@ -292,9 +280,10 @@ class LocalStorage(Storage):
         while pending:
             inside = pending.pop()
             base = f"{inside}/" if inside else ""
-            with errors_of("list", self._full(inside) if inside else self._root):
+            below = self._below(inside)
+            with errors_of("list", self._door.full(below)):
                 try:
-                    folder = self._door.listed(self._below(inside))
+                    folder = self._door.listed(below)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
             with folder:
@@ -332,7 +321,7 @@ class LocalStorage(Storage):
         """
         names: dict[str, list[str]] = {}
         for path in paths:
-            inside, name = self._split(path)
+            _, inside, name = self._locate(path)
             names.setdefault(inside, []).append(name)
         for inside, files in names.items():
             with errors_of("delete", self._door.full(f"{inside}/{files[0]}" if inside else files[0])):
@@ -409,9 +398,8 @@ class LocalStorage(Storage):
 
     def copy(self, source: str, target: str) -> None:
         """Hard-link a file, or copy its bytes where that is impossible."""
-        new = self._full(target)
+        (_, old_inside, old_name), (new, inside, name) = self._locate(source), self._locate(target)
         self.stat(source)
-        (old_inside, old_name), (inside, name) = self._split(source), self._split(target)
 
         def once(folder: OpenDirectory) -> None:
             if folder.lstat(name) is not None:
@@ -435,7 +423,7 @@ class LocalStorage(Storage):
 
     def adopt(self, source: str, path: str) -> bool:
         """Make a file durable and rename it into this storage."""
-        inside, name = self._split(path)
+        full, inside, name = self._locate(path)
 
         def once(folder: OpenDirectory) -> None:
             if folder.lstat(name) is not None:
@@ -445,7 +433,7 @@ class LocalStorage(Storage):
 
         with errors_of("take over", source):
             about = self._ops.lstat(source)
-            here = os.stat(tree.nearest_existing(os.path.dirname(self._full(path)))).st_dev
+            here = os.stat(tree.nearest_existing(os.path.dirname(full))).st_dev
             if not stat_module.S_ISREG(about.st_mode) or about.st_nlink != 1 or about.st_dev != here:
                 return False
             try:
@@ -460,8 +448,8 @@ class LocalStorage(Storage):
         return True
 
     def sync(self, path: str) -> None:
-        inside, name = self._split(path)
-        with errors_of("make durable", self._full(path)):
+        full, inside, name = self._locate(path)
+        with errors_of("make durable", full):
             with self._door.folder(inside) as folder:
                 self._fsync(folder.at(name))
             while len(inside) >= len(self._prefix):
@@ -474,7 +462,7 @@ class LocalStorage(Storage):
     def sync_all(self, paths: Collection[str]) -> None:
         """Make files and their names durable, each directory once."""
         with errors_of("make durable", self._root):
-            places = [self._split(path) for path in paths]
+            places = [self._locate(path)[1:] for path in paths]
             if flush_whole(self._ops, self._door, self._prefix, {inside for inside, _ in places}, len(places)):
                 return
             folders = {""}
@@ -526,17 +514,15 @@ class LocalStorage(Storage):
         clone._prefix = self._below(prefix)
         return clone
 
-    def _full(self, path: str) -> str:
-        return os.path.join(self._root, check_path(path))
-
     def _below(self, path: str) -> str:
         """Return a path of this storage as a path below the top; "" is the root of this storage."""
         return f"{self._prefix}/{path}" if self._prefix and path else path or self._prefix
 
-    def _split(self, path: str) -> tuple[str, str]:
-        """Return the directory of a file, below the top, and the file's name."""
-        head, _, name = self._below(check_path(path)).rpartition("/")
-        return head, name
+    def _locate(self, path: str) -> tuple[str, str, str]:
+        """Return the absolute path of a file, for messages, its directory below the top, and its name."""
+        below = self._below(check_path(path))
+        inside, _, name = below.rpartition("/")
+        return self._door.full(below), inside, name
 
     def _in_directory(self, inside: str, action: Callable[[OpenDirectory], _T]) -> _T:
         """Do ``action`` in a directory, made if missing; again if another process pruned the directory meanwhile."""
@@ -605,7 +591,14 @@ def _not_found(full: str) -> StorageNotFoundError:
     return StorageNotFoundError(f"cannot read {full}: there is no such file; check the path")
 
 
-def put_link(storage: Storage, path: str, target: str, *, durable: bool = True) -> None:
+def put_link(
+    storage: Storage,
+    path: str,
+    target: str,
+    *,
+    durable: bool = True,
+    over: Callable[[str | None], bool] = lambda _: True,
+) -> None:
     """Let ``path`` lead to ``target``, both paths in a storage on a disk, by a relative link.
 
     Args:
@@ -613,6 +606,7 @@ def put_link(storage: Storage, path: str, target: str, *, durable: bool = True) 
         path: of the link; its folders are made.
         target: what it leads to.
         durable: wait until a power cut cannot bring the old link back; else that is up to the next fsync of the folder.
+        over: tells whether to replace a link that says something else, or (None) to make one where there is none.
 
     Raises:
         FileExistsError: something that is no link has this name.
@@ -623,7 +617,25 @@ def put_link(storage: Storage, path: str, target: str, *, durable: bool = True) 
     for is_last in (False, True):
         try:
             with door.folder(below) as folder:
-                _swap(folder, name, text)
+                try:
+                    before = os.readlink(name, dir_fd=folder.fd)
+                except FileNotFoundError:
+                    before = None
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder.at(name)) from None
+                if before != text:
+                    if not over(before):
+                        return
+                    temporary = temporary_name()
+                    os.symlink(text, temporary, dir_fd=folder.fd)
+                    try:
+                        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+                    except BaseException:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(temporary, dir_fd=folder.fd)
+                        raise
                 if durable:
                     POSIX.fsync_dir(folder.here)
             return
@@ -673,23 +685,3 @@ def _place_of(storage: Storage, path: str) -> tuple[Beneath, str, str]:
     door, prefix = located
     inside, _, name = path.rpartition("/")
     return door, f"{prefix}/{inside}" if prefix and inside else prefix or inside, name
-
-
-def _swap(folder: OpenDirectory, name: str, target: str) -> None:
-    try:
-        if os.readlink(name, dir_fd=folder.fd) == target:
-            return
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder.at(name)) from None
-    temporary = temporary_name()
-    os.symlink(target, temporary, dir_fd=folder.fd)
-    try:
-        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder.fd)
-        raise

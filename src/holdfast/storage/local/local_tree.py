@@ -1,4 +1,4 @@
-"""Directories of a local storage: made durably, listed, swept of dead temporary files, removed."""
+"""Directories of a local storage: made durably, listed, swept of dead temporary files, removed; and locks of files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from ..base import TEMPORARY, is_temporary_name, temporary_name
-from .beneath import Beneath, OpenDirectory
-from .ops import Ops
+from holdfast._fork import after_fork_in_child
+
+from ..base import TEMPORARY, is_temporary_name, temporary_name, translate
+from .beneath import POSIX, Beneath, OpenDirectory, Ops
 
 __all__ = [
-    "NO_LOCKS", "lock_new", "lock_quietly", "locked", "make_durable", "nearest_existing", "remove_below",
+    "NO_LOCKS", "FileLock", "lock_new", "locked", "make_durable", "nearest_existing", "remove_below",
     "remove_if_empty", "sweep", "type_of_file_system", "unlisted_of_others",
 ]  # fmt: skip
 
@@ -165,12 +166,6 @@ def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
         os.close(fd)
 
 
-def lock_quietly(fd: int) -> None:
-    """Lock a file of our own, where the file system has locks; where it has none, nothing is swept either."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
     """Lock a temporary file that was just made, before anything is written to it.
 
@@ -227,6 +222,90 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
         # Unlocked by hand: a child forked meanwhile has the same open file and would keep the lock after our close.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+class FileLock:
+    """An flock that dies with this process and is not inherited by forked children."""
+
+    def __init__(self, door: Beneath, inside: str, name: str) -> None:
+        self._door, self._inside, self._name = door, inside, name
+        self._file: int | None = None
+        # A forked data loader worker that outlives the trainer would keep the lock of a dead run.
+        after_fork_in_child(self.drop)
+
+    def take(self) -> bool | None:
+        """Try to lock. Return True: held; False: another process holds it; None: this file system has no locks."""
+        if self._file is not None:
+            return True
+        try:
+            with self._folder(make=True) as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file = os.open(self._name, flags, 0o666, dir_fd=folder.fd)
+        except OSError as error:
+            raise translate(error, "lock", self._path) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous owner removes the file when it releases it: a lock on a removed file protects nothing.
+            if not self._is_named(file):
+                os.close(file)
+                return False
+        except OSError as error:
+            os.close(file)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
+                return False
+            if error.errno in NO_LOCKS:
+                return None
+            raise translate(error, "lock", self._path) from error
+        self._file = file
+        return True
+
+    def seize(self) -> bool | None:
+        """Remove the file of a holder that was taken over and stands still, and lock a new file."""
+        with contextlib.suppress(OSError):
+            self._unlink()
+        return self.take()
+
+    def release(self) -> None:
+        """Remove the file and unlock it. Idempotent."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                if self._is_named(self._file):  # else it is the lock of the process that took over
+                    self._unlink()
+            self.drop()
+
+    def is_in_place(self) -> bool:
+        """Tell whether the lock is held, by the file that has its name."""
+        try:
+            return self._file is not None and self._is_named(self._file)
+        except OSError:
+            return False
+
+    @property
+    def _path(self) -> str:
+        return f"{self._door.full(self._inside)}/{self._name}"
+
+    def _folder(self, *, make: bool = False) -> OpenDirectory:
+        try:
+            return self._door.folder(self._inside)
+        except FileNotFoundError:
+            if not make:
+                raise
+            make_durable(POSIX, self._door, self._inside)
+            return self._door.folder(self._inside)
+
+    def _unlink(self) -> None:
+        with self._folder() as folder:
+            os.unlink(self._name, dir_fd=folder.fd)
+
+    def _is_named(self, file: int) -> bool:
+        with self._folder() as folder:
+            return os.fstat(file).st_ino == os.stat(self._name, dir_fd=folder.fd, follow_symlinks=False).st_ino
+
+    def drop(self) -> None:
+        """Close this process's descriptor only."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def type_of_file_system(fd: int) -> int | None:

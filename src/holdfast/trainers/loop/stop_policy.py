@@ -21,7 +21,7 @@ from holdfast.checkpointer.signals import StopSignals
 from holdfast.config import Guard
 from holdfast.errors import HoldfastError
 from holdfast.run.life import GUARD_STATUS, REQUEUE_STATUS
-from holdfast.run.metrics import metric_value
+from holdfast.run.record import metric_value
 from holdfast.run.rollbacks import read_rollbacks
 
 from .parallel import Ranks

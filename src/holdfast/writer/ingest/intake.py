@@ -29,10 +29,9 @@ from holdfast.format.digest import check_blanks, close_by_blanks, file_digest
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, check_path, join
 from holdfast.format.parts import clear_planned, drop_plan, is_passing, plan_name, put_plan, read_plan
-from holdfast.storage.base import FileBatch, Storage
+from holdfast.storage.base import FileBatch, Storage, errors_of
 from holdfast.storage.local.beneath import Beneath
 from holdfast.storage.local.local_storage import LocalStorage, door_of
-from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import SerialExecutor, together
 
 from ..messages import IngestJob, IngestSource, SaveResult

@@ -34,9 +34,8 @@ from holdfast.format.names import MANIFEST_NAME, METADATA_FILE, REMOVING_NAME, S
 from holdfast.format.parts import is_passing
 from holdfast.format.strict_json import dumps, loads
 from holdfast.run.record import METRICS_FILE
-from holdfast.storage.base import TEMPORARY, FileBatch, FileReader, Storage
+from holdfast.storage.base import TEMPORARY, FileBatch, FileReader, Storage, errors_of
 from holdfast.storage.local.beneath import Inside
-from holdfast.storage.local.ops import errors_of
 from holdfast.storage.together import SerialExecutor
 
 from ..messages import IngestSource

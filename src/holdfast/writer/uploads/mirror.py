@@ -30,10 +30,9 @@ from holdfast.format.digest import digested
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.parts import sweep_given_up
 from holdfast.run.candidates import MirrorView
-from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import Heartbeat, draw_fence
+from holdfast.run.catalog import Catalog, draw_fence
 from holdfast.run.index import RunIndex
-from holdfast.run.lease import Lease
+from holdfast.run.lease import Heartbeat, Lease
 from holdfast.run.names import REPORTS
 from holdfast.run.record import Record, Sidecar, pack, read_sidecar
 from holdfast.run.remains import sweep_hidden

@@ -24,7 +24,7 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import is_staged, part_name, read_part, remove_part, staged_name, sweep_given_up
 from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.lease import Heartbeat
 from holdfast.run.record import Record, Sidecar, record_from_manifest
 from holdfast.storage.base import Storage
 

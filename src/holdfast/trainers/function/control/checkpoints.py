@@ -19,9 +19,8 @@ from holdfast.errors import CheckpointError, ConfigError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.index import RunIndex
-from holdfast.run.metrics import metric_value
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
-from holdfast.run.record import Record, unpack
+from holdfast.run.record import Record, metric_value, unpack
 from holdfast.storage.base import Storage, check_path
 
 from ..config import VALIDATED, ReportedCheckpointStatus

@@ -17,9 +17,8 @@ from holdfast.errors import ConfigError, RunNotFoundError, TrainingFailedError, 
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RUN_FILE
-from holdfast.run.metrics import flat_metrics, metric_value
 from holdfast.run.names import REPORTS
-from holdfast.run.record import Record, timestamp
+from holdfast.run.record import Record, flat_metrics, metric_value, timestamp
 from holdfast.run.reports import Attempt, live_rows, read_history
 from holdfast.run.retention import is_number, rank, rankable
 from holdfast.storage.base import Storage

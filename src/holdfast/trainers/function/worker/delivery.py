@@ -14,9 +14,10 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
+from holdfast.format.strict_json import check_length
 from holdfast.model_files import Content, ModelFiles, model_files_of
-from holdfast.run.metrics import check_length, metric_value
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
+from holdfast.run.record import metric_value
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.together import SerialExecutor

@@ -28,9 +28,8 @@ from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.fence import newest_fence
 from holdfast.run.names import PROBE
 from holdfast.run.remains import is_remains
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, errors_of
 from holdfast.storage.local.local_storage import link_at, put_link, sweep_links
-from holdfast.storage.local.ops import errors_of
 from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.messages import SaveJob, SaveResult
