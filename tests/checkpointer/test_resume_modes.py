@@ -304,3 +304,33 @@ def test_layers_that_a_resume_does_not_thaw_are_named(
     assert ("2 parameters are frozen now and were trained" in caplog.text) == says
     assert ("model/0.weight" in caplog.text) == says
     assert "in the middle of epoch" not in caplog.text  # it was saved at the end of one
+
+
+class Counts(torch.nn.Module):
+    """Normalizes by the first batch that it sees, and remembers that it has."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((), torch.nan), persistent=persistent)
+        self.register_buffer("table", torch.tensor([1.0, torch.nan]), persistent=False)
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Scale."""
+        if bool(self.scale.isnan()):
+            self.scale = batch.std()
+        return batch / self.scale * self.weight * self.table[0]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_training_changes_and_no_state_has_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, persistent: bool
+) -> None:
+    """A resume would begin with the one that the script makes anew; constants are not named."""
+    model = torch.nn.Sequential(Counts(persistent=persistent))
+    with hf.Checkpointer(tmp_path, {"model": model}) as ck:
+        for _ in range(3):
+            model(torch.randn(4)).sum().backward()
+            ck.step()
+    assert caplog.text.count("the first step has changed model/0.scale: registered") == (not persistent)
+    assert "table" not in caplog.text

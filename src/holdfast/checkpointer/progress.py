@@ -136,7 +136,7 @@ class Progress:
         self._added_before: list[str] = []
         self.counted_by_user = self.has_own_place = False
         self._awaited: set[str] = set()  # loaders that the checkpoint has in the middle of a pass, and no loop took up
-        self.frozen: Mapping[str, torch.Tensor] = {}  # parameters that trained when the checkpoint was saved
+        self.checks: list[Callable[[], str]] = []  # done once, after the first step of this life: what is to be said
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
@@ -148,8 +148,9 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
-        if self.frozen:
-            self._say_frozen()
+        while self.checks:
+            if found := self.checks.pop(0)():
+                self._remind(found)
         if self._awaited:
             self._say_awaited()
         place: list[BatchSpan] = []
@@ -181,16 +182,6 @@ class Progress:
             self._remind(
                 "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
                 "Wrap the training loader, as in `for batch in ck.batches(loader)`"
-            )
-
-    def _say_frozen(self) -> None:
-        """Say that layers are not trained that were when the checkpoint was saved."""
-        still, self.frozen = [name for name, param in self.frozen.items() if not param.requires_grad], {}
-        if still:
-            self._remind(
-                f"{len(still)} parameters are frozen now and were trained when this checkpoint was saved ({still[0]}): "
-                "requires_grad is in no state_dict(), so what thaws layers on the way has to do so in a resume too, as "
-                "`layer.requires_grad_(ck.epoch >= 3)` at the head of each epoch does"
             )
 
     def _say_awaited(self) -> None:

@@ -33,6 +33,7 @@ from .resume import (
     BEGAN,
     ResumeResult,
     beginning,
+    changed_buffers,
     frozen_since,
     is_within,
     made_with,
@@ -128,7 +129,8 @@ def start_run(
         progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
-    progress.frozen = frozen_since(home, outcome) if mine and meeting.rank == 0 else {}  # rank 0 alone says it
+    if meeting.rank == 0:  # it alone says it
+        progress.checks = [changed_buffers(home), *([frozen_since(home, outcome)] if mine else [])]
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
     resumed = None
     if outcome.checkpoint is not None:
