@@ -211,8 +211,8 @@ class AdaptedStorage(Storage):
         """Open a big file for ranges."""
 
     @abstractmethod
-    def _store(self, full: str, data: bytes) -> None:
-        """Write a small file so that no reader sees a part of it."""
+    def _write(self, full: str, data: bytes) -> None:
+        """Write a small file; in a tree, whose directories are made, a reader may see a part of it."""
 
     @abstractmethod
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
@@ -228,6 +228,11 @@ class AdaptedStorage(Storage):
 
     def _repeat(self, source: str, target: str) -> bool:
         """Copy a file on the server; False if the client cannot."""
+        return False
+
+    @property
+    def _is_tree(self) -> bool:
+        """Whether files show what was written so far, and can be renamed: not so in a store, which shows whole ones."""
         return False
 
     @property
@@ -256,6 +261,20 @@ class AdaptedStorage(Storage):
         with self._on_condition(path, if_absent=if_absent, if_match=if_match), client_errors("write", where):
             self._store(full, content)
         return _etag(content)
+
+    def _store(self, full: str, data: bytes) -> None:
+        """Write a small file so that no reader sees a part of it."""
+        if not self._is_tree:
+            self._write(full, data)
+            return
+        temporary = temporary_beside(full)
+        try:
+            self._write(temporary, data)
+            self._rename(temporary, full)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._remove(temporary)
+            raise
 
     @contextlib.contextmanager
     def _on_condition(self, path: str, *, if_absent: bool, if_match: str | None) -> Iterator[None]:
