@@ -220,7 +220,10 @@ class AdaptedStorage(Storage):
 
     @abstractmethod
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
-        """Yield the entries of a directory, links not followed; FileNotFoundError if it does not exist."""
+        """Yield the entries of a directory, links not followed; FileNotFoundError if it does not exist.
+
+        A client that knows no directories yields all files below it, whether that is ``recursive`` or not.
+        """
 
     @abstractmethod
     def _remove(self, full: str) -> None:
@@ -329,13 +332,16 @@ class AdaptedStorage(Storage):
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         prefix = check_prefix(prefix)
         base = f"{prefix}/" if prefix else ""
+        directories: set[str] = set()
         for found in self._entries(prefix, recursive=recursive):
             if any(part.startswith(TEMPORARY) for part in found.name.split("/")):
                 continue
-            if found.size is not None:
+            head, slash, _ = found.name.partition("/")
+            if found.size is not None and (recursive or not slash):
                 yield ObjectInfo(path=base + found.name, size=found.size, modified=found.modified)
-            elif not recursive:
-                yield ObjectInfo(path=f"{base}{found.name}/", size=0)
+            elif not recursive and head not in directories:
+                directories.add(head)
+                yield ObjectInfo(path=f"{base}{head}/", size=0)
 
     def delete(self, path: str) -> None:
         try:

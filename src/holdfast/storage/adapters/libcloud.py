@@ -288,18 +288,10 @@ class LibcloudObjectStore(AdaptedStorage):
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         start = f"{full}/" if full else ""
-        seen: set[str] = set()
         prefix = None if self._is_tree else start or None  # the local driver warns that it looks at all files anyway
         for found in self._driver.iterate_container_objects(self._bucket, prefix=prefix):
-            if not found.name.startswith(start) or found.name.endswith("/"):
-                continue
-            path = found.name[len(start) :]
-            head, slash, _ = path.partition("/")
-            if recursive or not slash:
-                yield _found(found, path)
-            elif head not in seen:
-                seen.add(head)
-                yield FoundObject(name=head, size=None)
+            if found.name.startswith(start) and not found.name.endswith("/"):
+                yield _found(found, found.name[len(start) :])
 
     def _remove(self, full: str) -> None:
         found = self._object(full)

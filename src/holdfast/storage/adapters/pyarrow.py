@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
+from ..base import FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
 from .common import (
@@ -154,18 +154,11 @@ class PyarrowStorage(AdaptedStorage):
 
         if full and self.filesystem.get_file_info(full).type != FileType.Directory:
             return
-        seen: set[str] = set()
         # Always recursive: a directory counts only if there is a file below it.
         for info in self.filesystem.get_file_info(FileSelector(full, recursive=True, allow_not_found=True)):
             if info.type != FileType.File:
                 continue
-            path = info.path[len(full.rstrip("/")) :].lstrip("/") if full else info.path.lstrip("/")
-            head, slash, _ = path.partition("/")
-            if recursive or not slash:
-                yield _found(info, path)
-            elif head not in seen and not posixpath.basename(path).startswith(TEMPORARY):
-                seen.add(head)
-                yield FoundObject(name=head, size=None)
+            yield _found(info, (info.path[len(full.rstrip("/")) :] if full else info.path).lstrip("/"))
 
     def _remove(self, full: str) -> None:
         self.filesystem.delete_file(full)
