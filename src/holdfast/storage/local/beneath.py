@@ -408,8 +408,9 @@ def make_durable(ops: Ops, door: Beneath, inside: str, ready: Collection[str] = 
             break
     if existing not in ready:
         if existing:
-            with door.folder(existing.rpartition("/")[0]) as above:
-                _sync_quietly(ops, above.here)
+            # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
+            with door.folder(existing.rpartition("/")[0]) as above, contextlib.suppress(PermissionError):
+                ops.fsync_dir(above.here)
         else:
             _make_top(ops, door.top)
     for path in reversed(missing):
@@ -430,7 +431,8 @@ def _make_top(ops: Ops, top: str) -> None:
     while not os.path.isdir(existing) and os.path.dirname(existing) != existing:
         missing.append(existing)
         existing = os.path.dirname(existing)
-    _sync_quietly(ops, os.path.dirname(existing))
+    with contextlib.suppress(PermissionError):  # as above
+        ops.fsync_dir(os.path.dirname(existing))
     for path in reversed(missing):
         try:
             ops.mkdir(path)
@@ -439,12 +441,6 @@ def _make_top(ops: Ops, top: str) -> None:
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
         ops.fsync_dir(os.path.dirname(path))
-
-
-def _sync_quietly(ops: Ops, directory: str) -> None:
-    # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
-    with contextlib.suppress(PermissionError):
-        ops.fsync_dir(directory)
 
 
 def sweep(ops: Ops, door: Beneath, inside: str) -> None:
