@@ -67,7 +67,7 @@ def newest_fence(storage: Storage, names: Iterable[str] | None = None) -> Fence 
         StorageError: the storage does not answer.
     """
     names = _listed(storage) if names is None else names
-    for name in _highest_first(names):
+    for _, name in sorted(((number, name) for name in names if (number := _number(name)) >= 0), reverse=True):
         try:
             data = storage.read(name) if storage.stat(name).size <= _MAX_BYTES else b""
         except StorageNotFoundError:
@@ -126,11 +126,6 @@ def clear_fences(storage: Storage, names: Iterable[str], *, below: int) -> None:
 
 def _listed(storage: Storage) -> list[str]:
     return [info.path for info in storage.list("", recursive=False) if is_fence(info.path)]
-
-
-def _highest_first(names: Iterable[str]) -> list[str]:
-    numbered = [(number, name) for name in names if (number := _number(name)) >= 0]
-    return [name for _, name in sorted(numbered, reverse=True)]
 
 
 def _number(name: str) -> int:

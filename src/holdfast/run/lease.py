@@ -490,7 +490,7 @@ class Heartbeat:
             RunBusyError: the lease is lost.
             StorageError: the storage does not answer.
         """
-        self._beat()
+        self._do(lambda: self.lease.heartbeat(trainer_alive=self._trainer_alive))
 
     def verify(self) -> None:
         """Make sure, with one read, that no other process has taken the lease over: checkpoints committed before count.
@@ -528,9 +528,6 @@ class Heartbeat:
         if wait or not self._thread.is_alive():
             self.lease.release()
 
-    def _beat(self) -> None:
-        self._do(lambda: self.lease.heartbeat(trainer_alive=self._trainer_alive))
-
     def _do(self, act: Callable[[], object]) -> None:
         self.check()
         with self._beating:
@@ -559,7 +556,7 @@ class Heartbeat:
             if self._stop.is_set() or self.lost is not None:
                 return
             try:
-                self._beat()
+                self.confirm()
             except StorageError as error:
                 self._complain(str(error))
             except HoldfastError as error:

@@ -95,15 +95,13 @@ class RunView:
         self.others: dict[str, Manifest] = {}
         self.guests: dict[str, str] = {}
         if self.index.damage is None:
-            self._refresh(names)
+            self.refresh(names)
         else:
-            self._scan(names)
+            self.scan(names)
 
-    def refresh(self) -> None:
-        """List the names again: drop rows of removed checkpoints, read new ones."""
-        self._refresh(self._names())
-
-    def _refresh(self, names: set[str]) -> None:
+    def refresh(self, names: set[str] | None = None) -> None:
+        """Drop rows of removed checkpoints, read new ones; without ``names`` from a listing made just now, make one."""
+        names = self._names() if names is None else names
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
         for outside in self._outside():
             self.index.rows.pop(outside, None)
@@ -127,11 +125,9 @@ class RunView:
         self.index.rows.update({record.name: pack(record) for record in records})
         return entered
 
-    def scan(self) -> None:
-        """Drop all cached rows and rebuild them from manifests, their sidecars and the reports."""
-        self._scan(self._names())
-
-    def _scan(self, names: set[str]) -> None:
+    def scan(self, names: set[str] | None = None) -> None:
+        """Drop all cached rows and rebuild them from manifests, their sidecars and the reports; see `refresh`."""
+        names = self._names() if names is None else names
         damage = self.index.damage
         if not self.index.run_id:
             self.index.rebuild_attempts()

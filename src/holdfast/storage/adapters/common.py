@@ -211,8 +211,8 @@ class AdaptedStorage(Storage):
         """Open a big file for ranges."""
 
     @abstractmethod
-    def _store(self, full: str, data: bytes) -> None:
-        """Write a small file so that no reader sees a part of it."""
+    def _write(self, full: str, data: bytes) -> None:
+        """Write a small file; in a tree, whose directories are made, a reader may see a part of it."""
 
     @abstractmethod
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
@@ -220,7 +220,10 @@ class AdaptedStorage(Storage):
 
     @abstractmethod
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
-        """Yield the entries of a directory, links not followed; FileNotFoundError if it does not exist."""
+        """Yield the entries of a directory, links not followed; FileNotFoundError if it does not exist.
+
+        A client that knows no directories yields all files below it, whether that is ``recursive`` or not.
+        """
 
     @abstractmethod
     def _remove(self, full: str) -> None:
@@ -228,6 +231,11 @@ class AdaptedStorage(Storage):
 
     def _repeat(self, source: str, target: str) -> bool:
         """Copy a file on the server; False if the client cannot."""
+        return False
+
+    @property
+    def _is_tree(self) -> bool:
+        """Whether files show what was written so far, and can be renamed: not so in a store, which shows whole ones."""
         return False
 
     @property
@@ -256,6 +264,20 @@ class AdaptedStorage(Storage):
         with self._on_condition(path, if_absent=if_absent, if_match=if_match), client_errors("write", where):
             self._store(full, content)
         return _etag(content)
+
+    def _store(self, full: str, data: bytes) -> None:
+        """Write a small file so that no reader sees a part of it."""
+        if not self._is_tree:
+            self._write(full, data)
+            return
+        temporary = temporary_beside(full)
+        try:
+            self._write(temporary, data)
+            self._rename(temporary, full)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._remove(temporary)
+            raise
 
     @contextlib.contextmanager
     def _on_condition(self, path: str, *, if_absent: bool, if_match: str | None) -> Iterator[None]:
@@ -310,13 +332,16 @@ class AdaptedStorage(Storage):
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         prefix = check_prefix(prefix)
         base = f"{prefix}/" if prefix else ""
+        directories: set[str] = set()
         for found in self._entries(prefix, recursive=recursive):
             if any(part.startswith(TEMPORARY) for part in found.name.split("/")):
                 continue
-            if found.size is not None:
+            head, slash, _ = found.name.partition("/")
+            if found.size is not None and (recursive or not slash):
                 yield ObjectInfo(path=base + found.name, size=found.size, modified=found.modified)
-            elif not recursive:
-                yield ObjectInfo(path=f"{base}{found.name}/", size=0)
+            elif not recursive and head not in directories:
+                directories.add(head)
+                yield ObjectInfo(path=f"{base}{head}/", size=0)
 
     def delete(self, path: str) -> None:
         try:

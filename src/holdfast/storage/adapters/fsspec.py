@@ -134,19 +134,12 @@ class FsspecStorage(AdaptedStorage):
             handle = fs.open(full, "rb")
         return HandleReader(handle, _guard(fs), where=where, size=size)
 
-    def _store(self, full: str, data: bytes) -> None:
+    def _write(self, full: str, data: bytes) -> None:
         with _guarded(self.filesystem) as fs:
-            if not self._is_tree:
+            if self._is_tree:
+                self._in_directory(fs, full, lambda: _write(fs, full, data))
+            else:
                 fs.pipe_file(full, data)
-                return
-            temporary = temporary_beside(full)
-            try:
-                self._in_directory(fs, full, lambda: _write(fs, temporary, data))
-                _replace(fs, temporary, full)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    fs.rm_file(temporary)
-                raise
 
     def _rename(self, temporary: str, full: str) -> None:
         if not self._is_tree:

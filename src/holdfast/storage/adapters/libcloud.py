@@ -24,7 +24,7 @@ from holdfast._outgoing import conceal
 from holdfast.errors import ConfigError, StorageError
 
 from ..base import FileReader, FileWriter, Storage
-from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options, temporary_beside
+from .common import AdaptedStorage, Described, FoundObject, RangeReader, SentWriter, rebuild_options
 
 _NAMED = "environ:"
 _BLOCK = 4 << 20
@@ -85,8 +85,6 @@ class LibcloudObjectStore(AdaptedStorage):
         self._environ: dict[str, str] = {}
         self._kind = _driver_class(self._provider)
         self._local = threading.local()
-        # The local driver writes in place; its files can be renamed, though, as those of no other provider.
-        self._is_disk = self._provider == "local"
         path = f"/{prefix.strip('/')}" if prefix.strip("/") else ""
         self.secrets()  # they are in no message from now on
         super().__init__(prefix.strip("/"), f"libcloud://{self._provider}/{quote(container)}{path}")
@@ -116,7 +114,7 @@ class LibcloudObjectStore(AdaptedStorage):
     @property
     def _described(self) -> Described:
         # The "key" of the local driver is a directory.
-        return Described({"folder" if self._is_disk and n == "key" else n: v for n, v in self._arguments.items()})
+        return Described({"folder" if self._is_tree and n == "key" else n: v for n, v in self._arguments.items()})
 
     # -- by the names that scripts of other trainers use
 
@@ -231,14 +229,14 @@ class LibcloudObjectStore(AdaptedStorage):
             return self._driver.get_object(container_name=self._container, object_name=full)
         except ObjectDoesNotExistError:
             # Drivers raise this for any unexpected answer, an expired token among them: ask another way.
-            for found in () if self._is_disk else self._driver.iterate_container_objects(self._bucket, prefix=full):
+            for found in () if self._is_tree else self._driver.iterate_container_objects(self._bucket, prefix=full):
                 if found.name == full:
                     return found
                 if found.name > full:
                     break
             raise
         except ObjectError:
-            if self._is_disk:  # a directory
+            if self._is_tree:  # a directory
                 raise FileNotFoundError(full) from None
             raise
 
@@ -256,24 +254,19 @@ class LibcloudObjectStore(AdaptedStorage):
         return RangeReader(where, found.size or 0, fetch=fetch, look=lambda: self._look(full), version=found)
 
     @property
+    def _is_tree(self) -> bool:
+        # The local driver writes in place; its files can be renamed, though, as those of no other provider.
+        return self._provider == "local"
+
+    @property
     def _shows_parts(self) -> bool:
-        return self._is_disk
+        return self._is_tree
 
     def _rename(self, temporary: str, full: str) -> None:
         os.replace(self._disk_path(temporary), self._disk_path(full))
 
-    def _store(self, full: str, data: bytes) -> None:
-        if not self._is_disk:
-            self._upload(iter([data]), full)
-            return
-        temporary = temporary_beside(full)
-        try:
-            self._upload(iter([data]), temporary)
-            self._rename(temporary, full)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._disk_path(temporary))
-            raise
+    def _write(self, full: str, data: bytes) -> None:
+        self._upload(iter([data]), full)
 
     def _upload(self, chunks: Iterator[bytes], full: str) -> None:
         for last in (False, True):
@@ -295,18 +288,10 @@ class LibcloudObjectStore(AdaptedStorage):
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         start = f"{full}/" if full else ""
-        seen: set[str] = set()
-        prefix = None if self._is_disk else start or None  # the local driver warns that it looks at all files anyway
+        prefix = None if self._is_tree else start or None  # the local driver warns that it looks at all files anyway
         for found in self._driver.iterate_container_objects(self._bucket, prefix=prefix):
-            if not found.name.startswith(start) or found.name.endswith("/"):
-                continue
-            path = found.name[len(start) :]
-            head, slash, _ = path.partition("/")
-            if recursive or not slash:
-                yield _found(found, path)
-            elif head not in seen:
-                seen.add(head)
-                yield FoundObject(name=head, size=None)
+            if found.name.startswith(start) and not found.name.endswith("/"):
+                yield _found(found, found.name[len(start) :])
 
     def _remove(self, full: str) -> None:
         found = self._object(full)

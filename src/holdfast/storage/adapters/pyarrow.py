@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
+from ..base import FileReader, FileWriter, ReplacingWriter, Storage, check_path, check_prefix
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
 from .common import (
@@ -28,7 +28,6 @@ from .common import (
     SentWriter,
     client_errors,
     rebuild_options,
-    temporary_beside,
 )
 
 _T = TypeVar("_T")
@@ -127,22 +126,15 @@ class PyarrowStorage(AdaptedStorage):
 
         return RangeReader(where, found.size or 0, fetch=fetch, look=look, version=found, end=handle.close)
 
-    def _store(self, full: str, data: bytes) -> None:
-        if not self._is_tree:
-            self._write(full, data)
-            return
-        temporary = temporary_beside(full)
-        try:
-            self._in_directory(full, lambda: self._write(temporary, data))
-            self.filesystem.move(temporary, full)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.filesystem.delete_file(temporary)
-            raise
-
     def _write(self, full: str, data: bytes) -> None:
-        with self.filesystem.open_output_stream(full, compression=None, buffer_size=0) as stream:
+        with self._stream(full) as stream:
             stream.write(data)
+
+    def _stream(self, full: str) -> Any:
+        def start() -> Any:
+            return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
+
+        return self._in_directory(full, start) if self._is_tree else start()
 
     def _rename(self, temporary: str, full: str) -> None:
         if self._is_tree:
@@ -151,36 +143,22 @@ class PyarrowStorage(AdaptedStorage):
             super()._rename(temporary, full)
 
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
-        def start() -> Any:
-            return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
-
         if self._is_tree:
             # Removed first: readers of the older file go on reading it.
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(full)
-            stream = self._in_directory(full, start)
-        else:
-            stream = start()
-
-        return _ArrowWriter(stream, self, full, where, size)
+        return _ArrowWriter(self._stream(full), self, full, where, size)
 
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
         from pyarrow.fs import FileSelector, FileType
 
         if full and self.filesystem.get_file_info(full).type != FileType.Directory:
             return
-        seen: set[str] = set()
         # Always recursive: a directory counts only if there is a file below it.
         for info in self.filesystem.get_file_info(FileSelector(full, recursive=True, allow_not_found=True)):
             if info.type != FileType.File:
                 continue
-            path = info.path[len(full.rstrip("/")) :].lstrip("/") if full else info.path.lstrip("/")
-            head, slash, _ = path.partition("/")
-            if recursive or not slash:
-                yield _found(info, path)
-            elif head not in seen and not posixpath.basename(path).startswith(TEMPORARY):
-                seen.add(head)
-                yield FoundObject(name=head, size=None)
+            yield _found(info, (info.path[len(full.rstrip("/")) :] if full else info.path).lstrip("/"))
 
     def _remove(self, full: str) -> None:
         self.filesystem.delete_file(full)

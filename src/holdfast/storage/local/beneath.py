@@ -1,4 +1,4 @@
-"""The only way to files below a directory that the user gave, and the system calls that change them.
+"""The only way to files below a directory that the user gave, the calls that change them, directories made durably.
 
 A checkpoint, a run or a folder of somebody else may hold symbolic links that lead anywhere. No link below the top is
 followed, by any operation; links in the path *to* the top are the user's own and are followed. Where the kernel
@@ -12,6 +12,7 @@ what `os` raises.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -20,12 +21,15 @@ import os
 import platform
 import stat as stat_module
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 
 from holdfast._log import get_logger
 
-__all__ = ["POSIX", "Beneath", "Inside", "OpenDirectory", "Ops"]
+from ..base import is_temporary_name
+
+__all__ = ["POSIX", "Beneath", "Inside", "OpenDirectory", "Ops", "make_durable", "sweep"]
 
 _PATH = getattr(os, "O_PATH", 0)
 _SEARCH = _PATH | os.O_DIRECTORY
@@ -36,6 +40,7 @@ _AT_FDCWD = -100
 _PATH_MAX = 4096
 # Errors of a path whose directories above the top were changed since it was resolved.
 _MOVED = (errno.ELOOP, errno.ENOENT, errno.ENOTDIR)
+_OLD_S = 86400.0  # no writer leaves a file alone for that long, whatever the clocks say
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync leaves bytes in the cache of the disk (fsync(2))
 # How file systems say that they lack a call: network mounts, FUSE, some container layers.
@@ -374,3 +379,106 @@ class Ops:
 
 
 POSIX = Ops()
+
+
+def make_durable(ops: Ops, door: Beneath, inside: str, ready: Collection[str] = ()) -> None:
+    """Make a directory exist, with a durable name in every ancestor, and sweep what dead writers left in it.
+
+    The name of the deepest existing directory may not be durable yet: its maker may have died between mkdir and fsync.
+    The names above it are, because each maker syncs that name before it goes one level deeper.
+
+    Args:
+        ops: the calls.
+        door: of the storage.
+        inside: the directory.
+        ready: directories that are known to exist durably.
+
+    Raises:
+        FileNotFoundError: another process has removed a directory meanwhile.
+    """
+    missing: list[str] = []
+    existing = inside
+    while existing and existing not in ready:
+        try:
+            door.folder(existing).close()
+        except FileNotFoundError:
+            missing.append(existing)
+            existing = existing.rpartition("/")[0]
+        else:
+            break
+    if existing not in ready:
+        if existing:
+            # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
+            with door.folder(existing.rpartition("/")[0]) as above, contextlib.suppress(PermissionError):
+                ops.fsync_dir(above.here)
+        else:
+            _make_top(ops, door.top)
+    for path in reversed(missing):
+        head, _, name = path.rpartition("/")
+        with door.folder(head) as above:
+            try:
+                ops.mkdir(above.at(name))
+            except FileExistsError:
+                door.folder(path).close()  # fine if another process was faster; not if a file or a link is in the way
+            ops.fsync_dir(above.here)
+    if not missing:
+        sweep(ops, door, inside)
+
+
+def _make_top(ops: Ops, top: str) -> None:
+    """Make the directory that the user gave, with those above it, durably: links in this path are the user's own."""
+    missing, existing = [], top
+    while not os.path.isdir(existing) and os.path.dirname(existing) != existing:
+        missing.append(existing)
+        existing = os.path.dirname(existing)
+    with contextlib.suppress(PermissionError):  # as above
+        ops.fsync_dir(os.path.dirname(existing))
+    for path in reversed(missing):
+        try:
+            ops.mkdir(path)
+        except FileExistsError:
+            # Fine if another process was faster; not if a file is in the way.
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+        ops.fsync_dir(os.path.dirname(path))
+
+
+def sweep(ops: Ops, door: Beneath, inside: str) -> None:
+    """Remove temporary files whose writer is dead: nobody holds their lock."""
+    try:
+        folder = door.listed(inside)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with folder:
+        for name in sorted(os.listdir(folder.fd)):
+            if not is_temporary_name(name):
+                continue
+            with contextlib.suppress(OSError), _locked_file(name, folder.fd):
+                ops.unlink(folder.at(name))
+
+
+@contextlib.contextmanager
+def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
+    """Lock a file that nobody else has locked.
+
+    NFS locks exclusively only what is open for writing (flock(2)), and its mounts may keep locks to their own machine
+    (nfs(5), ``local_lock``): there the file has to be old as well.
+
+    Raises:
+        OSError: it is in use, or may be.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EBADF or os.fstat(fd).st_mtime > time.time() - _OLD_S:
+                raise
+            for_writing = os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
+            os.close(fd)
+            fd = for_writing
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

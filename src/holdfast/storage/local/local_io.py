@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection
 from holdfast.errors import StorageError
 
 from ..base import BLOCK, FileBatch, FileReader, FileWriter, ReplacingWriter, check_path, check_view, errors_of
-from .beneath import Beneath, Inside, OpenDirectory, Ops
-from .local_tree import make_durable, type_of_file_system
+from .beneath import Beneath, Inside, OpenDirectory, Ops, make_durable
+from .local_tree import type_of_file_system
 
 __all__ = [
     "GiveName", "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole",

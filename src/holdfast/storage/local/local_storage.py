@@ -42,9 +42,8 @@ from ..base import (
     translate,
 )
 from . import local_tree as tree
-from .beneath import POSIX, Beneath, Inside, OpenDirectory, Ops
+from .beneath import POSIX, Beneath, Inside, OpenDirectory, Ops, make_durable, sweep
 from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
-from .local_tree import make_durable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -389,7 +388,7 @@ class LocalStorage(Storage):
         inside = self._below(check_path(directory))
         with errors_of("delete", self._door.full(inside)):
             try:
-                tree.sweep(self._ops, self._door, inside)
+                sweep(self._ops, self._door, inside)
             except OSError as error:
                 if error.errno != errno.ELOOP:
                     raise
@@ -529,7 +528,7 @@ class LocalStorage(Storage):
         for _ in range(_TRIES):
             try:
                 if inside not in self._ready:
-                    tree.make_durable(self._ops, self._door, inside, self._ready)
+                    make_durable(self._ops, self._door, inside, self._ready)
                     self._ready.add(inside)
                 with self._door.folder(inside) as folder:
                     return action(folder)

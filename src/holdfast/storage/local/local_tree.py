@@ -1,4 +1,4 @@
-"""Directories of a local storage: made durably, listed, swept of dead temporary files, removed; and locks of files."""
+"""Locks of a local storage, and the removal of its directories."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from holdfast._fork import after_fork_in_child
 
 from ..base import TEMPORARY, is_temporary_name, temporary_name, translate
-from .beneath import POSIX, Beneath, OpenDirectory, Ops
+from .beneath import POSIX, Beneath, OpenDirectory, Ops, make_durable, sweep
 
 __all__ = [
-    "NO_LOCKS", "FileLock", "lock_new", "locked", "make_durable", "nearest_existing", "remove_below",
-    "remove_if_empty", "sweep", "type_of_file_system", "unlisted_of_others",
+    "NO_LOCKS", "FileLock", "lock_new", "locked", "nearest_existing", "remove_below", "remove_if_empty",
+    "type_of_file_system", "unlisted_of_others",
 ]  # fmt: skip
 
 NO_LOCKS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
@@ -34,7 +34,6 @@ _LOCK_NAME = f"{TEMPORARY}lock"
 _HELD_NAME = f"{TEMPORARY}held"
 _LOCK_S = 5.0
 _GONE_S = 30.0  # as long as the owner of a lease that is not heard of counts as alive
-_OLD_S = 86400.0  # no writer leaves a file alone for that long, whatever the clocks say
 # Errors of a directory in use, being filled by another process, of another user, or no directory at all: it stays.
 _STAYS = (
     errno.ENOTEMPTY,
@@ -54,116 +53,9 @@ def nearest_existing(path: str) -> str:
     return path
 
 
-def make_durable(ops: Ops, door: Beneath, inside: str, ready: Collection[str] = ()) -> None:
-    """Make a directory exist, with a durable name in every ancestor, and sweep what dead writers left in it.
-
-    The name of the deepest existing directory may not be durable yet: its maker may have died between mkdir and fsync.
-    The names above it are, because each maker syncs that name before it goes one level deeper.
-
-    Args:
-        ops: the calls.
-        door: of the storage.
-        inside: the directory.
-        ready: directories that are known to exist durably.
-
-    Raises:
-        FileNotFoundError: another process has removed a directory meanwhile.
-    """
-    missing: list[str] = []
-    existing = inside
-    while existing and existing not in ready:
-        try:
-            door.folder(existing).close()
-        except FileNotFoundError:
-            missing.append(existing)
-            existing = existing.rpartition("/")[0]
-        else:
-            break
-    if existing not in ready:
-        if existing:
-            with door.folder(existing.rpartition("/")[0]) as above:
-                _sync_quietly(ops, above.here)
-        else:
-            _make_top(ops, door.top)
-    for path in reversed(missing):
-        head, _, name = path.rpartition("/")
-        with door.folder(head) as above:
-            try:
-                ops.mkdir(above.at(name))
-            except FileExistsError:
-                door.folder(path).close()  # fine if another process was faster; not if a file or a link is in the way
-            ops.fsync_dir(above.here)
-    if not missing:
-        sweep(ops, door, inside)
-
-
-def _make_top(ops: Ops, top: str) -> None:
-    """Make the directory that the user gave, with those above it, durably: links in this path are the user's own."""
-    missing, existing = [], top
-    while not os.path.isdir(existing) and os.path.dirname(existing) != existing:
-        missing.append(existing)
-        existing = os.path.dirname(existing)
-    _sync_quietly(ops, os.path.dirname(existing))
-    for path in reversed(missing):
-        try:
-            ops.mkdir(path)
-        except FileExistsError:
-            # Fine if another process was faster; not if a file is in the way.
-            if not os.path.isdir(path):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-        ops.fsync_dir(os.path.dirname(path))
-
-
-def _sync_quietly(ops: Ops, directory: str) -> None:
-    # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
-    with contextlib.suppress(PermissionError):
-        ops.fsync_dir(directory)
-
-
 def unlisted_of_others(name: str) -> bool:
     """Tell whether a storage leaves a name out of its listings although nothing of Holdfast has it."""
     return name.startswith(TEMPORARY) and not is_temporary_name(name) and name not in (_LOCK_NAME, _HELD_NAME)
-
-
-def sweep(ops: Ops, door: Beneath, inside: str) -> None:
-    """Remove temporary files whose writer is dead: nobody holds their lock."""
-    try:
-        folder = door.listed(inside)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with folder:
-        for name in sorted(os.listdir(folder.fd)):
-            if not is_temporary_name(name):
-                continue
-            with contextlib.suppress(OSError), _locked_file(name, folder.fd):
-                ops.unlink(folder.at(name))
-
-
-@contextlib.contextmanager
-def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
-    """Lock a file that nobody else has locked.
-
-    NFS locks exclusively only what is open for writing (flock(2)), and its mounts may keep locks to their own machine
-    (nfs(5), ``local_lock``): there the file has to be old as well.
-
-    Raises:
-        OSError: it is in use, or may be.
-    """
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EBADF or os.fstat(fd).st_mtime > time.time() - _OLD_S:
-                raise
-            for_writing = os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
-            os.close(fd)
-            fd = for_writing
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
