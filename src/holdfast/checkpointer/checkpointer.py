@@ -37,7 +37,7 @@ from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
-from .start import StartedRun, start_run
+from .start import start_run
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from .announce import Listener
     from .guard import GuardWatch
+    from .resume import ResumeResult
 
 _LOG = get_logger("checkpointer")
 _STARTED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # by `Checkpointer.start`, and not left
@@ -550,7 +551,7 @@ class Checkpointer:
     def _full_state(self) -> dict[str, Any]:
         return {**self.state, RESERVED: {"progress": self._progress, "rng": RNG}}
 
-    def _begin(self, session: RunSession, snapshotter: Snapshotter, started: StartedRun) -> None:
+    def _begin(self, session: RunSession, snapshotter: Snapshotter, started: ResumeResult) -> None:
         """Set up what the loop needs, once the run is ours and its state is loaded."""
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
@@ -600,7 +601,7 @@ class Checkpointer:
             self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
         self._left = time.perf_counter()
 
-    def _watch_metric(self, session: RunSession, started: StartedRun) -> GuardWatch | None:
+    def _watch_metric(self, session: RunSession, started: ResumeResult) -> GuardWatch | None:
         """Make the guard of this life, on the rank whose metrics count."""
         guard, progress = self.options.guard, self._progress
         if guard is None or progress.judge is None:
