@@ -567,7 +567,7 @@ class Checkpointer:
         guard = self._watch_metric(session, started) if session.leads else None
         log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
-        schedule.start(step=progress.step, samples=progress.samples)
+        schedule.start(progress)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
@@ -577,7 +577,7 @@ class Checkpointer:
         pace.busy = lambda: snapshotter.would_wait
         if snapshotter.rescues:
             pace.snapshots = Schedule(options.rescue, now=time.monotonic())
-            pace.snapshots.start(step=progress.step, samples=progress.samples)
+            pace.snapshots.start(progress)
         session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         if session.leads and (options.auto or options.auto_rescue):
