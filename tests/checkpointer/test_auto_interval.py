@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +172,8 @@ def test_the_schedule_moves_with_it():
     assert schedule.next_time == 160.0
     schedule.adjust(20.0)
     assert schedule.next_time == 120.0
-    schedule.saved(step=1, samples=0, now=130.0)
+    progress: Any = SimpleNamespace(step=1)
+    schedule.saved(progress, now=130.0)
     assert schedule.next_time == 150.0
     both = Schedule((hf.checkpointer.options.parse_intervals("10s")), now=0.0)  # type: ignore[attr-defined]
     both.adjust(60.0)

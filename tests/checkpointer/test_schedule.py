@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +20,21 @@ from holdfast.checkpointer import boundaries, checkpointer, save_policy
 from holdfast.checkpointer.save_policy import Deadline, Schedule
 
 
+def counted(step: int, samples: int) -> Any:
+    """Counters of a run, as a schedule looks at them."""
+    return SimpleNamespace(step=step, samples=samples)
+
+
 def simulate(every: Any, max_steps: int, *, samples: int = 1, seconds: float = 1.0) -> list[int]:
     """Steps after which a schedule asks for a save, with a clock that ticks once per step."""
     schedule = Schedule(parse_intervals(every), now=0.0)
-    schedule.start(step=0, samples=0)
+    schedule.start(counted(0, 0))
     saved = []
     for step in range(1, max_steps + 1):
-        now = {"step": step, "samples": step * samples, "now": step * seconds}
-        if schedule.due(**now):
+        progress, now = counted(step, step * samples), step * seconds
+        if schedule.due(progress, now=now):
             saved.append(step)
-            schedule.saved(**now)
+            schedule.saved(progress, now=now)
     return saved
 
 
@@ -72,7 +78,7 @@ def test_a_deadline_leaves_time_for_the_last_save() -> None:
 def test_an_interval_that_adjusts_itself_never_saves_less_often_than_was_asked_for() -> None:
     """From the last save on, the sooner of the two."""
     schedule = Schedule(parse_intervals("60s"), now=0.0)
-    schedule.saved(step=1, samples=1, now=10.0)
+    schedule.saved(counted(1, 1), now=10.0)
     for seconds, due in ((20.0, 30.0), (500.0, 70.0)):
         schedule.adjust(seconds)
         assert schedule.next_time == due

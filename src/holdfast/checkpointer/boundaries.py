@@ -141,6 +141,7 @@ class StepBoundary:
             self._bound()
 
     def _bound(self) -> None:
+        """Do what the step that is over calls for: stop, save, try again, keep a snapshot."""
         is_new, is_wanted = self._open or not self._wanted, self._wanted
         self._open = self._wanted = self._early = False  # a stop saves, and comes here again
         now, session = time.monotonic(), self._session

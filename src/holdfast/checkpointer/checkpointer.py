@@ -37,7 +37,7 @@ from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy, Schedule
 from .signals import StopSignals
-from .start import StartedRun, start_run
+from .start import start_run
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from .announce import Listener
     from .guard import GuardWatch
+    from .resume import ResumeResult
 
 _LOG = get_logger("checkpointer")
 _STARTED: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # by `Checkpointer.start`, and not left
@@ -550,7 +551,7 @@ class Checkpointer:
     def _full_state(self) -> dict[str, Any]:
         return {**self.state, RESERVED: {"progress": self._progress, "rng": RNG}}
 
-    def _begin(self, session: RunSession, snapshotter: Snapshotter, started: StartedRun) -> None:
+    def _begin(self, session: RunSession, snapshotter: Snapshotter, started: ResumeResult) -> None:
         """Set up what the loop needs, once the run is ours and its state is loaded."""
         options, progress = self.options, self._progress
         self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
@@ -566,7 +567,7 @@ class Checkpointer:
         guard = self._watch_metric(session, started) if session.leads else None
         log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
-        schedule.start(step=progress.step, samples=progress.samples)
+        schedule.start(progress)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
@@ -576,7 +577,7 @@ class Checkpointer:
         pace.busy = lambda: snapshotter.would_wait
         if snapshotter.rescues:
             pace.snapshots = Schedule(options.rescue, now=time.monotonic())
-            pace.snapshots.start(step=progress.step, samples=progress.samples)
+            pace.snapshots.start(progress)
         session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
         self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         if session.leads and (options.auto or options.auto_rescue):
@@ -600,7 +601,7 @@ class Checkpointer:
             self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
         self._left = time.perf_counter()
 
-    def _watch_metric(self, session: RunSession, started: StartedRun) -> GuardWatch | None:
+    def _watch_metric(self, session: RunSession, started: ResumeResult) -> GuardWatch | None:
         """Make the guard of this life, on the rank whose metrics count."""
         guard, progress = self.options.guard, self._progress
         if guard is None or progress.judge is None:

@@ -144,21 +144,22 @@ def save(
     with place.broadcast_errors():
         group = place.group(alike)
     snapshotter: Snapshotter | None = None
+    layout = place.layout
     try:
         # Taken out while in use: another thread, or a signal handler, that saves meanwhile makes its own snapshotter.
-        snapshotter = _idle.pop(place.layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
+        snapshotter = _idle.pop(layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
         snapshotter.alike, snapshotter.model_files = group, beside
         with place.broadcast_errors():
             future = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
         place.wait(future, place.target.uri)
         future.result()
         snapshotter.rest()
-        if _idle.setdefault(place.layout, snapshotter) is not snapshotter:
+        if _idle.setdefault(layout, snapshotter) is not snapshotter:
             snapshotter.close()
     except BaseException:
         if snapshotter is not None:
-            if _idle.get(place.layout) is snapshotter:
-                del _idle[place.layout]
+            if _idle.get(layout) is snapshotter:
+                del _idle[layout]
             snapshotter.close()  # the job may still read its memory
         raise
     return place.target

@@ -74,10 +74,10 @@ class Judge:
 
     Example:
         >>> judge = Judge(Guard(spike=8.0))
-        >>> [judge.take(step, 1.0 + step % 2 / 10, ()) for step in range(30)].count(None)
+        >>> [judge.take(step, 1.0 + step % 3 / 10, ()) for step in range(30)].count(None)
         30
         >>> judge.take(30, 9.0, ()).why
-        'loss is 9, 159 deviations above the median 1.05 of the last 30 values'
+        'loss is 9, 79 deviations above the median 1.1 of the last 30 values'
     """
 
     def __init__(self, guard: Guard) -> None:

@@ -249,7 +249,7 @@ class DistributedSavePolicy(SavePolicy):
         if team.board.broken:
             self._is_broken = True
             return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
-        return "save" if self._schedule.due(step=step, samples=0, now=float("-inf")) else kind
+        return "save" if step >= self._schedule.next_step else kind
 
     def poll(self, *, step_s: float, save_s: float) -> bool:
         """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
@@ -283,7 +283,7 @@ class DistributedSavePolicy(SavePolicy):
 
     def _keep_due(self, snapshots: Schedule, now: float) -> bool:
         agreed, self._keep_agreed = self._keep_agreed, False
-        return snapshots.due(step=self._progress.step, samples=0, now=float("-inf")) or agreed
+        return self._progress.step >= snapshots.next_step or agreed
 
     def _wished(self, schedule: Schedule, now: float) -> bool:
         return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)

@@ -39,6 +39,7 @@ from .progress import RESERVED, Progress
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.handle import Checkpoint
+    from holdfast.run.rollbacks import Rollback
     from holdfast.state.load.restore import Loaded, PutBack
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
@@ -59,7 +60,7 @@ _UNREADABLE = "the disk cannot read it; later starts try it again"
 
 @dataclass(slots=True)
 class ResumeResult:
-    """Outcome of looking for a checkpoint.
+    """What a run begins with: the outcome of looking for a checkpoint, and what a start has found out beside.
 
     Attributes:
         checkpoint: what was loaded, None for a fresh start.
@@ -68,6 +69,10 @@ class ResumeResult:
         lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
         put_back: what became of its plain values; None before they are put back.
         is_named: it is the one that ``resume=`` names.
+        is_own: it is one of this run.
+        finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
+        rollbacks: what the run remembers of bad steps.
+        before: step and name of the sound checkpoint of this run before the one that was resumed.
     """
 
     checkpoint: Checkpoint | None = None
@@ -76,6 +81,15 @@ class ResumeResult:
     lacks_progress: bool = False
     put_back: PutBack | None = None
     is_named: bool = False
+    is_own: bool = False
+    finished_epochs: int | None = None
+    rollbacks: Sequence[Rollback] = ()
+    before: tuple[int, str] | None = None
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether the random generators were restored."""
+        return self.loaded is not None and f"{RESERVED}/rng" in self.loaded.restored
 
 
 def resume_run(
@@ -168,7 +182,7 @@ def saved_since(named: Checkpoint, opened: RunOpened, candidates: Sequence[str],
 
 
 def beginning(
-    outcome: ResumeResult, named: str | Checkpoint, opened: RunOpened, *, checkpoint_id: str | None, is_own: bool
+    outcome: ResumeResult, named: str | Checkpoint, opened: RunOpened, *, checkpoint_id: str | None
 ) -> dict[str, Any]:
     """Return the note `BEGAN` for a run that goes on from ``outcome``.
 
@@ -177,9 +191,8 @@ def beginning(
         named: what ``resume=`` says.
         opened: the run.
         checkpoint_id: of what it goes on from.
-        is_own: that belongs to the run.
     """
-    taken = outcome.checkpoint
+    taken, is_own = outcome.checkpoint, outcome.is_own
     if outcome.is_named and not isinstance(named, str) and not (is_own and taken != named):  # the run itself: "auto"
         return {"uri": named.uri, "id": checkpoint_id, "attempt": opened.attempt}
     began, attempts = _began(opened), {row[0]: row[1] for row in opened.records}

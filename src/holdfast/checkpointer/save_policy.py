@@ -64,21 +64,24 @@ class Schedule:
             return ""
         return ", ".join(repr(str(interval)) for interval in self._intervals)
 
-    def start(self, *, step: int, samples: int) -> None:
+    def start(self, progress: Progress) -> None:
         """Set the next multiples after a resume (or at 0)."""
-        self.next_step, self.next_sample = _after(step, self._steps), _after(samples, self._samples)
+        self.next_step = _after(progress.step, self._steps)
+        if self.counts_samples:  # to count them is a look at every loader
+            self.next_sample = _after(progress.samples, self._samples)
 
-    def due(self, *, step: int, samples: int, now: float) -> bool:
-        """Tell whether a save is due after ``step``; `saved` moves the marks on."""
-        return step >= self.next_step or now >= self.next_time or samples >= self.next_sample
+    def due(self, progress: Progress, *, now: float) -> bool:
+        """Tell whether a save is due after the current step; `saved` moves the marks on."""
+        is_due = progress.step >= self.next_step or now >= self.next_time
+        return is_due or (self.counts_samples and progress.samples >= self.next_sample)
 
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch is a multiple of an epoch interval."""
         return any(epochs_done % every == 0 for every in self._epochs)
 
-    def saved(self, *, step: int, samples: int, now: float) -> None:
+    def saved(self, progress: Progress, *, now: float) -> None:
         """Move the marks on after a save was started (or left out by policy)."""
-        self.start(step=step, samples=samples)
+        self.start(progress)
         self._since = now
         if self.auto_s is not None:
             self.adjust(self.auto_s)
@@ -165,7 +168,7 @@ class SavePolicy:
         """Return what the step just done calls for; asked once at each boundary, so it costs next to nothing."""
         if self._signals.received is not None or self._deadline.near(now=now, step_s=step_s, save_s=save_s):
             return "stop"
-        return "save" if self._schedule.due(**self._counted(self._schedule), now=now) else None
+        return "save" if self._schedule.due(self._progress, now=now) else None
 
     def poll(self, *, step_s: float, save_s: float) -> bool:
         """Return, between steps, whether the run is to stop."""
@@ -181,12 +184,12 @@ class SavePolicy:
         """Tell whether the step just done is to be kept in memory; the next one is counted from it."""
         if not self._keep_due(snapshots, now):
             return False
-        snapshots.saved(**self._counted(snapshots), now=now)
+        snapshots.saved(self._progress, now=now)
         return True
 
     def _keep_due(self, snapshots: Schedule, now: float) -> bool:
         moment = float("-inf") if now >= snapshots.next_time and self.busy() else now
-        return snapshots.due(**self._counted(snapshots), now=moment)
+        return snapshots.due(self._progress, now=moment)
 
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
@@ -201,8 +204,4 @@ class SavePolicy:
 
     def saved(self) -> None:
         """Count a save that was started, or left out by policy."""
-        self._schedule.saved(**self._counted(self._schedule), now=time.monotonic())
-
-    def _counted(self, schedule: Schedule) -> dict[str, int]:
-        """Return what a schedule goes by; of samples only if it counts them, for that is a look at every loader."""
-        return {"step": self._progress.step, "samples": self._progress.samples if schedule.counts_samples else 0}
+        self._schedule.saved(self._progress, now=time.monotonic())

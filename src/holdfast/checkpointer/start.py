@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,6 @@ from .resume import (
 from .run_session import RunSession
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.handle import Checkpoint
     from holdfast.run.rollbacks import Rollback
 
 _CALLS = 4  # of the writer, that rank 0 makes one after the other
@@ -72,29 +71,6 @@ _MANIFEST_BYTES = 1536
 _INDEX_BYTES = 260  # of a small tensor in the index, in the header of its file and in the structure of the state
 
 
-@dataclass(slots=True)
-class StartedRun:
-    """What a run that may train now has begun with.
-
-    Attributes:
-        checkpoint: what was resumed, None for a fresh start.
-        has_generators: the random generators were restored.
-        finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
-        is_own: the checkpoint is one of this run.
-        is_named: the checkpoint is the one that ``resume=`` names.
-        rollbacks: what the run remembers of bad steps.
-        before: step and name of the sound checkpoint of this run before the one that was resumed.
-    """
-
-    checkpoint: Checkpoint | None
-    has_generators: bool
-    finished_epochs: int | None
-    is_own: bool
-    is_named: bool = False
-    rollbacks: Sequence[Rollback] = ()
-    before: tuple[int, str] | None = None
-
-
 def start_run(
     session: RunSession,
     snapshotter: Snapshotter,
@@ -103,8 +79,8 @@ def start_run(
     *,
     options: CheckpointerOptions,
     home: Mapping[str, Any],
-) -> StartedRun:
-    """Take the lease, resume, check that a save can work, print the block.
+) -> ResumeResult:
+    """Take the lease, resume, check that a save can work, print the block; returns what the run begins with.
 
     With several ranks, rank 0 alone talks to the run; what it finds, and whether each rank could follow, is agreed in
     the meeting of the session. ``home`` is the mapping that the user gave: plain values are put back there.
@@ -127,20 +103,19 @@ def start_run(
         from holdfast.run.rollbacks import left_out_by
 
         progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
-    mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
+    outcome.rollbacks, taken = rollbacks, outcome.checkpoint
+    mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     if meeting.rank == 0:  # it alone says it
         progress.checks = [changed_buffers(home), *([frozen_since(home, outcome)] if mine else [])]
-    began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent, is_own=mine)
+    began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent)
     resumed = None
-    if outcome.checkpoint is not None:
-        name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
+    if taken is not None:
+        name = taken.name if mine else taken.uri
         resumed = {"name": name, "step": progress.step}
         if mine:  # its step is safe; saving it again would only make a copy
             session.resume_at(progress.step, name=name, checkpoint_id=session.saves.parent)
-
-    resumed_name = outcome.checkpoint.name if mine and outcome.checkpoint is not None else None
-    earlier = _before(resumed_name, names, {**session.quarantined, **unsound}, session)
+            outcome.before = _before(name, names, {**session.quarantined, **unsound}, session)
     short: list[str | None] = []
 
     def need() -> list[Any]:
@@ -152,8 +127,9 @@ def start_run(
         return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
 
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
-        if earlier is not None and _watched(options) is not None:
-            session.ask("protect", names=[earlier[1]])  # before uploads of lives before, and what they push out, go on
+        if outcome.before is not None and _watched(options) is not None:
+            # Before uploads of lives before, and what they push out, go on.
+            session.ask("protect", names=[outcome.before[1]])
         if resumed is not None:
             session.ask("resumed", **resumed)
         if session.opened.notes.get(BEGAN, {}) != began:
@@ -168,11 +144,11 @@ def start_run(
         progress.first_seed = ready["seed"]
     left_out = _agree_on_rescue(session, snapshotter, options)
     inexact = _fix_gradient_orders(live, meeting)
-    finished, before = None, session.opened.finished
-    if mine and before and before.get("step") == progress.step:
-        finished = int(before.get("epoch", 0))
+    finished = session.opened.finished
+    if mine and finished and finished.get("step") == progress.step:
+        outcome.finished_epochs = int(finished.get("epoch", 0))
     if session.leads:
-        block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
+        block = _start_block(session, outcome, progress, room=ready["room"], options=options)
         block.notes.extend([*inexact, *_without_model(home)])
         block.notes.extend(note for note in short if note is not None)
         if left_out:
@@ -182,17 +158,11 @@ def start_run(
 
             block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
-    has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
-    return StartedRun(
-        outcome.checkpoint, has_generators, finished, is_own=mine, is_named=outcome.is_named, rollbacks=rollbacks,
-        before=earlier,
-    )  # fmt: skip
+    return outcome
 
 
-def _before(
-    resumed: str | None, names: Sequence[str], bad: Mapping[str, str], session: RunSession
-) -> tuple[int, str] | None:
-    """Return the checkpoint that would have been resumed if ``resumed`` were not there."""
+def _before(resumed: str, names: Sequence[str], bad: Mapping[str, str], session: RunSession) -> tuple[int, str] | None:
+    """Return step and name of the checkpoint that would have been resumed if ``resumed`` were not there."""
     later = names[names.index(resumed) + 1 :] if resumed in names else ()
     name = next((name for name in later if name not in bad), None)
     return next(((row[2], name) for row in session.opened.records if row[0] == name), None) if name else None
@@ -531,12 +501,11 @@ def _start_block(
     outcome: ResumeResult,
     progress: Progress,
     *,
-    finished: int | None,
     room: str,
     options: CheckpointerOptions,
 ) -> ResumeBlock:
     """Say what a start found and did."""
-    storage, opened = session.root, session.opened
+    storage, opened, finished = session.root, session.opened, outcome.finished_epochs
     remote = None if session.staged else session.remote
     block = ResumeBlock()
     notes = block.notes

@@ -112,7 +112,7 @@ def close_object(data: bytes) -> bytes:
 
     Example:
         >>> close_object(b'{"step":5}')
-        b'{"step":5,"digest":"2e57d1db3bd81a74"}'
+        b'{"step":5,"digest":"58d003054609f636"}'
     """
     body = data[:-1]
     return body + _CLOSING + xxh3_64_hexdigest(body).encode() + b'"}'

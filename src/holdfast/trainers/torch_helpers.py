@@ -263,7 +263,7 @@ class PreparedLoader:
         >>> batches = iter(loader); _ = next(batches)
         >>> again = make(); again.load_state_dict(loader.state_dict())
         >>> [batch.tolist() for batch in again], again.epoch
-        ([[2, 3], [4, 5]], 0)
+        ([[2, 3], [4, 5]], 1)
     """
 
     elastic = True

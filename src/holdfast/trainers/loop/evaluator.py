@@ -325,7 +325,8 @@ class EvaluationShare:
         even: all ranks make equally many rounds.
 
     Example:
-        >>> [batch.tolist() for batch, _ in Share(DataLoader(range(5), batch_size=2), Ranks(), together=False)]
+        >>> loader = DataLoader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch, _ in EvaluationShare(loader, Ranks(), together=False)]
         [[0, 1], [2, 3], [4]]
     """
 
