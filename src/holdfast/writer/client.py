@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
+from .conversation import Conversation, PendingCall, can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ class WriterClient:
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
             return self._talk.call(header, decode=SaveResult.from_json)
 
-    def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
+    def window(
+        self, save: PendingCall, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int
+    ) -> Future[None]:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
 
         Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
@@ -213,38 +215,31 @@ class WriterClient:
             WindowsLostError: (also from the future) the writer has died and was started again; after `begin_again` all
                 windows of this job have to be sent once more, from the first.
         """
-        header = {"do": "window", "job_no": job_no, "file_no": file_no, "file_offset": file_offset}
+        header = {"do": "window", "job_no": save.number, "file_no": file_no, "file_offset": file_offset}
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
         with self._talk.lock:
-            self._check_windows(job_no)
+            save.check_windows()
             return self._talk.call(header, repeatable=False)
 
-    def begin_again(self, job_no: int) -> None:
+    def begin_again(self, save: PendingCall) -> None:
         """Send the windows of a job from the first again, to a writer that was started again."""
         with self._talk.lock:
-            if (call := self._talk.find(job_no)) is not None:
-                call.interrupted = False
+            save.interrupted = False
 
-    def _check_windows(self, job_no: int) -> None:
-        call = self._talk.find(job_no)
-        if call is not None and call.interrupted:
-            raise WindowsLostError("the writer process died during this save, and was started again")
-
-    def fill(self, job_no: int, filled: int) -> None:
+    def fill(self, save: PendingCall, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
         with self._talk.lock:
             self._talk.check()
-            # Kept with the call: if the writer dies, the job is sent again with what is there by then.
-            call = self._talk.find(job_no)
-            if call is not None:
-                call.header["filled"] = filled
-                self._talk.send({"do": "fill", "job_no": job_no, "filled": filled})
+            if not save.done():
+                # Kept with the call: if the writer dies, the job is sent again with what is there by then.
+                save.header["filled"] = filled
+                self._talk.send({"do": "fill", "job_no": save.number, "filled": filled})
 
-    def seal(self, job_no: int, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
+    def seal(self, save: PendingCall, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
 
         Args:
-            job_no: number of the save (`PendingCall.number`).
+            save: what `submit` has returned.
             blobs: bytes of ``job.blobs``, unless `submit` got them.
             manifest: fields that replace those given before.
 
@@ -253,26 +248,24 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            self._check_windows(job_no)
-            if (call := self._talk.find(job_no)) is not None:
-                call.sealed = True
-            self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
+            save.check_windows()
+            save.sealed = True
+            self._talk.send({"do": "seal", "job_no": save.number, "manifest": manifest}, tuple(blobs))
 
-    def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
+    def abandon(self, save: PendingCall, error: HoldfastError | None = None) -> None:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
 
         Args:
-            job_no: number of the save (`PendingCall.number`).
+            save: what `submit` has returned.
             error: why, for the future, and for the futures of the other ranks.
         """
-        header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
+        header = {"do": "abandon", "job_no": save.number, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
             if self._talk.closed:
                 return  # the writer drops what is not sealed; an error of ours would hide the one that led here
             self._talk.check()
-            if (call := self._talk.find(job_no)) is not None:
-                # A writer that is started again must not wait for the rest of it.
-                call.dropped = call.dropped or error or HoldfastError("the trainer abandoned this save")
+            # A writer that is started again must not wait for the rest of it.
+            save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
             self._talk.send(header)
 
     def join(
