@@ -378,11 +378,6 @@ class Conversation:
 
     # ---- death of the writer
 
-    @property
-    def _stages(self) -> bool:
-        """Whether there may be staged parts that only a new writer would bring to the remote."""
-        return self.team is not None and "stage" in self.team[0]
-
     def _launch(self) -> Channel:
         if self._shared is not None:
             channel, self._thread = launch_thread(self._shared)
@@ -397,7 +392,8 @@ class Conversation:
                 return False
             status = self._reap()
             self._channel.close()
-            if self._closing and not self._calls and not self._stages:
+            stages = self.team is not None and "stage" in self.team[0]  # parts that only a new writer would bring
+            if self._closing and not self._calls and not stages:
                 return False
             died = f"the writer process died (exit status {status})"
             now = time.monotonic()
