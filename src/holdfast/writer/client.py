@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -381,8 +381,12 @@ class WriterClient:
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             self._holds_run = True
             future = self._talk.call(header, decode=RunOpened.from_json)
-            future.add_done_callback(lambda done: self._remember_run(header, done))
-            return future
+
+        def opened(found: RunOpened) -> None:
+            again = {"run_id": found.run_id, "attempt": found.attempt, "start_id": found.start_id}
+            self._talk.run = {**header, "again": again}
+
+        return self._remember(future, opened)
 
     def take_name(self, storage: Storage, of: str, *, start_id: str, wait_s: float = 60.0) -> Future[None]:
         """Take the lease of a name of single files; the writer holds the lease until it ends.
@@ -400,11 +404,15 @@ class WriterClient:
         with self._talk.lock:
             self._talk.check()
             header = self._name("take", storage, of)
-            self._names.add((header["storage"], of))
+            self._names.add(name := (header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
             future = self._talk.call(header)
-            future.add_done_callback(lambda done: self._remember_name(header, done))
-            return future
+
+        def taken(_: None) -> None:
+            if name in self._names:  # else it was given back meanwhile
+                self._talk.names[name] = header
+
+        return self._remember(future, taken)
 
     def verify_name(self, storage: Storage, of: str) -> Future[None]:
         """Make sure that the lease of a name is still ours, after the saves submitted before.
@@ -452,11 +460,11 @@ class WriterClient:
         future = self._talk.call({"do": "op", "op": op, "args": args})
         if op == "close_run":
             self._holds_run = False
-            future.add_done_callback(self._forget_run)
+            self._remember(future, lambda _: self._run_again(None))
         elif op == "next_attempt":
-            future.add_done_callback(self._remember_attempt)
+            self._remember(future, self._run_again)
         elif op == "protect":
-            future.add_done_callback(lambda done: self._remember(done, protect=list(args["names"])))
+            self._remember(future, lambda _: self._run_again({"protect": list(args["names"])}))
         return future
 
     def probe(self, storage: Storage, *, directory: str) -> Future[dict[str, Any]]:
@@ -510,33 +518,21 @@ class WriterClient:
             with contextlib.suppress(HoldfastError):
                 self.tell_ranks("part_failed", save=save, error=error_to_json(error))
 
-    def _remember_run(self, header: dict[str, Any], done: Future[RunOpened]) -> None:
-        """Keep what a writer that is started again needs to go on with this attempt."""
-        if not done.cancelled() and done.exception() is None:
-            opened = done.result()
-            again = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
-            self._talk.run = {**header, "again": again}
+    def _remember(self, call: PendingCall, change: Callable[[Any], None]) -> PendingCall:
+        """Have ``change`` take the answer of a call, once it is carried out, for a writer that is started again."""
 
-    def _remember_name(self, header: dict[str, Any], done: Future[None]) -> None:
-        """Keep what a writer that is started again needs to hold the same names."""
-        if not done.cancelled() and done.exception() is None:
-            with self._talk.lock:
-                if (name := (header["storage"], header["of"])) in self._names:  # else it was given back meanwhile
-                    self._talk.names[name] = header
+        def answered(done: Future[Any]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                with self._talk.lock:
+                    change(done.result())
 
-    def _remember_attempt(self, done: Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._remember(done, **done.result())
+        call.add_done_callback(answered)
+        return call
 
-    def _remember(self, done: Future[Any], **known: Any) -> None:
-        """Change what a writer that is started again gets, once the present writer has carried the operation out."""
-        with self._talk.lock:
-            if not done.cancelled() and done.exception() is None and self._talk.run is not None:
-                self._talk.run = {**self._talk.run, "again": {**self._talk.run["again"], **known}}
-
-    def _forget_run(self, done: Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._talk.run = None
+    def _run_again(self, known: dict[str, Any] | None) -> None:
+        """Change what a writer that is started again is told of the run; None: there is none any more."""
+        run = self._talk.run
+        self._talk.run = None if run is None or known is None else {**run, "again": {**run["again"], **known}}
 
 
 class SharedWriter:
