@@ -43,13 +43,13 @@ def main(mode: str, root: str) -> None:
         arena = kit.fill(CONTENTS)
         job = kit.make_job(CONTENTS, start_id=start_id, run=True, manifest=fields)
         future = client.submit(storage, job, [b"{}"], arena, filled=0)
-        client.fill(future.number, 16 * kit.MIB)
+        client.fill(future, 16 * kit.MIB)
         say("submitted", job.directory)
     elif mode == "unsealed":
         arena = kit.fill(CONTENTS)
         job = kit.make_job(CONTENTS, start_id=start_id, run=True, windowed=True, manifest=fields)
         future = client.submit(storage, job, [b"{}"], arena)
-        window = client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=32 * kit.MIB)
+        window = client.window(future, file_no=0, file_offset=0, arena_offset=0, nbytes=32 * kit.MIB)
         window.result(30)
         say("submitted", job.directory)
     elif mode == "intake":

@@ -193,7 +193,7 @@ def test_nothing_is_written_or_digested_before_it_is_there(tmp_path: Path, local
         assert wait_until((tmp_path / job.directory).exists)
         for plan, item in zip(job.files, contents, strict=True):
             arena.view[plan.arena_offset : plan.arena_offset + plan.size] = item
-            client.fill(future.number, plan.arena_offset + plan.size)
+            client.fill(future, plan.arena_offset + plan.size)
         future.result(60)
     assert [storage.read(f"{job.directory}/{plan.path}") for plan in job.files] == contents
     assert verify_files(storage, job.directory, read_manifest(storage, job.directory)) == []
@@ -234,7 +234,7 @@ def test_a_file_that_is_begun_waits_for_its_bytes() -> None:
         assert not storage.written.wait(0.2)
         plan = job.files[0]
         arena.view[plan.arena_offset : plan.arena_offset + plan.size] = contents[0]
-        client.fill(future.number, plan.arena_offset + plan.size)
+        client.fill(future, plan.arena_offset + plan.size)
         future.result(60)
     assert storage.read(f"{job.directory}/{plan.path}") == contents[0]
 

@@ -190,8 +190,8 @@ def test_a_windowed_part(tmp_path: Path) -> None:
     data = kit.noise(3, kit.MIB + 5)
     with WriterClient.start(storage) as client, kit.fill([data]) as arena:
         future = client.submit(storage, part(0, [data], windowed=True), [b"{}"], arena)
-        client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=len(data)).result(30)
-        client.seal(future.number)
+        client.window(future, file_no=0, file_offset=0, arena_offset=0, nbytes=len(data)).result(30)
+        client.seal(future)
         assert future.result(30).manifest == b""
         client.commit_parts(storage, parts(0)).result(30)
     assert data in kit.stored(storage, DIRECTORY).values()

@@ -156,10 +156,10 @@ def test_a_save_that_follows_the_copying_survives_the_death_of_its_writer(tmp_pa
         assert first is not None
         job = kit.make_job(contents)
         future = client.submit(storage, job, [b"{}"], arena, filled=0)
-        client.fill(future.number, 64 * kit.MIB)
+        client.fill(future, 64 * kit.MIB)
         os.kill(first, signal.SIGKILL)
         assert wait_gone(first)
-        client.fill(future.number, arena.size)
+        client.fill(future, arena.size)
         future.result(60)
         assert client.process_id != first
         assert storage.read(f"{job.directory}/{job.files[0].path}") == contents[0]
@@ -172,7 +172,7 @@ def test_an_abandoned_filling_save_leaves_nothing(tmp_path: Path) -> None:
     with kit.fill(contents) as arena, WriterClient.start(storage) as client:
         job = kit.make_job(contents)
         future = client.submit(storage, job, [b"{}"], arena, filled=4096)
-        client.abandon(future.number)
+        client.abandon(future)
         assert "abandoned" in str(future.exception(30))
         assert not (tmp_path / job.directory).exists()
         client.submit(storage, kit.make_job(contents, step=2), [b"{}"], arena).result(30)

@@ -168,7 +168,7 @@ def test_reports_do_not_wait_for_a_save(tmp_path: Path, client: WriterClient) ->
         future = client.submit(storage, job, [b"{}"], arena)
         client.run_op("report", rows=[{"step": 1, "metrics": {}}]).result(20)
         assert not future.done()
-        client.abandon(future.number)
+        client.abandon(future)
         future.exception(20)
 
 

@@ -124,7 +124,7 @@ def test_windows_of_a_save_that_could_not_be_queued() -> None:
         job = kit.make_job([kit.noise(1, 3 * kit.MIB)], windowed=True)
         future = client.submit(Nowhere("nowhere"), job, [b"{}"], arena)
         assert isinstance(future.exception(20), HoldfastError)
-        window = client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB)
+        window = client.window(future, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB)
         assert "ended already" in str(window.exception(20))
 
 

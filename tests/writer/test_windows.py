@@ -16,11 +16,14 @@ from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.conversation import PendingCall
 
 CONTENTS = [kit.noise(1, 9 * kit.MIB + 4097), b"", kit.noise(2, 5), kit.noise(3, 2 * kit.MIB)]
 
 
-def stream(client: WriterClient, job_no: int, arena: Arena, contents: list[bytes], *, padded: bool = False) -> None:
+def stream(
+    client: WriterClient, save: PendingCall, arena: Arena, contents: list[bytes], *, padded: bool = False
+) -> None:
     """Two windows of half the arena take turns, as the trainer does it."""
     window = arena.size // 2
     slots = deque([0, window])
@@ -36,7 +39,7 @@ def stream(client: WriterClient, job_no: int, arena: Arena, contents: list[bytes
             room = kit.pages(len(part))
             arena.view[slot : slot + room] = part + bytes(room - len(part))
             size = room if padded else len(part)
-            sent = client.window(job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+            sent = client.window(save, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
             waiting.append((sent, slot))
     for done, _ in waiting:
         done.result(30)
@@ -56,8 +59,8 @@ def test_windows_give_the_files_of_one_big_arena(tmp_path: Path, kind: str, *, p
         with Arena.create(2 * kit.MIB) as arena:
             job = kit.make_job(CONTENTS, step=2, windowed=True)
             future = client.submit(storage, job, [], arena)
-            stream(client, future.number, arena, CONTENTS, padded=padded)
-            client.seal(future.number, [b"{}"], manifest={"metrics": {"late": 1.0}})
+            stream(client, future, arena, CONTENTS, padded=padded)
+            client.seal(future, [b"{}"], manifest={"metrics": {"late": 1.0}})
             result = future.result(60)
     manifest = Checkpoint.at(storage, job.directory).manifest
     assert [(e.size, e.digest, e.chunks and e.chunks[1]) for e in manifest.files if e.role == "tensors"] == [
@@ -73,20 +76,20 @@ def expect_failure(tmp_path: Path, act: Any, match: str) -> None:
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage) as client, Arena.create(4 * kit.MIB) as arena:
         future = client.submit(storage, kit.make_job([kit.noise(1, 3 * kit.MIB)], windowed=True), [b"{}"], arena)
-        act(client, future.number)
+        act(client, future)
         with pytest.raises(HoldfastError, match=match):
             future.result(30)
         assert list(storage.list()) == []
         with pytest.raises(HoldfastError, match="ended already"):
-            client.window(future.number, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
+            client.window(future, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
 
 
 def test_abandon_removes_the_files(tmp_path: Path) -> None:
     """An abandoned save fails its future and leaves nothing."""
 
-    def act(client: WriterClient, job_no: int) -> None:
-        client.window(job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
-        client.abandon(job_no)
+    def act(client: WriterClient, save: PendingCall) -> None:
+        client.window(save, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
+        client.abandon(save)
 
     expect_failure(tmp_path, act, "abandoned")
 
@@ -94,9 +97,9 @@ def test_abandon_removes_the_files(tmp_path: Path) -> None:
 def test_a_seal_before_the_end_is_refused(tmp_path: Path) -> None:
     """A save sealed with data missing is not committed."""
 
-    def act(client: WriterClient, job_no: int) -> None:
-        client.window(job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
-        client.seal(job_no)
+    def act(client: WriterClient, save: PendingCall) -> None:
+        client.window(save, file_no=0, file_offset=0, arena_offset=0, nbytes=kit.MIB).result(30)
+        client.seal(save)
 
     expect_failure(tmp_path, act, "before all data")
 
@@ -105,8 +108,8 @@ def test_a_seal_before_the_end_is_refused(tmp_path: Path) -> None:
 def test_windows_out_of_order_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
     """A gap, an odd size in the middle or too much data fails the save instead of storing something else."""
 
-    def act(client: WriterClient, job_no: int) -> None:
-        client.window(job_no, file_no=0, file_offset=offset, arena_offset=0, nbytes=nbytes).exception(30)
+    def act(client: WriterClient, save: PendingCall) -> None:
+        client.window(save, file_no=0, file_offset=offset, arena_offset=0, nbytes=nbytes).exception(30)
 
     expect_failure(tmp_path, act, "window")
 
@@ -118,6 +121,6 @@ def test_a_full_disk_answers_every_window(tmp_path: Path) -> None:
     with WriterClient.start(storage) as client, Arena.create(2 * kit.MIB) as arena:
         future = client.submit(storage, kit.make_job(contents, windowed=True), [b"{}"], arena)
         with pytest.raises(HoldfastError):
-            stream(client, future.number, arena, contents)
+            stream(client, future, arena, contents)
         assert future.exception(30) is not None
     assert not (tmp_path / "step_00000001").exists()

@@ -156,28 +156,25 @@ class Arena:
 
     def _fault_pages(self, allocate: bool) -> None:
         try:
-            self._populate(allocate)
+            madvise = ctypes.CDLL(None, use_errno=True).madvise
+            madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            advice = _POPULATE_WRITE if allocate else _POPULATE_READ
+            for start in range(0, self.size, _STEP):
+                if self._stop.is_set():
+                    return
+                length = min(_STEP, self.size - start)
+                try:
+                    if allocate and self.fd is not None and hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(self.fd, start, length)
+                except OSError as error:
+                    _LOG.debug("arena: fallocate of %d bytes failed: %s", length, error)
+                # Older kernels (before 5.14) answer EINVAL: the pages are then faulted by the first copy.
+                if madvise(self.address + start, length, advice) != 0:
+                    _LOG.debug("arena: populate failed with errno %d", ctypes.get_errno())
+                    break
+            self.prefaulted.set()
         finally:
             self._populated.set()
-
-    def _populate(self, allocate: bool) -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advice = _POPULATE_WRITE if allocate else _POPULATE_READ
-        for start in range(0, self.size, _STEP):
-            if self._stop.is_set():
-                return
-            length = min(_STEP, self.size - start)
-            try:
-                if allocate and self.fd is not None and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self.fd, start, length)
-            except OSError as error:
-                _LOG.debug("arena: fallocate of %d bytes failed: %s", length, error)
-            # Older kernels (before 5.14) answer EINVAL: the pages are then faulted by the first copy, as without us.
-            if madvise(self.address + start, length, advice) != 0:
-                _LOG.debug("arena: populate failed with errno %d", ctypes.get_errno())
-                break
-        self.prefaulted.set()
 
     def on_close(self, callback: Callable[[Arena], None]) -> None:
         """Call ``callback`` once when this arena closes."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Conversation, PendingCall, WindowsLostError, can_run_process
+from .conversation import Conversation, PendingCall, can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ class WriterClient:
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
             return self._talk.call(header, decode=SaveResult.from_json)
 
-    def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
+    def window(
+        self, save: PendingCall, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int
+    ) -> Future[None]:
         """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
 
         Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
@@ -213,38 +215,31 @@ class WriterClient:
             WindowsLostError: (also from the future) the writer has died and was started again; after `begin_again` all
                 windows of this job have to be sent once more, from the first.
         """
-        header = {"do": "window", "job_no": job_no, "file_no": file_no, "file_offset": file_offset}
+        header = {"do": "window", "job_no": save.number, "file_no": file_no, "file_offset": file_offset}
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
         with self._talk.lock:
-            self._check_windows(job_no)
+            save.check_windows()
             return self._talk.call(header, repeatable=False)
 
-    def begin_again(self, job_no: int) -> None:
+    def begin_again(self, save: PendingCall) -> None:
         """Send the windows of a job from the first again, to a writer that was started again."""
         with self._talk.lock:
-            if (call := self._talk.find(job_no)) is not None:
-                call.interrupted = False
+            save.interrupted = False
 
-    def _check_windows(self, job_no: int) -> None:
-        call = self._talk.find(job_no)
-        if call is not None and call.interrupted:
-            raise WindowsLostError("the writer process died during this save, and was started again")
-
-    def fill(self, job_no: int, filled: int) -> None:
+    def fill(self, save: PendingCall, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
         with self._talk.lock:
             self._talk.check()
-            # Kept with the call: if the writer dies, the job is sent again with what is there by then.
-            call = self._talk.find(job_no)
-            if call is not None:
-                call.header["filled"] = filled
-                self._talk.send({"do": "fill", "job_no": job_no, "filled": filled})
+            if not save.done():
+                # Kept with the call: if the writer dies, the job is sent again with what is there by then.
+                save.header["filled"] = filled
+                self._talk.send({"do": "fill", "job_no": save.number, "filled": filled})
 
-    def seal(self, job_no: int, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
+    def seal(self, save: PendingCall, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
 
         Args:
-            job_no: number of the save (`PendingCall.number`).
+            save: what `submit` has returned.
             blobs: bytes of ``job.blobs``, unless `submit` got them.
             manifest: fields that replace those given before.
 
@@ -253,26 +248,24 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            self._check_windows(job_no)
-            if (call := self._talk.find(job_no)) is not None:
-                call.sealed = True
-            self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
+            save.check_windows()
+            save.sealed = True
+            self._talk.send({"do": "seal", "job_no": save.number, "manifest": manifest}, tuple(blobs))
 
-    def abandon(self, job_no: int, error: HoldfastError | None = None) -> None:
+    def abandon(self, save: PendingCall, error: HoldfastError | None = None) -> None:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
 
         Args:
-            job_no: number of the save (`PendingCall.number`).
+            save: what `submit` has returned.
             error: why, for the future, and for the futures of the other ranks.
         """
-        header = {"do": "abandon", "job_no": job_no, "error": None if error is None else error_to_json(error)}
+        header = {"do": "abandon", "job_no": save.number, "error": None if error is None else error_to_json(error)}
         with self._talk.lock:
             if self._talk.closed:
                 return  # the writer drops what is not sealed; an error of ours would hide the one that led here
             self._talk.check()
-            if (call := self._talk.find(job_no)) is not None:
-                # A writer that is started again must not wait for the rest of it.
-                call.dropped = call.dropped or error or HoldfastError("the trainer abandoned this save")
+            # A writer that is started again must not wait for the rest of it.
+            save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
             self._talk.send(header)
 
     def join(
@@ -388,8 +381,12 @@ class WriterClient:
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             self._holds_run = True
             future = self._talk.call(header, decode=RunOpened.from_json)
-            future.add_done_callback(lambda done: self._remember_run(header, done))
-            return future
+
+        def opened(found: RunOpened) -> None:
+            again = {"run_id": found.run_id, "attempt": found.attempt, "start_id": found.start_id}
+            self._talk.run = {**header, "again": again}
+
+        return self._remember(future, opened)
 
     def take_name(self, storage: Storage, of: str, *, start_id: str, wait_s: float = 60.0) -> Future[None]:
         """Take the lease of a name of single files; the writer holds the lease until it ends.
@@ -407,11 +404,15 @@ class WriterClient:
         with self._talk.lock:
             self._talk.check()
             header = self._name("take", storage, of)
-            self._names.add((header["storage"], of))
+            self._names.add(name := (header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
             future = self._talk.call(header)
-            future.add_done_callback(lambda done: self._remember_name(header, done))
-            return future
+
+        def taken(_: None) -> None:
+            if name in self._names:  # else it was given back meanwhile
+                self._talk.names[name] = header
+
+        return self._remember(future, taken)
 
     def verify_name(self, storage: Storage, of: str) -> Future[None]:
         """Make sure that the lease of a name is still ours, after the saves submitted before.
@@ -459,11 +460,11 @@ class WriterClient:
         future = self._talk.call({"do": "op", "op": op, "args": args})
         if op == "close_run":
             self._holds_run = False
-            future.add_done_callback(self._forget_run)
+            self._remember(future, lambda _: self._run_again(None))
         elif op == "next_attempt":
-            future.add_done_callback(self._remember_attempt)
+            self._remember(future, self._run_again)
         elif op == "protect":
-            future.add_done_callback(lambda done: self._remember(done, protect=list(args["names"])))
+            self._remember(future, lambda _: self._run_again({"protect": list(args["names"])}))
         return future
 
     def probe(self, storage: Storage, *, directory: str) -> Future[dict[str, Any]]:
@@ -517,33 +518,21 @@ class WriterClient:
             with contextlib.suppress(HoldfastError):
                 self.tell_ranks("part_failed", save=save, error=error_to_json(error))
 
-    def _remember_run(self, header: dict[str, Any], done: Future[RunOpened]) -> None:
-        """Keep what a writer that is started again needs to go on with this attempt."""
-        if not done.cancelled() and done.exception() is None:
-            opened = done.result()
-            again = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
-            self._talk.run = {**header, "again": again}
+    def _remember(self, call: PendingCall, change: Callable[[Any], None]) -> PendingCall:
+        """Have ``change`` take the answer of a call, once it is carried out, for a writer that is started again."""
 
-    def _remember_name(self, header: dict[str, Any], done: Future[None]) -> None:
-        """Keep what a writer that is started again needs to hold the same names."""
-        if not done.cancelled() and done.exception() is None:
-            with self._talk.lock:
-                if (name := (header["storage"], header["of"])) in self._names:  # else it was given back meanwhile
-                    self._talk.names[name] = header
+        def answered(done: Future[Any]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                with self._talk.lock:
+                    change(done.result())
 
-    def _remember_attempt(self, done: Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._remember(done, **done.result())
+        call.add_done_callback(answered)
+        return call
 
-    def _remember(self, done: Future[Any], **known: Any) -> None:
-        """Change what a writer that is started again gets, once the present writer has carried the operation out."""
-        with self._talk.lock:
-            if not done.cancelled() and done.exception() is None and self._talk.run is not None:
-                self._talk.run = {**self._talk.run, "again": {**self._talk.run["again"], **known}}
-
-    def _forget_run(self, done: Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._talk.run = None
+    def _run_again(self, known: dict[str, Any] | None) -> None:
+        """Change what a writer that is started again is told of the run; None: there is none any more."""
+        run = self._talk.run
+        self._talk.run = None if run is None or known is None else {**run, "again": {**run["again"], **known}}
 
 
 class SharedWriter:

@@ -58,7 +58,7 @@ class PendingCall(Future[Any]):
     """The answer to a message, later; until then the message is kept, to be sent again to a new writer.
 
     Attributes:
-        number: of the call; that of a save is what `WriterClient.window`, `fill`, `seal` and `abandon` take.
+        number: of the call.
         header: the message.
         attachments: bytes behind the header.
         arena: memory the call refers to.
@@ -86,6 +86,15 @@ class PendingCall(Future[Any]):
         self.repeatable, self.windowed, self.decode = repeatable, windowed, decode
         self.sealed = self.interrupted = False
         self.dropped: HoldfastError | None = None
+
+    def check_windows(self) -> None:
+        """Refuse to go on with windows that a writer has lost. Needs the lock of the conversation.
+
+        Raises:
+            WindowsLostError: the writer has died and was started again, and the windows were not begun again since.
+        """
+        if self.interrupted:
+            raise WindowsLostError("the writer process died during this save, and was started again")
 
     def settle(self, *, value: Any = None, error: BaseException | None = None) -> None:
         """Give the answer to those who wait, and let go of what was kept for a new writer."""
@@ -145,10 +154,6 @@ class Conversation:
     def is_thread(self) -> bool:
         """True when the writer is a thread of this process."""
         return self._shared is not None
-
-    def find(self, number: int) -> PendingCall | None:
-        """Return a call that is not answered yet; needs the lock."""
-        return self._calls.get(number)
 
     def check(self) -> None:
         """Refuse to go on after the end.
@@ -373,11 +378,6 @@ class Conversation:
 
     # ---- death of the writer
 
-    @property
-    def _stages(self) -> bool:
-        """Whether there may be staged parts that only a new writer would bring to the remote."""
-        return self.team is not None and "stage" in self.team[0]
-
     def _launch(self) -> Channel:
         if self._shared is not None:
             channel, self._thread = launch_thread(self._shared)
@@ -392,7 +392,8 @@ class Conversation:
                 return False
             status = self._reap()
             self._channel.close()
-            if self._closing and not self._calls and not self._stages:
+            stages = self.team is not None and "stage" in self.team[0]  # parts that only a new writer would bring
+            if self._closing and not self._calls and not stages:
                 return False
             died = f"the writer process died (exit status {status})"
             now = time.monotonic()

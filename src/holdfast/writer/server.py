@@ -161,7 +161,7 @@ class WriterLoop:
     def __init__(self, channel: Channel, handed: Handed, *, trainer_fd: int = -1, in_trainer: bool = False) -> None:
         self._channel, self._trainer_fd = channel, trainer_fd
         self._handed, self._arriving = handed, Arriving()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._saver = SaveRunner()
         self._run: Run | None = None
         self._joint: Joint | None = None
@@ -272,14 +272,8 @@ class WriterLoop:
         if self._will is not None:
             return  # it may hold what is rescued
         self._kept.pop(message.header["number"], None)
-
-        def drop() -> None:
-            self._handed.drop_arena(message.header["number"])
-
-        def drop_behind_files() -> None:
-            self._file_saves().run(drop)
-
-        self._work.put(drop if self._files is None else drop_behind_files)
+        drop = partial(self._handed.drop_arena, message.header["number"])
+        self._work.put(drop if self._files is None else partial(self._files.run, drop))
 
     def _take_save(self, message: Message) -> None:
         header = message.header

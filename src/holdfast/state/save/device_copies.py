@@ -321,14 +321,14 @@ def _seal_later(
         else:
             submitted = hand_over(0)  # the writer writes what is checked, and commits when all of it is
             try:
-                check(partial(client.fill, submitted.number))
+                check(partial(client.fill, submitted))
             except TornSaveError as error:
-                client.abandon(submitted.number, error)  # the future fails with it when the files are gone
+                client.abandon(submitted, error)  # the future fails with it when the files are gone
             except BaseException:
-                client.abandon(submitted.number)
+                client.abandon(submitted)
                 raise
             else:
-                client.fill(submitted.number, arena.size)
+                client.fill(submitted, arena.size)
     except BaseException as error:  # noqa: BLE001 - a thread edge: the future of the save raises it
         result.set_exception(error)
         return

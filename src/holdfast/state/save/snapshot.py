@@ -471,7 +471,7 @@ class Snapshotter:
 
         def follow(filled: int) -> None:
             if begun:
-                client.fill(begun[0].number, filled)
+                client.fill(begun[0], filled)
             elif filled >= _FOLLOW_FROM * arena.size:
                 begun.append(submit(filled))
 
@@ -480,11 +480,11 @@ class Snapshotter:
             stage(flat.tensors, layout.offsets, layout.sizes, arena, filled=follow if big else None)
         except BaseException:
             if begun:
-                client.abandon(begun[0].number)
+                client.abandon(begun[0])
             raise
         if not begun:
             return submit(None)
-        client.fill(begun[0].number, arena.size)  # sealed
+        client.fill(begun[0], arena.size)  # sealed
         return begun[0]
 
     def _put_aside(
@@ -504,7 +504,7 @@ class Snapshotter:
             try:
                 thread.start()
             except BaseException:
-                client.abandon(save.number)
+                client.abandon(save)
                 raise
             self._streaming = thread
             copy.copy()
@@ -726,24 +726,24 @@ class Snapshotter:
             while True:
                 try:
                     self._send_all(layout, client, save, arena, fill)
-                    client.seal(save.number)
+                    client.seal(save)
                     return
                 except WindowsLostError as error:
                     if not again:
                         why = DroppedSaveError(f"{error}; what it had got is no longer in memory")
-                        client.abandon(save.number, why)
+                        client.abandon(save, why)
                         raise
-                    client.begin_again(save.number)
+                    client.begin_again(save)
         except HoldfastError as error:
             # A window may be refused because its save has failed, which is heard of a moment later.
             wait([save], timeout=_ANSWER_S)
             cause = save.exception() if save.done() else None
-            client.abandon(save.number)
+            client.abandon(save)
             if cause is not None:
                 raise cause from error
             raise
         except BaseException:
-            client.abandon(save.number)
+            client.abandon(save)
             raise
 
     def _send_all(
@@ -766,7 +766,7 @@ class Snapshotter:
                 slot = slots.popleft()
                 size = min(window, file.padded - start)
                 fill(file, start, size, arena.address + slot)
-                sent = client.window(save.number, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+                sent = client.window(save, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
                 waiting.append((sent, slot))
         for done, _ in waiting:
             self._taken(done)
