@@ -29,7 +29,7 @@ from holdfast.run.life import kept_arenas
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.wrapped import WrappedStorage
 
-from ..tree.values import Attrs, ObjectNode, PerRank, PerRankNode, TensorRef, fill
+from ..tree.values import Attrs, ObjectNode, PerRank, fill
 from .match import Matcher, holds_live
 from .match_plan import Problems
 from .reader import read_tensors
@@ -109,7 +109,9 @@ def load_state(
     device = None if map_location is None else torch.device(map_location)
     others = _Others(apart, rank, swap)
     try:
-        stored = _opened(storage, rank, world_size, own_first=into is not None)
+        stored = storage
+        if not isinstance(stored, Stored):
+            stored = open_stored(stored, rank=rank, world_size=world_size, own_first=into is not None)
         if into is None:
             if not idle_names:
                 selection.check(paths(stored))
@@ -200,12 +202,6 @@ def _key(entry: str) -> str:
     return bytes_digest(entry.encode(errors="surrogatepass")).removeprefix("xxh3:")
 
 
-def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own_first: bool) -> Stored:
-    if isinstance(storage, Stored):
-        return storage
-    return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
-
-
 def _read_apart(stored: Stored, requests: Sequence[ReadRequest], *, verify: bool) -> None:
     """Read before all others what decides whether checkpoint and live state fit."""
     digests = stored.digests_of({request.file for request in requests}) if verify else None
@@ -244,7 +240,7 @@ def _plan_fresh(
     tree = stored.tree if selection.everything else select(stored.tree, "", selection)
     targets = Targets(stored)
     by_tensor: dict[str, torch.Tensor] = {}
-    for ref in _live_refs(tree, stored):
+    for ref in stored.refs_in(tree):
         original = stored.aliases.get(ref.name, ref.name)
         if original not in by_tensor:
             entry = stored.entry(ref.name)
@@ -307,30 +303,6 @@ def paths(stored: Stored) -> Iterator[str]:
                 yield from walk(item, f"{path}/{key}" if path else str(key))
 
     yield from walk(stored.tree, "")
-
-
-def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
-    refs: list[TensorRef] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, TensorRef):
-            refs.append(value)
-        elif isinstance(value, ObjectNode):
-            walk(value.state)
-        elif isinstance(value, PerRankNode):
-            stored.say_borrowed()
-            walk((stored.per_rank or {}).get(value.key))
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                if not isinstance(item, (int, float, str)):
-                    walk(item)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
-            for item in value:
-                if not isinstance(item, (int, float, str)):
-                    walk(item)
-
-    walk(tree)
-    return refs
 
 
 _CAST = re.compile(r": (b?float\d+) in the state, b?float\d+ in the checkpoint")
