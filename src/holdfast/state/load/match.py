@@ -53,7 +53,12 @@ class Matcher(MatchPlan):
             return self._generator(live, saved, path)
         if has_state(live):
             begun = len(self.actions)
-            matched = self._with_state(live, saved, path)
+            if isinstance(live, nn.Module) and not objects.is_metric(live):
+                matched: Any = match_module(self, live, saved, path)
+            elif isinstance(live, torch.optim.Optimizer) and is_plain(live):
+                matched = match_optimizer(self, live, saved, path)
+            else:
+                matched = self._object(live, saved, path)
             self._handovers.append((path, self.actions[begun:]))
             del self.actions[begun:]
             return matched
@@ -78,13 +83,6 @@ class Matcher(MatchPlan):
         """
         for _, actions in sorted(self._handovers, key=itemgetter(0)) if sort else self._handovers:
             yield from actions
-
-    def _with_state(self, live: Any, saved: Any, path: str) -> Any:
-        if isinstance(live, nn.Module) and not objects.is_metric(live):
-            return match_module(self, live, saved, path)
-        if isinstance(live, torch.optim.Optimizer) and is_plain(live):
-            return match_optimizer(self, live, saved, path)
-        return self._object(live, saved, path)
 
     def _mapping(self, live: Mapping[Any, Any], saved: Any, path: str) -> Any:
         if not isinstance(saved, Mapping):

@@ -57,7 +57,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         if plan.takes(path):
             plan.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
         return live
-    have = _named(plan, entries, path, prefix)
+    have = _renamed(plan, entries, prefix) if plan.selection.renames else dict(entries)
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
@@ -126,10 +126,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     return live
 
 
-def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
+def _renamed(plan: MatchPlan, entries: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     """Return the stored entries of this module by their present names."""
-    if not plan.selection.renames:
-        return dict(entries)
     have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
     for key, item in entries.items():
         name = prefix + str(key)
@@ -420,8 +418,9 @@ def _by_param_name(groups: Sequence[Mapping[str, Any]], live: Optimizer, rows: l
 
     Torch keeps names of its own if the optimizer was made with ``named_parameters``; empty if one side has none.
     """
-    mine = by_param_name(live.param_groups, rows)
-    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    if not (mine := by_param_name(live.param_groups, rows)):
+        return {}
+    theirs = by_param_name(groups, [group["params"] for group in groups])
     found = ((stored, mine.get(name, name)) for name, stored in theirs.items())
     return {stored: now for stored, now in found if stored.startswith("param.") or now.startswith("param.")}
 
@@ -564,6 +563,8 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
     for key in have:
         if key not in saved:  # early versions stored none
             plan.not_restored.append((f"{path}/{key}", "not in the checkpoint: the live value stays"))
+    if not saved:
+        return have
     first = _first(live)
 
     def new(_key: Any, _name: str, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
