@@ -222,15 +222,18 @@ def _read(
     Returns:
         How many bytes this rank read from the storage, and how many of the life before were still in memory.
     """
-    with KeptMemory(stored.storage, stored.manifest, digests) as kept:
-        storage = kept.as_storage()
+    storage, kept = stored.storage, None
+    with contextlib.ExitStack() as stack:
+        if digests is not None and (arenas := kept_arenas()):  # without digests nothing there can be checked
+            storage = kept = stack.enter_context(KeptMemory(storage, stored.manifest, digests, arenas))
         if swap is None:
             read = read_tensors(storage, requests, digests, progress=progress)
         else:
             with reading_together(storage, stored.manifest, requests, digests, swap) as shared:
                 read = read_tensors(storage, requests, digests, progress=progress, shared=shared)
             read += 0 if shared is None else shared.bytes_read
-        return read - kept.nbytes, kept.nbytes
+    from_memory = 0 if kept is None else kept.nbytes
+    return read - from_memory, from_memory
 
 
 def _plan_fresh(
@@ -373,20 +376,23 @@ class KeptMemory(WrappedStorage):
     Args:
         storage: rooted at the checkpoint.
         manifest: of that checkpoint.
-        digests: tables of its files; None: nothing can be checked, so nothing is taken from memory.
+        digests: tables of its files.
+        arenas: what `holdfast.run.life.kept_arenas` has found.
 
     Attributes:
         nbytes: bytes that came from memory so far.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, digests: Digests | None) -> None:
+    def __init__(
+        self, storage: Storage, manifest: Manifest, digests: Digests, arenas: Iterable[Mapping[str, Any]]
+    ) -> None:
         super().__init__(storage)
         self._digests = digests
         self._sizes = {entry.path: entry.size for entry in manifest.files}
         self.nbytes = 0
         self._fds: list[int] = []
         self._places: dict[tuple[str, str], list[tuple[int, int]]] = {}  # by the name of a file around the save's id
-        for arena in [] if digests is None else kept_arenas():
+        for arena in arenas:
             try:
                 fd = os.open(arena["path"], os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # the supervisor has ended meanwhile, or a sandbox hides /proc
@@ -401,10 +407,6 @@ class KeptMemory(WrappedStorage):
         stem, _, suffix = path.partition(f"-{save_id}") if save_id else (path, "", "")
         places = self._places.get((stem, suffix))
         return self.below.open(path) if not places else _KeptFile(self, path, places)
-
-    def as_storage(self) -> Storage:
-        """Return the storage to read from: the plain one if no memory is kept."""
-        return self if self._fds else self.below
 
     def __enter__(self) -> KeptMemory:
         return self
@@ -421,7 +423,6 @@ class _KeptFile(CheckingReader):
     ahead_bytes = 0  # the storage is to fetch nothing before it is asked for
 
     def __init__(self, kept: KeptMemory, path: str, places: Sequence[tuple[int, int]]) -> None:
-        assert kept._digests is not None
         self._kept, self._path, self._digests = kept, path, kept._digests
         self._places = dict.fromkeys(places, 0)  # with their misses in a row
         self.size = kept._sizes.get(path, 0)
