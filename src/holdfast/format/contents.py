@@ -139,7 +139,8 @@ class ContentsReader:
         if len(trees) > 1:  # merging looks into them
             for entry, tree in zip(entries, trees, strict=True):
                 check_whole(tree, where=entry.path)
-        return (entries[0].path, merged(trees)) if trees else None
+            return entries[0].path, merged(trees)
+        return (entries[0].path, trees[0]) if trees else None
 
     def tree(self, entry: FileEntry) -> Any:
         """Return the typed JSON of one file, not checked against `holdfast.format.contents` yet.
@@ -228,10 +229,10 @@ def unite(
     Raises:
         CorruptCheckpointError: an index is missing, or two of them contradict each other.
     """
+    if is_complete and len(indexes) == 1 and isinstance(only := indexes[0], Index) and only.division is None:
+        return TensorList(only.tensors, only.aliases)
     singles = sorted([index for index in indexes if isinstance(index, Index)], key=attrgetter("writer"))
     groups = [index for index in indexes if not isinstance(index, Index)]
-    if len(singles) == 1 and not groups and singles[0].division is None and is_complete:
-        return TensorList(singles[0].tensors, singles[0].aliases)
     if is_complete:
         divisions = {index.writer: index.division for index in singles}
         divisions.update((writer, group.first.division) for group in groups for writer in group.writers)
