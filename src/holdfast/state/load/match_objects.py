@@ -30,6 +30,7 @@ from ..tree.objects import (
     canonical_keys,
     empty_beside,
     live_names,
+    renamed,
     shared_names,
     state_device,
     unwrap,
@@ -325,14 +326,16 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if shared := shared_names(live, rows):
         plan.problems.wrong.extend(f"{path}: {flaw}" for flaw in shared)
         return live
-    by_name = _by_param_name(saved.state["param_groups"], live, rows)
-
-    grouped = [name for group in saved.state["param_groups"] for name in group["params"]]
-    now = {name: plan.selection.renamed(by_name.get(name, name)) for name in (*grouped, *saved.state["state"])}
-    of_one_name_each((name, now[name]) for name in grouped)
-    states = {now[name]: state for name, state in saved.state["state"].items()}
-    stored_name = {now[name]: name for name in saved.state["state"]}
-    groups = [{**group, "params": [now[name] for name in group["params"]]} for group in saved.state["param_groups"]]
+    content: Mapping[str, Any] = saved.state
+    stored_name: dict[str, str] = {}  # of those that are called otherwise now
+    by_name = _by_param_name(content["param_groups"], live, rows)
+    if by_name or plan.selection.renames:
+        grouped = [name for group in content["param_groups"] for name in group["params"]]
+        now = {name: plan.selection.renamed(by_name.get(name, name)) for name in (*grouped, *content["state"])}
+        of_one_name_each((name, now[name]) for name in grouped)
+        stored_name = {now[name]: name for name in content["state"]}
+        content = renamed(content, now.__getitem__)
+    states, groups = content["state"], [dict(group) for group in content["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
     for group, row in zip(live.param_groups, rows, strict=True):
@@ -356,8 +359,9 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
                 plan.not_restored.append((where, "a parameter the checkpoint does not have"))
             else:
                 plan.problems.missing.append(where)
-    others = _match_others(plan, live, saved.state.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
-    _unused(plan, known - {name for row in rows for name in row}, path)
+    others = _match_others(plan, live, content.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
+    if unused := known.difference(*rows):
+        _unused(plan, unused, path)
     if plan.takes(f"{path}/param_groups"):
         _check_hyper(plan, live, groups, path)
 
