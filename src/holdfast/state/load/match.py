@@ -104,9 +104,9 @@ class Matcher(MatchPlan):
         result: Any = defaultdict(saved.default_factory) if isinstance(saved, defaultdict) else type(saved)()
         outdone = self.selection.outdone(self._spot(path, key)[0] for key in saved) | self.outdone
         available = {
-            self._key(path, key): (key, value)
+            (self.selection.renamed(spot[0]), spot[1]): (key, value)
             for key, value in saved.items()
-            if not outdone or self._spot(path, key)[0] not in outdone
+            if (spot := self._spot(path, key))[0] not in outdone
         }
         if self.selection.renames:
             spots = ((new, self._spot(path, key)[0]) for (new, _), (key, _) in available.items())
@@ -132,10 +132,6 @@ class Matcher(MatchPlan):
 
     def _spot(self, path: str, key: Any) -> tuple[str, type]:
         return f"{path}/{key}" if path else str(key), type(key)  # the type tells 1 from "1"
-
-    def _key(self, path: str, key: Any) -> tuple[str, type]:
-        where, kind = self._spot(path, key)
-        return self.selection.renamed(where), kind
 
     def _has_moved(self, where: str) -> bool:
         return where in self.moved or any(name.startswith(where + "/") for name in self.moved)
