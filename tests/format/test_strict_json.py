@@ -57,6 +57,23 @@ def test_escapes_are_read_as_the_parser_reads_them(text):
     loads(f"[{text}]".encode())
 
 
+@pytest.mark.parametrize("levels", [2, 15, 16, 17, 18, 60])
+def test_depth_is_exact_however_many_levels_there_are(levels):
+    """What is counted by taking pairs away, and what is counted on beyond that, come to the same."""
+    deep = b'{"a":[' * (levels // 2 - 1) + b"[]" * (levels % 2) + b"1" + b"]}" * (levels // 2 - 1)
+    text = b'[[],{"b":' + deep + b',"c":[[]]},[],{}]' if levels > 4 else b"[[],[],1,{}]"
+    check_depth(text, max_depth=levels, where="x")
+    with pytest.raises(CorruptCheckpointError, match=f"nested {levels} levels"):
+        check_depth(text, max_depth=levels - 1, where="x")
+
+
+def test_brackets_that_are_never_closed_are_counted():
+    """Pairs taken away before them hide none of the levels that a parser would go into."""
+    for text in (b"[]" * 30 + b"[" * 50, b"[[[]]]" * 9 + b"[" * 50 + b"]", b"]]]" + b"[" * 50 + b"{}"):
+        with pytest.raises(CorruptCheckpointError, match="levels"):
+            check_depth(text, max_depth=46, where="x")
+
+
 @pytest.mark.parametrize("text", [r'"\x"', r'"\a"', r'"\1\"', '"\\ "'])
 def test_a_false_escape_hides_no_depth_from_the_parser(text):
     """Behind an escape that there is not nothing is parsed, however the levels there are counted."""

@@ -213,6 +213,17 @@ def test_no_byte_is_written_beyond_the_memory_of_a_tensor():
     assert not small.any()
 
 
+@pytest.mark.parametrize("left", [0, 400, 799])
+def test_a_load_writes_nothing_beyond_the_memory_of_a_tensor(tmp_path, left):
+    """What is seen when a read is planned counts: a tensor whose storage was cut is named, whatever lies behind it."""
+    hf.save(tmp_path / "one", {"weights": {"second": torch.ones(100), "other": torch.ones(100)}})
+    both, other = torch.zeros(200), torch.zeros(100)
+    second = both[100:]
+    both.untyped_storage().resize_(left)
+    with pytest.raises(hf.StateMismatchError, match=r"second: .* freed or resized"):
+        hf.load(tmp_path / "one", into={"weights": {"second": second, "other": other}})
+
+
 class Wrapping(torch.Tensor):
     """Has the shape and strides of another tensor, which holds the elements: no memory of its own."""
 

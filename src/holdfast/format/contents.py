@@ -10,7 +10,7 @@ checked by `check_node`, `check_object` and `check_parts`. These raise ValueErro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
@@ -139,7 +139,8 @@ class ContentsReader:
         if len(trees) > 1:  # merging looks into them
             for entry, tree in zip(entries, trees, strict=True):
                 check_whole(tree, where=entry.path)
-        return (entries[0].path, merged(trees)) if trees else None
+            return entries[0].path, merged(trees)
+        return (entries[0].path, trees[0]) if trees else None
 
     def tree(self, entry: FileEntry) -> Any:
         """Return the typed JSON of one file, not checked against `holdfast.format.contents` yet.
@@ -155,12 +156,19 @@ class ContentsReader:
         Raises:
             CorruptCheckpointError: they are damaged.
         """
-        files = [entry for entry in files if entry.chunks is not None]
-        paths = {entry.chunks[0] for entry in files if entry.chunks is not None}
+        rows = [(entry, *entry.chunks) for entry in files if entry.chunks is not None]
+        paths = {path for _, path, _ in rows}
         sources = [entry for entry in self.manifest.files if entry.path in paths]
         self.read_ahead(sources)
         whole = {entry.path: self.read(entry) for entry in sources}
-        return dict(_tables(files, whole))
+        tables: dict[str, bytes] = {}
+        for entry, path, offset in rows:
+            table = tables[entry.path] = table_at(whole.get(path, b""), offset, entry.size)
+            if len(table) != table_bytes(entry.size) or file_digest(table) != entry.digest:
+                raise CorruptCheckpointError(
+                    f"{path} does not hold the digests of {entry.path}: the checkpoint is damaged", file=path
+                )
+        return tables
 
 
 def check_there(storage: Storage) -> None:
@@ -207,20 +215,6 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
     return bytes(data)
 
 
-def _tables(files: Iterable[FileEntry], tables: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """Cut the digest tables of the files out of the tables of their writers, and check them against the manifest."""
-    for entry in files:
-        if entry.chunks is None:
-            continue
-        path, offset = entry.chunks
-        table = table_at(tables.get(path, b""), offset, entry.size)
-        if len(table) != table_bytes(entry.size) or file_digest(table) != entry.digest:
-            raise CorruptCheckpointError(
-                f"{path} does not hold the digests of {entry.path}: the checkpoint is damaged", file=path
-            )
-        yield entry.path, table
-
-
 def unite(
     indexes: Sequence[Index | IndexGroup], *, where: str, files: FileNumbers, is_complete: bool = True
 ) -> TensorList:
@@ -235,10 +229,10 @@ def unite(
     Raises:
         CorruptCheckpointError: an index is missing, or two of them contradict each other.
     """
+    if is_complete and len(indexes) == 1 and isinstance(only := indexes[0], Index) and only.division is None:
+        return TensorList(only.tensors, only.aliases)
     singles = sorted([index for index in indexes if isinstance(index, Index)], key=attrgetter("writer"))
     groups = [index for index in indexes if not isinstance(index, Index)]
-    if len(singles) == 1 and not groups and singles[0].division is None and is_complete:
-        return TensorList(singles[0].tensors, singles[0].aliases)
     if is_complete:
         divisions = {index.writer: index.division for index in singles}
         divisions.update((writer, group.first.division) for group in groups for writer in group.writers)
@@ -488,7 +482,7 @@ def check_node(tag: str, node: Mapping[str, Any]) -> None:
         good = good and (kind != "array" or _is_array(node))
     elif tag == "object":
         good = type(node.get("type")) is type(node.get("kind")) is str and "state" in node
-        good = good and _are_layouts(node.get("spread", {}))
+        good = good and ("spread" not in node or _are_layouts(node["spread"]))
     elif tag == "torch":
         good = type(node.get("t")) is type(node.get("d", "")) is type(node.get("own", "")) is str
         good = good and type(node.get("v")) is (list if node["t"] == "size" else str)

@@ -148,7 +148,12 @@ class Index:
             rows = _Rows(files, where)
             tensors = rows.read(body["tensors"])
             rows.check_ranges(sizes)
-            aliases = _aliases(body.get("aliases", {}), tensors)
+            aliases = body.get("aliases", {})
+            if not isinstance(aliases, dict):
+                raise TypeError("aliases")
+            for name, original in aliases.items():
+                if name in tensors or original not in tensors:
+                    raise ValueError(f"{name!r} is tied to {brief(original, 80)!r}, which is no tensor of this index")
             stated = body.get("division")
             division = None if stated is None else Division.from_json(stated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -196,15 +201,6 @@ def _file(path: object, save_id: str | None, where: str) -> str:
     if isinstance(path, str) and save_id is not None:
         path = path.replace(SAVE_ID, save_id)
     return check_path(path, where=where)
-
-
-def _aliases(aliases: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    if not isinstance(aliases, dict):
-        raise TypeError("aliases")
-    for name, original in aliases.items():
-        if name in tensors or original not in tensors:
-            raise ValueError(f"{name!r} is tied to {brief(original, 80)!r}, which is no tensor of this index")
-    return aliases
 
 
 class _Kind(NamedTuple):

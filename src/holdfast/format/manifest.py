@@ -163,8 +163,7 @@ class Manifest:
                 lines.append(f'"{item.name}": '.encode() + dumps(dict(value) if item.name == "versions" else value))
         body = b"{\n" + b",\n".join(lines)
         try:
-            _check_files(self.files, MANIFEST_NAME)
-            _check_folders(self.extra, self.files, MANIFEST_NAME)
+            _check_listed(self.files, self.extra, MANIFEST_NAME)
             for entry in self.files:
                 check_path(entry.path, where=MANIFEST_NAME)
         except CorruptCheckpointError as error:
@@ -190,7 +189,21 @@ class Manifest:
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise _corrupt(where, f"not a manifest of the format {FORMAT!r}")
         _check_version(tree, where)
-        return _from_tree(cls, tree, where)
+        rows = tree.get("files")
+        if not isinstance(rows, list):
+            raise _corrupt(where, "it lists no files")
+        files = tuple(FileEntry.from_json(row, where=where) for row in rows)
+        values: dict[str, Any] = {item.name: tree[item.name] for item in fields(cls) if item.name in tree}
+        values["files"] = files
+        for name in ("metrics", "extra"):
+            values[name] = decode(values.get(name, {}), where=where)
+        if isinstance(values.get("writers"), list):
+            values["writers"] = tuple(values["writers"])
+        for name, check in _CHECKS.items():
+            if name in values and not check(values[name]):
+                raise _corrupt(where, f"malformed field {name!r}: {brief(values[name], 120)}")
+        _check_listed(files, values["extra"], where)
+        return cls(**values)
 
     def file(self, path: str) -> FileEntry | None:
         """Return the entry of a file, None if it is not part of the checkpoint."""
@@ -229,26 +242,8 @@ def _check_version(tree: dict[str, Any], where: str) -> None:
         )
 
 
-def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifest:
-    rows = tree.get("files")
-    if not isinstance(rows, list):
-        raise _corrupt(where, "it lists no files")
-    files = tuple(FileEntry.from_json(row, where=where) for row in rows)
-    _check_files(files, where)
-    values: dict[str, Any] = {item.name: tree[item.name] for item in fields(cls) if item.name in tree}
-    values["files"] = files
-    for name in ("metrics", "extra"):
-        values[name] = decode(values.get(name, {}), where=where)
-    if isinstance(values.get("writers"), list):
-        values["writers"] = tuple(values["writers"])
-    wrong = [name for name, check in _CHECKS.items() if name in values and not check(values[name])]
-    if wrong:
-        raise _corrupt(where, f"malformed field {wrong[0]!r}: {brief(values[wrong[0]], 120)}")
-    _check_folders(values["extra"], files, where)
-    return cls(**values)
-
-
-def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
+def _check_listed(files: tuple[FileEntry, ...], extra: Mapping[str, Any], where: str) -> None:
+    """Refuse files that are listed twice, or whose digests are nowhere, and directories that cannot be."""
     by_path = {entry.path: entry for entry in files}
     if len(by_path) != len(files) or not UNLISTED.isdisjoint(by_path):
         raise _corrupt(where, "it lists a file twice, or a file that may change after the commit")
@@ -258,10 +253,6 @@ def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
             table = by_path.get(path)
             if table is None or table.role != "digests" or offset + table_bytes(entry.size) > table.size:
                 raise _corrupt(where, f"the chunk digests of {entry.path} are not where it says ({path}, {offset})")
-
-
-def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where: str) -> None:
-    """Refuse directories that lie outside, are too many, or would be where a file is."""
     folders = extra.get(EMPTY_DIRECTORIES, [])
     if not folders and isinstance(folders, (list, tuple)):
         return
@@ -269,7 +260,7 @@ def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where
         raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {brief(folders, 120)}")
     if sum(folder.count("/") + 1 for folder in folders) > MAX_FOLDERS:
         raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
-    taken = {*UNLISTED, *(entry.path for entry in files)}
+    taken = UNLISTED | by_path.keys()  # where no directory can be
     for folder in folders:
         head = check_path(folder, where=where)
         while head and head not in taken:

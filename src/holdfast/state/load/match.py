@@ -53,7 +53,12 @@ class Matcher(MatchPlan):
             return self._generator(live, saved, path)
         if has_state(live):
             begun = len(self.actions)
-            matched = self._with_state(live, saved, path)
+            if isinstance(live, nn.Module) and not objects.is_metric(live):
+                matched: Any = match_module(self, live, saved, path)
+            elif isinstance(live, torch.optim.Optimizer) and is_plain(live):
+                matched = match_optimizer(self, live, saved, path)
+            else:
+                matched = self._object(live, saved, path)
             self._handovers.append((path, self.actions[begun:]))
             del self.actions[begun:]
             return matched
@@ -79,13 +84,6 @@ class Matcher(MatchPlan):
         for _, actions in sorted(self._handovers, key=itemgetter(0)) if sort else self._handovers:
             yield from actions
 
-    def _with_state(self, live: Any, saved: Any, path: str) -> Any:
-        if isinstance(live, nn.Module) and not objects.is_metric(live):
-            return match_module(self, live, saved, path)
-        if isinstance(live, torch.optim.Optimizer) and is_plain(live):
-            return match_optimizer(self, live, saved, path)
-        return self._object(live, saved, path)
-
     def _mapping(self, live: Mapping[Any, Any], saved: Any, path: str) -> Any:
         if not isinstance(saved, Mapping):
             if self.takes(path):
@@ -106,9 +104,9 @@ class Matcher(MatchPlan):
         result: Any = defaultdict(saved.default_factory) if isinstance(saved, defaultdict) else type(saved)()
         outdone = self.selection.outdone(self._spot(path, key)[0] for key in saved) | self.outdone
         available = {
-            self._key(path, key): (key, value)
+            (self.selection.renamed(spot[0]), spot[1]): (key, value)
             for key, value in saved.items()
-            if not outdone or self._spot(path, key)[0] not in outdone
+            if (spot := self._spot(path, key))[0] not in outdone
         }
         if self.selection.renames:
             spots = ((new, self._spot(path, key)[0]) for (new, _), (key, _) in available.items())
@@ -134,10 +132,6 @@ class Matcher(MatchPlan):
 
     def _spot(self, path: str, key: Any) -> tuple[str, type]:
         return f"{path}/{key}" if path else str(key), type(key)  # the type tells 1 from "1"
-
-    def _key(self, path: str, key: Any) -> tuple[str, type]:
-        where, kind = self._spot(path, key)
-        return self.selection.renamed(where), kind
 
     def _has_moved(self, where: str) -> bool:
         return where in self.moved or any(name.startswith(where + "/") for name in self.moved)

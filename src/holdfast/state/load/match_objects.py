@@ -30,6 +30,7 @@ from ..tree.objects import (
     canonical_keys,
     empty_beside,
     live_names,
+    renamed,
     shared_names,
     state_device,
     unwrap,
@@ -57,7 +58,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         if plan.takes(path):
             plan.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
         return live
-    have = _named(plan, entries, path, prefix)
+    have = _renamed(plan, entries, prefix) if plan.selection.renames else dict(entries)
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
@@ -126,10 +127,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     return live
 
 
-def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
+def _renamed(plan: MatchPlan, entries: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     """Return the stored entries of this module by their present names."""
-    if not plan.selection.renames:
-        return dict(entries)
     have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
     for key, item in entries.items():
         name = prefix + str(key)
@@ -327,14 +326,16 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if shared := shared_names(live, rows):
         plan.problems.wrong.extend(f"{path}: {flaw}" for flaw in shared)
         return live
-    by_name = _by_param_name(saved.state["param_groups"], live, rows)
-
-    grouped = [name for group in saved.state["param_groups"] for name in group["params"]]
-    now = {name: plan.selection.renamed(by_name.get(name, name)) for name in (*grouped, *saved.state["state"])}
-    of_one_name_each((name, now[name]) for name in grouped)
-    states = {now[name]: state for name, state in saved.state["state"].items()}
-    stored_name = {now[name]: name for name in saved.state["state"]}
-    groups = [{**group, "params": [now[name] for name in group["params"]]} for group in saved.state["param_groups"]]
+    content: Mapping[str, Any] = saved.state
+    stored_name: dict[str, str] = {}  # of those that are called otherwise now
+    by_name = _by_param_name(content["param_groups"], live, rows)
+    if by_name or plan.selection.renames:
+        grouped = [name for group in content["param_groups"] for name in group["params"]]
+        now = {name: plan.selection.renamed(by_name.get(name, name)) for name in (*grouped, *content["state"])}
+        of_one_name_each((name, now[name]) for name in grouped)
+        stored_name = {now[name]: name for name in content["state"]}
+        content = renamed(content, now.__getitem__)
+    states, groups = content["state"], [dict(group) for group in content["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
     for group, row in zip(live.param_groups, rows, strict=True):
@@ -358,8 +359,9 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
                 plan.not_restored.append((where, "a parameter the checkpoint does not have"))
             else:
                 plan.problems.missing.append(where)
-    others = _match_others(plan, live, saved.state.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
-    _unused(plan, known - {name for row in rows for name in row}, path)
+    others = _match_others(plan, live, content.get(OTHER_STATE, {}), f"{path}/{OTHER_STATE}")
+    if unused := known.difference(*rows):
+        _unused(plan, unused, path)
     if plan.takes(f"{path}/param_groups"):
         _check_hyper(plan, live, groups, path)
 
@@ -420,8 +422,9 @@ def _by_param_name(groups: Sequence[Mapping[str, Any]], live: Optimizer, rows: l
 
     Torch keeps names of its own if the optimizer was made with ``named_parameters``; empty if one side has none.
     """
-    mine = by_param_name(live.param_groups, rows)
-    theirs = by_param_name(groups, [group["params"] for group in groups]) if mine else {}
+    if not (mine := by_param_name(live.param_groups, rows)):
+        return {}
+    theirs = by_param_name(groups, [group["params"] for group in groups])
     found = ((stored, mine.get(name, name)) for name, stored in theirs.items())
     return {stored: now for stored, now in found if stored.startswith("param.") or now.startswith("param.")}
 
@@ -569,6 +572,8 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
     for key in have:
         if key not in saved:  # early versions stored none
             plan.not_restored.append((f"{path}/{key}", "not in the checkpoint: the live value stays"))
+    if not saved:
+        return have
     first = _first(live)
 
     def new(_key: Any, _name: str, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,7 +154,7 @@ class MatchPlan(ABC):
 
     def fresh(self, saved: Any, path: str) -> Any:
         """Plan to read every tensor of a stored value into new memory; `filled` then returns the value."""
-        for ref in self._refs(saved):
+        for ref in self.stored.refs_in(saved):
             if ref.value is None:
                 entry = self.stored.entry(ref.name)  # first: it may read the index that has its tie
                 source = self.stored.aliases.get(ref.name, ref.name)
@@ -163,23 +163,6 @@ class MatchPlan(ABC):
                     self._fresh[source] = self.targets.fresh(source, dtype=dtype, device=torch.device("cpu"))
                 ref.value = self._fresh[source]
         return saved
-
-    def _refs(self, value: Any) -> Iterator[TensorRef]:
-        if isinstance(value, TensorRef):
-            yield value
-        elif isinstance(value, ObjectNode):
-            yield from self._refs(value.state)
-        elif isinstance(value, PerRankNode):
-            # Within the state of an object, which gets the plain value.
-            self.stored.say_borrowed()
-            yield from self._refs((self.stored.per_rank or {}).get(value.key))
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                yield from self._refs(item)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
-            for item in value:
-                if not isinstance(item, (int, float, str)):
-                    yield from self._refs(item)
 
     def filled(self, value: Any) -> Any:
         """Replace every placeholder of a stored value by what was read."""

@@ -29,7 +29,7 @@ from holdfast.run.life import kept_arenas
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.wrapped import WrappedStorage
 
-from ..tree.values import Attrs, ObjectNode, PerRank, PerRankNode, TensorRef, fill
+from ..tree.values import Attrs, ObjectNode, PerRank, fill
 from .match import Matcher, holds_live
 from .match_plan import Problems
 from .reader import read_tensors
@@ -109,7 +109,9 @@ def load_state(
     device = None if map_location is None else torch.device(map_location)
     others = _Others(apart, rank, swap)
     try:
-        stored = _opened(storage, rank, world_size, own_first=into is not None)
+        stored = storage
+        if not isinstance(stored, Stored):
+            stored = open_stored(stored, rank=rank, world_size=world_size, own_first=into is not None)
         if into is None:
             if not idle_names:
                 selection.check(paths(stored))
@@ -200,12 +202,6 @@ def _key(entry: str) -> str:
     return bytes_digest(entry.encode(errors="surrogatepass")).removeprefix("xxh3:")
 
 
-def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own_first: bool) -> Stored:
-    if isinstance(storage, Stored):
-        return storage
-    return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
-
-
 def _read_apart(stored: Stored, requests: Sequence[ReadRequest], *, verify: bool) -> None:
     """Read before all others what decides whether checkpoint and live state fit."""
     digests = stored.digests_of({request.file for request in requests}) if verify else None
@@ -226,15 +222,18 @@ def _read(
     Returns:
         How many bytes this rank read from the storage, and how many of the life before were still in memory.
     """
-    with KeptMemory(stored.storage, stored.manifest, digests) as kept:
-        storage = kept.as_storage()
+    storage, kept = stored.storage, None
+    with contextlib.ExitStack() as stack:
+        if digests is not None and (arenas := kept_arenas()):  # without digests nothing there can be checked
+            storage = kept = stack.enter_context(KeptMemory(storage, stored.manifest, digests, arenas))
         if swap is None:
             read = read_tensors(storage, requests, digests, progress=progress)
         else:
             with reading_together(storage, stored.manifest, requests, digests, swap) as shared:
                 read = read_tensors(storage, requests, digests, progress=progress, shared=shared)
             read += 0 if shared is None else shared.bytes_read
-        return read - kept.nbytes, kept.nbytes
+    from_memory = 0 if kept is None else kept.nbytes
+    return read - from_memory, from_memory
 
 
 def _plan_fresh(
@@ -244,7 +243,7 @@ def _plan_fresh(
     tree = stored.tree if selection.everything else select(stored.tree, "", selection)
     targets = Targets(stored)
     by_tensor: dict[str, torch.Tensor] = {}
-    for ref in _live_refs(tree, stored):
+    for ref in stored.refs_in(tree):
         original = stored.aliases.get(ref.name, ref.name)
         if original not in by_tensor:
             entry = stored.entry(ref.name)
@@ -309,30 +308,6 @@ def paths(stored: Stored) -> Iterator[str]:
                 yield from walk(item, f"{path}/{key}" if path else str(key))
 
     yield from walk(stored.tree, "")
-
-
-def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
-    refs: list[TensorRef] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, TensorRef):
-            refs.append(value)
-        elif isinstance(value, ObjectNode):
-            walk(value.state)
-        elif isinstance(value, PerRankNode):
-            stored.say_borrowed()
-            walk((stored.per_rank or {}).get(value.key))
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                if not isinstance(item, (int, float, str)):
-                    walk(item)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
-            for item in value:
-                if not isinstance(item, (int, float, str)):
-                    walk(item)
-
-    walk(tree)
-    return refs
 
 
 _CAST = re.compile(r": (b?float\d+) in the state, b?float\d+ in the checkpoint")
@@ -403,20 +378,23 @@ class KeptMemory(WrappedStorage):
     Args:
         storage: rooted at the checkpoint.
         manifest: of that checkpoint.
-        digests: tables of its files; None: nothing can be checked, so nothing is taken from memory.
+        digests: tables of its files.
+        arenas: what `holdfast.run.life.kept_arenas` has found.
 
     Attributes:
         nbytes: bytes that came from memory so far.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, digests: Digests | None) -> None:
+    def __init__(
+        self, storage: Storage, manifest: Manifest, digests: Digests, arenas: Iterable[Mapping[str, Any]]
+    ) -> None:
         super().__init__(storage)
         self._digests = digests
         self._sizes = {entry.path: entry.size for entry in manifest.files}
         self.nbytes = 0
         self._fds: list[int] = []
         self._places: dict[tuple[str, str], list[tuple[int, int]]] = {}  # by the name of a file around the save's id
-        for arena in [] if digests is None else kept_arenas():
+        for arena in arenas:
             try:
                 fd = os.open(arena["path"], os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # the supervisor has ended meanwhile, or a sandbox hides /proc
@@ -431,10 +409,6 @@ class KeptMemory(WrappedStorage):
         stem, _, suffix = path.partition(f"-{save_id}") if save_id else (path, "", "")
         places = self._places.get((stem, suffix))
         return self.below.open(path) if not places else _KeptFile(self, path, places)
-
-    def as_storage(self) -> Storage:
-        """Return the storage to read from: the plain one if no memory is kept."""
-        return self if self._fds else self.below
 
     def __enter__(self) -> KeptMemory:
         return self
@@ -451,7 +425,6 @@ class _KeptFile(CheckingReader):
     ahead_bytes = 0  # the storage is to fetch nothing before it is asked for
 
     def __init__(self, kept: KeptMemory, path: str, places: Sequence[tuple[int, int]]) -> None:
-        assert kept._digests is not None
         self._kept, self._path, self._digests = kept, path, kept._digests
         self._places = dict.fromkeys(places, 0)  # with their misses in a row
         self.size = kept._sizes.get(path, 0)

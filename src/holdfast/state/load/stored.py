@@ -146,6 +146,22 @@ class Stored:
                 path = where.replace("~1", "/").replace("~0", "~")
                 yield path, None if container is None else _at(container, key), value
 
+    def refs_in(self, value: Any) -> Iterator[TensorRef]:
+        """Yield the tensors of a stored value, and of the values of this rank (`PerRank`) that it refers to."""
+        if isinstance(value, TensorRef):
+            yield value
+        elif isinstance(value, ObjectNode):
+            yield from self.refs_in(value.state)
+        elif isinstance(value, PerRankNode):
+            self.say_borrowed()
+            yield from self.refs_in((self.per_rank or {}).get(value.key))
+        elif isinstance(value, (dict, list, tuple, set, frozenset, deque, Mapping)):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                if isinstance(item, TensorRef):
+                    yield item
+                elif not isinstance(item, (int, float, str)):
+                    yield from self.refs_in(item)
+
     def _unite(self, indexes: list[Index | IndexGroup]) -> None:
         """Take the tensors of all indexes, or of those that have been read so far, and check that none is missing."""
         if self._unread:

@@ -310,15 +310,6 @@ class Snapshotter:
         if before is not None and before not in (self.arena, *self._spares):
             before.close()  # of a layout that is gone
 
-    def _turn_for_save(self, layout: Layout, client: WriterClient, job: SaveJob) -> Arena:
-        arena = self._turn(layout, client, self.timeout_s, job)
-        if arena is None:
-            raise HoldfastError(
-                f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
-                "machine is very slow; training cannot count on it"
-            )
-        return arena
-
     def _more(self, layout: Layout) -> Arena:
         arena = Arena.create(layout.arena_bytes)
         layout.write_static(arena.view)
@@ -400,18 +391,15 @@ class Snapshotter:
             future = self._put_aside(flat, layout, client, hand_over)
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
-        elif on_device:
-            arena, blobs = self._turn_for_save(layout, client, job), [content() for content in contents]
-            future = self._late_copies().submit(
-                flat,
-                layout,
-                arena,
-                client,
-                partial(hand_over, arena, blobs=blobs),
-                lazy=lazy,
+        elif (arena := self._turn(layout, client, self.timeout_s, job)) is None:
+            raise HoldfastError(
+                f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
+                "machine is very slow; training cannot count on it"
             )
+        elif on_device:
+            sealed = partial(hand_over, arena, blobs=[content() for content in contents])
+            future = self._late_copies().submit(flat, layout, arena, client, sealed, lazy=lazy)
         else:
-            arena = self._turn_for_save(layout, client, job)
             future = self._copy(flat, layout, arena, client, partial(hand_over, arena))
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if job.reuse:  # one of a series
