@@ -7,7 +7,6 @@ backend, and a checkpoint of one backend loads on another.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from holdfast.state.tree.values import PerRank
 from .reporting import scalars
 
 _LOG = get_logger("keras")
-_open: weakref.WeakValueDictionary[str, FitRun] = weakref.WeakValueDictionary()
+_open: dict[str, FitRun] = {}  # one that an exception has left stays here: nobody else could end it
 
 _OPTIMIZER = ("variables", "apply", "iterations")
 _LAYER = ("trainable_variables", "call")
@@ -318,6 +317,15 @@ class Counters:
             for key, value in values.items():
                 if key not in _NOT_COUNTED:  # checkpoints of earlier versions have one of them
                     setattr(callback, key, deepcopy(value))
+
+    def look(self, params: Any) -> None:
+        """Say which callbacks Keras does not call before the one that saves: it has just got the params of a fit."""
+        behind = [name for name, callback in self._callbacks.items() if getattr(callback, "params", None) is not params]
+        if behind:
+            _LOG.warning(
+                "%s: give it to fit() before HoldfastCallback, which has to be the last: what it does at the end of an "
+                "epoch is not in the checkpoint of that epoch now", ", ".join(behind),
+            )  # fmt: skip
 
     def forget(self) -> None:
         """Forget what was loaded: from now on it is the callbacks that count."""

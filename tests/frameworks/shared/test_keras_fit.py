@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,3 +173,24 @@ def test_epochs_of_a_fit_that_begins_at_a_later_one(tmp_path: Path) -> None:
     assert whole["epoch"] == 3
     life(tmp_path / "cut", first=1, dies_at=7)
     assert life(tmp_path / "cut", first=1) == whole
+
+
+def test_a_fit_that_an_exception_left_is_ended_by_the_next(tmp_path: Path) -> None:
+    """Also when nobody has a reference to it any more, so that its owner could not end it."""
+    for _ in range(2):
+        run = FitRun(make_model, Counters(()), {"path": tmp_path, "every": "1ep", "keep": None})
+        run.begin({"epochs": 3})
+        run.enter_epoch(0)
+        del run
+        gc.collect()
+    fit(tmp_path, epochs=1)
+
+
+def test_a_callback_behind_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Keras gives params in the order of its list: who has none yet comes behind the callback that saves."""
+    first, second = Rates(), Rates()
+    params = first.params = {"epochs": 3}
+    Counters([first]).look(params)
+    assert caplog.messages == []
+    Counters([first, second]).look(params)
+    assert "Rates-1: give it to fit() before HoldfastCallback" in caplog.text
