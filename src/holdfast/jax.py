@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._log import get_logger
 from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.functions import load as _load
@@ -22,6 +23,7 @@ from .state.tree.arrays import array_of, tensor_of
 
 __all__ = ["Pytree", "load"]
 
+_LOG = get_logger("jax")
 _PURPOSE = "holdfast.jax"
 
 
@@ -29,8 +31,9 @@ class Pytree:
     """A pytree that can be saved and restored.
 
     JAX's arrays never change, so a load makes new ones: read `value` afterwards. They have the sharding (and so the
-    devices) of those they replace. Every leaf is an array, a NumPy array, a key of `jax.random`, or plain data. With
-    several processes each of them has a whole copy of every array.
+    devices), the dtype and the weak type of those they replace; a cast that may lose something is logged. Every leaf
+    is an array, a NumPy array, a key of `jax.random`, or plain data. With several processes each of them has a whole
+    copy of every array.
 
     Args:
         value: dicts, lists, tuples, dataclasses... of arrays, as in ``{"params": params, "opt": optimizer_state}``.
@@ -79,8 +82,26 @@ class Pytree:
         if problems:
             shown = "; ".join(sorted(problems)[:20])
             raise StateMismatchError(f"{len(problems)} leaves of the pytree do not fit the checkpoint: {shown}")
+        self._say_what_is_cast(live, saved)
         made = [self._made(leaf, saved[name]) for name, leaf in live.items()]
         self.value = self._jax.tree_util.tree_unflatten(self._jax.tree_util.tree_structure(self.value), made)
+
+    def _say_what_is_cast(self, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        cast = []
+        for name, leaf in live.items():
+            stored = saved[name]
+            if not isinstance(stored, (torch.Tensor, np.ndarray)) or self._is_key(leaf):
+                continue
+            have = array_of(stored).dtype if isinstance(stored, torch.Tensor) else stored.dtype
+            if not np.can_cast(have, leaf.dtype, "safe"):
+                cast.append(f"{name} from {have} to {leaf.dtype}")
+        if cast:
+            _LOG.warning(
+                "%d leaves are cast to what the pytree has, which may lose some of what the checkpoint has: %s; if "
+                "that is not meant, give arrays of the stored dtype (jax.config.update('jax_enable_x64', True) for 64 "
+                "bits)",
+                len(cast), "; ".join(cast[:20]),
+            )  # fmt: skip
 
     def _leaves(self) -> list[tuple[str, Any]]:
         tree_util = self._jax.tree_util
@@ -112,7 +133,10 @@ class Pytree:
         if isinstance(leaf, np.ndarray):
             return array.astype(leaf.dtype, copy=False)
         if isinstance(leaf, self._jax.ShapeDtypeStruct):  # of jax.eval_shape; it may say where
-            return self._jax.device_put(array.astype(leaf.dtype, copy=False), leaf.sharding)
+            array = array.astype(leaf.dtype, copy=False)
+            if leaf.weak_type:
+                array = self._jax.numpy.full(leaf.shape, leaf.dtype.type(0).item()).at[...].set(array)
+            return self._jax.device_put(array, leaf.sharding)
         if self._is_key(leaf):
             data = self._placed(array, self._jax.random.key_data(leaf))
             return self._jax.random.wrap_key_data(data, impl=self._jax.random.key_impl(leaf))
@@ -120,9 +144,12 @@ class Pytree:
 
     def _placed(self, array: Any, like: Any) -> Any:
         array = array.astype(like.dtype, copy=False)
-        if like.is_fully_addressable:
-            return self._jax.device_put(array, like.sharding)
-        return self._jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
+        if not like.is_fully_addressable:
+            made = self._jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
+            return like.at[...].set(made) if like.weak_type else made
+        made = self._jax.device_put(array, like.sharding)
+        # A number that came from Python yields to the dtype of the other operand; a new array would not.
+        return self._jax.device_put(like.at[...].set(made), like.sharding) if like.weak_type else made
 
 
 def _shape(value: Any) -> str | None:

@@ -74,6 +74,10 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
         """What saves (or has saved) the current ``fit``; None before the first."""
         return None if self._run is None else self._run.checkpointer
 
+    def set_params(self, params: Any) -> None:  # noqa: D102 - Keras gives them to one callback after the other
+        super().set_params(params)
+        self._counters.look(params)
+
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: D102
         arguments = _in_calls(self._arguments, int(self.model.steps_per_execution))
         self._run = FitRun(lambda: self.model, self._counters, arguments)

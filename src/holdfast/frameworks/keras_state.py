@@ -6,9 +6,11 @@ backend, and a checkpoint of one backend loads on another.
 
 from __future__ import annotations
 
-import weakref
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -25,13 +27,17 @@ from holdfast.state.tree.values import PerRank
 from .reporting import scalars
 
 _LOG = get_logger("keras")
-_open: weakref.WeakValueDictionary[str, FitRun] = weakref.WeakValueDictionary()
+_open: dict[str, FitRun] = {}  # one that an exception has left stays here: nobody else could end it
 
 _OPTIMIZER = ("variables", "apply", "iterations")
 _LAYER = ("trainable_variables", "call")
 _MANY = 1000  # a longer list is data, and to look at each would take long
 _GENERATOR = "global_seed_generator"
-_NOT_COUNTED = "min_delta"  # an argument: Keras turns its sign round when it learns whether less is better
+# Keras turns the sign of the argument min_delta round when it learns whether less is better; params are those of a fit.
+_NOT_COUNTED = ("min_delta", "params")
+_SCALARS = (type(None), bool, int, float, str, np.generic)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_SMALL = 1 << 20  # elements of a variable of which a copy is no burden
 
 
 class Variables:
@@ -55,13 +61,13 @@ class Variables:
         later: bool = False,
         build: Callable[[], None] | None = None,
     ) -> None:
-        self._what, self._find, self._later, self._build = what, find, later, build
+        self._what, self.find, self._later, self._build = what, find, later, build
         self._waiting: Mapping[str, torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return tensors over the memory of the variables where the backend allows it."""
         found: dict[str, torch.Tensor] = {}
-        for number, variable in enumerate(self._find()):
+        for number, variable in enumerate(self.find()):
             name = variable.path if variable.path not in found else f"{variable.path}~{number}"
             value = variable.value
             found[name] = value.detach() if isinstance(value, torch.Tensor) else tensor_of(np.asarray(value))
@@ -90,7 +96,7 @@ class Variables:
     def _assign(self, saved: Mapping[str, torch.Tensor]) -> None:
         if saved and self._build is not None:
             self._build()
-        live = dict(zip(self.state_dict(), self._find(), strict=True))
+        live = dict(zip(self.state_dict(), self.find(), strict=True))
         if live.keys() != saved.keys() and len(live) == len(saved):
             saved = dict(zip(live, saved.values(), strict=True))
         problems = [f"missing: {name}" for name in live.keys() - saved.keys()]
@@ -164,6 +170,50 @@ def _build(optimizer: Any, home: Any) -> None:
         optimizer.build(home.trainable_variables)
 
 
+def recurrent(model: Any) -> Sequence[Any]:
+    """Return the states that stateful recurrent layers carry from batch to batch, which no list of variables has."""
+    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else ()
+    waiting = [layer.states for layer in layers if getattr(layer, "stateful", False) and hasattr(layer, "states")]
+    found: dict[int, Any] = {}
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, (list, tuple)):
+            waiting = [*value, *waiting]
+        elif value is not None:
+            found.setdefault(id(value), value)
+    return list(found.values())
+
+
+class Kept:
+    """Variables as they are now, to be put back after callbacks have seen what is not trained again.
+
+    Of small ones there is a copy (a learning rate, say). Others are known by torch's count of their changes.
+    """
+
+    def __init__(self, items: Mapping[str, Variables]) -> None:
+        self._small: list[tuple[Any, Any]] = []
+        self._big: list[tuple[str, Any, Any]] = []
+        for name, item in items.items():
+            for variable in item.find():
+                value = variable.value
+                if math.prod(variable.shape) > _SMALL:
+                    self._big.append((name, variable, _changes(variable)))
+                else:
+                    copy = value.detach().clone() if isinstance(value, torch.Tensor) else np.array(value)
+                    self._small.append((variable, copy))
+
+    def put_back(self) -> list[str]:
+        """Put the small ones back; return which items have others that were changed."""
+        for variable, copy in self._small:
+            variable.assign(copy)
+        return sorted({name for name, variable, before in self._big if _changes(variable) != before})
+
+
+def _changes(variable: Any) -> Any:
+    value = variable.value
+    return (value.data_ptr(), value._version) if isinstance(value, torch.Tensor) else None
+
+
 class Position:
     """Where `model.fit` is, which trains ``per_call`` batches in a call of its train function.
 
@@ -171,13 +221,14 @@ class Position:
         epoch: number of the epoch to go on with.
         batch: calls of the train function that this epoch has had.
         stopped: whether a callback has ended the training.
+        stopping: whether one has asked for it at this batch.
         begin: generators as they were when the epoch began: they decide its order.
         logs: running metrics of the epoch.
     """
 
     def __init__(self, per_call: int) -> None:
         self._per_call = per_call
-        self.epoch, self.batch, self.stopped = 0, 0, False
+        self.epoch, self.batch, self.stopped, self.stopping = 0, 0, False, False
         self.logs: dict[str, Any] = {}
         self.begin: dict[str, Any] = capture()
 
@@ -185,18 +236,19 @@ class Position:
         """Begin an epoch."""
         self.epoch, self.batch, self.begin = epoch, 0, capture()
 
-    def count(self, logs: Mapping[str, Any]) -> None:
+    def count(self, logs: Mapping[str, Any], *, stopping: bool) -> None:
         """Count a call of the train function."""
-        self.batch, self.logs = self.batch + 1, dict(logs)
+        self.batch, self.logs, self.stopping = self.batch + 1, dict(logs), stopping
 
     def leave(self, *, stopped: bool) -> None:
         """End the epoch."""
-        self.epoch, self.batch, self.stopped = self.epoch + 1, 0, stopped
+        self.epoch, self.batch, self.stopped, self.stopping = self.epoch + 1, 0, stopped, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain data; generators are those of each rank."""
         fields = {"epoch": self.epoch, "batch": self.batch, "stopped": self.stopped, "logs": self.logs}
-        return {**fields, "per_call": self._per_call, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
+        fields |= {"stopping": self.stopping, "per_call": self._per_call}
+        return {**fields, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved.
@@ -205,6 +257,7 @@ class Position:
             StateMismatchError: no call ends at this batch any more.
         """
         self.epoch, self.stopped = int(state["epoch"]), bool(state["stopped"])
+        self.stopping = bool(state.get("stopping"))  # older checkpoints lack it
         batches = int(state["batch"]) * int(state.get("per_call", self._per_call))  # older checkpoints lack it
         self.batch, rest = divmod(batches, self._per_call)
         if rest:
@@ -218,8 +271,9 @@ class Position:
 class Counters:
     """What callbacks have counted: plain attributes that are no longer as they were when this was made.
 
-    What an argument of a callback said is not among them: a new ``patience`` counts after a resume. Callbacks may come
-    and go between two lives of a run; they are known by class name, a second callback of a class as ``Name-1``.
+    Numbers, text, arrays, and containers of these. What an argument of a callback said is not among them: a new
+    ``patience`` counts after a resume. Callbacks may come and go between two lives of a run; they are known by class
+    name, a second callback of a class as ``Name-1``.
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
@@ -230,47 +284,98 @@ class Counters:
             kind = type(callback).__name__
             number = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{number}" if number else kind] = callback
-        self._first = {name: _plain(callback) for name, callback in self._callbacks.items()}
-        self._waiting: Mapping[str, Mapping[str, Any]] = {}
+        self._given = {name: _given(callback) for name, callback in self._callbacks.items()}
+        self._first = {
+            name: deepcopy(_plain(callback, self._given[name])) for name, callback in self._callbacks.items()
+        }
+        self._loaded: Mapping[str, Mapping[str, Any]] = {}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the attributes of each."""
         found = {}
         for name, callback in self._callbacks.items():
             first = self._first[name]
-            now = _plain(callback)
+            now = _plain(callback, self._given[name])
             found[name] = {key: now[key] for key in now if key not in first or not _is_same(now[key], first[key])}
         return found
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep them for `apply`: callbacks start to count anew in ``on_train_begin``."""
-        self._waiting = dict(state)
+        """Set them, and keep them for `apply`: callbacks behind this one have yet to begin, which resets them."""
+        self._loaded = dict(state)
+        self.apply()
 
-    def apply(self) -> None:
-        """Set what was loaded, once."""
-        for name, values in self._waiting.items():
-            for key, value in values.items() if name in self._callbacks else ():
-                if key != _NOT_COUNTED:  # checkpoints of earlier versions have it
-                    setattr(self._callbacks[name], key, value)
-        self._waiting = {}
+    def apply(self, *, late: bool = False) -> None:
+        """Set what was loaded.
+
+        Args:
+            late: only where nothing has been counted since: of callbacks that do nothing as an epoch begins.
+        """
+        for name, values in self._loaded.items():
+            callback = self._callbacks.get(name)
+            if callback is None or (late and _begins_epochs(callback)):
+                continue
+            for key, value in values.items():
+                if key not in _NOT_COUNTED:  # checkpoints of earlier versions have one of them
+                    setattr(callback, key, deepcopy(value))
+
+    def look(self, params: Any) -> None:
+        """Say which callbacks Keras does not call before the one that saves: it has just got the params of a fit."""
+        behind = [name for name, callback in self._callbacks.items() if getattr(callback, "params", None) is not params]
+        if behind:
+            _LOG.warning(
+                "%s: give it to fit() before HoldfastCallback, which has to be the last: what it does at the end of an "
+                "epoch is not in the checkpoint of that epoch now", ", ".join(behind),
+            )  # fmt: skip
+
+    def forget(self) -> None:
+        """Forget what was loaded: from now on it is the callbacks that count."""
+        self._loaded = {}
 
 
 def _of_rank(value: Any) -> Any:
     return value.value if isinstance(value, PerRank) else value
 
 
-def _plain(callback: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(callback).items() if name != _NOT_COUNTED and _is_plain(value)}
+def _begins_epochs(callback: Any) -> bool:
+    home = next((kind for kind in type(callback).__mro__ if "on_epoch_begin" in vars(kind)), None)
+    return "on_epoch_begin" in vars(callback) or (home is not None and home.__name__ != "Callback")
+
+
+def _given(callback: Any) -> dict[str, Any]:
+    """Return the attributes of a callback that are data which somebody gave it, too long to be looked at."""
+    return {name: value for name, value in vars(callback).items() if _length(value) > _MANY}
+
+
+def _length(value: Any) -> int:
+    return value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, _CONTAINERS) else 0
+
+
+def _plain(callback: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name not in _NOT_COUNTED and given.get(name, callback) is not value and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(item, np.ndarray) for item in value)  # best_weights
-    return value is None or isinstance(value, (bool, int, float, str, np.generic))
+    if isinstance(value, dict):
+        return all(isinstance(key, _SCALARS) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, _CONTAINERS):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _SCALARS) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
 
 
 def _is_same(value: Any, first: Any) -> bool:
-    return value is first or (not isinstance(value, list) and type(value) is type(first) and value == first)
+    if type(value) is not type(first):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.dtype == first.dtype and np.array_equal(value, first)
+    if isinstance(value, dict):
+        return value.keys() == first.keys() and all(_is_same(value[key], first[key]) for key in value)
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(first) and all(map(_is_same, value, first))
+    return bool(value == first)
 
 
 # -- random generators: those of `holdfast.RNG`, and the one that Keras draws from without a seed
@@ -341,9 +446,15 @@ class FitRun:
         optimizers = {} if main is None else {"optimizer": Variables("optimizer", lambda: main.variables)}
         optimizers |= other_optimizers(model())
         self._trained = bool(optimizers)
+        self._items = {"model": Variables("model", lambda: model().variables), **optimizers}
+        if recurrent(model()):
+            self._items["recurrent"] = Variables("recurrent layers", lambda: recurrent(model()))
+            missing = arguments.get("allow_missing", ())  # checkpoints of earlier versions lack it
+            allowed = ["recurrent", *([missing] if isinstance(missing, str) else missing)]
+            arguments = {**arguments, "allow_missing": allowed}
+        self._kept: Kept | None = None
         state: dict[str, Any] = {
-            "model": Variables("model", lambda: model().variables),
-            **optimizers,
+            **self._items,
             "metrics": self._metrics,
             "fit": self._position,
             "callbacks": counters,
@@ -378,35 +489,58 @@ class FitRun:
         ck.__enter__()
         _open[ck.storage.uri] = self
         self._first_epoch = model._initial_epoch
+        if self._position.batch:
+            self._kept, self._generators = Kept(self._items), capture()
         if ck.resumed_from is not None:
             model._initial_epoch = epochs if self._position.stopped else min(self._position.epoch, epochs)
         ck._progress.has_own_place = True
         self._epochs: Iterator[int] = ck.epochs(epochs)
         next(self._epochs, None)
-        while ck.epoch < self._position.epoch and next(self._epochs, None) is not None:
-            pass  # it was saved between Keras's end of the epoch and ours
+        self._count_up_to(self._position.epoch)  # it was saved between Keras's end of the epoch and ours
+
+    def _count_up_to(self, epoch: int) -> None:
+        while self.checkpointer.epoch < epoch and next(self._epochs, None) is not None:
+            pass
 
     def enter_epoch(self, epoch: int) -> None:
         """Begin an epoch, or enter one again in its middle."""
         if self._fresh:
             self._fresh = False
             self._model()._initial_epoch = self._first_epoch  # it has been read; another fit() is not to see it
-            self._counters.apply()
             if self._position.batch:
+                self._put_back()
                 if not self._metrics.apply():
                     _LOG.warning("epoch %d: its metrics cover what is left of it", epoch + 1)
-                self._skip = _Skip(self._model(), self._position)
+                self._skip = _Skip(self._model(), self._position, self._generators)
                 return
+            self._count_up_to(epoch)  # fit(initial_epoch=...)
+            self._counters.apply(late=True)  # a callback behind this one has begun to count anew
+            self._counters.forget()
         self._position.enter(epoch)
+
+    def _put_back(self) -> None:
+        """Undo what callbacks have done about batches that were trained before: the checkpoint has it already."""
+        self._counters.apply()
+        names = [] if self._kept is None else self._kept.put_back()
+        resumed = self.checkpointer.resumed_from
+        if names and resumed is not None:
+            resumed.load(into={name: self._items[name] for name in names}, only=names)
+            self._kept = Kept(self._items)
+        self._model().stop_training = self._position.stopping
 
     def batch_done(self, logs: Mapping[str, Any] | None) -> None:
         """Count a call of the train function; saves when due."""
         if self._skip is not None and self._skip.left:
             self._skip.counted()
+            self._model().stop_training = False  # nobody had asked for it by then
+            if not self._skip.left:
+                self._put_back()
+                self._kept = None
+                self._counters.forget()
             return
         self._skip = None
         metrics = scalars(logs)
-        self._position.count(metrics)
+        self._position.count(metrics, stopping=bool(self._model().stop_training))
         with self._leaving():
             self.checkpointer.step(**metrics)
 
@@ -446,12 +580,17 @@ class _Skip:
 
     Attributes:
         left: how many are still to be skipped.
+
+    Args:
+        model: of Keras.
+        position: which the checkpoint had.
+        generators: as the checkpoint had them: for what comes after the skipped batches.
     """
 
-    def __init__(self, model: Any, position: Position) -> None:
+    def __init__(self, model: Any, position: Position, generators: dict[str, Any]) -> None:
         self.left = position.batch
         self._model, self._logs, self._train = model, position.logs, model.train_function
-        self._after = capture()  # as the checkpoint had them: for what comes after the skipped batches
+        self._after = generators
         restore(position.begin)
         model.train_function = self._call
 

@@ -111,6 +111,36 @@ def test_likes_of_other_kinds(tmp_path: Path) -> None:
         load(tmp_path / "a", {"a": 0, "b": 0.0}, item="train")
 
 
+def test_weak_types(tmp_path: Path) -> None:
+    """A number that yields to the dtype of the other operand does so after a load: bfloat16 stays bfloat16."""
+
+    def make(value: float) -> Any:
+        return {
+            "scale": jnp.asarray(value),
+            "rates": jnp.full((2,), value),
+            "count": jnp.asarray(int(value)),
+            "strong": jnp.ones(2),
+        }
+
+    hf.save(tmp_path / "a", {"train": Pytree(make(3.0))})
+    tree = Pytree(make(0.0))
+    hf.load(tmp_path / "a", {"train": tree})
+    for made in (tree.value, load(tmp_path / "a", jax.eval_shape(lambda: make(0.0)), item="train")):
+        assert equal(made, make(3.0))
+        assert [made[name].weak_type for name in ("scale", "rates", "count", "strong")] == [True, True, True, False]
+        assert (jnp.ones(2, jnp.bfloat16) * made["scale"]).dtype == jnp.bfloat16
+
+
+def test_a_cast_that_loses_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Doubles that are loaded where JAX has no 64 bits are named; what loses nothing is not."""
+    hf.save(tmp_path / "a", {"train": Pytree({"a": np.ones(3), "b": np.ones(2, np.float32), "k": jax.random.key(0)})})
+    like = {"a": jnp.zeros(3), "b": np.zeros(2), "k": jax.random.key(1)}
+    assert float(load(tmp_path / "a", like, item="train")["a"].sum()) == 3
+    (message,) = caplog.messages
+    assert "1 leaves are cast" in message
+    assert "a from float64 to float32; if that is not meant" in message
+
+
 def test_bare_arrays_are_refused(tmp_path: Path) -> None:
     """An array that is not in a Pytree is refused at save time."""
     with pytest.raises(hf.UnsupportedStateError, match=r"state\['x'\]"):

@@ -141,6 +141,50 @@ def fit_again_here(run: str) -> dict[str, Any]:
     return fit(run, every=2)
 
 
+class Falling(keras.callbacks.Callback):
+    """A learning rate that falls with each batch, and the epochs that were seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.epochs = 0, []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * 0.95
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append([epoch, self.batches])
+
+
+def tuned(run: str, *, stop: int = 0, at_end: bool = False) -> dict[str, Any]:
+    """Callbacks that change rates and swap weights, over a recurrent layer that carries its states on."""
+    keras.utils.set_random_seed(3)
+    recurrent = keras.layers.LSTM(4, stateful=True, recurrent_dropout=0.2)
+    model = keras.Sequential([keras.layers.Input(batch_shape=(10, 6, 1)), recurrent, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9), loss="mse")
+    counting = [
+        falling := Falling(),
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True),
+    ]
+    halving = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    last = keras.callbacks.LambdaCallback(on_train_end=lambda logs: os.kill(os.getpid(), signal.SIGKILL))
+    saving = HoldfastCallback(run, every=[2, "1ep"], keep=hf.Keep(last=9), callbacks=counting)
+    dying = [*([SignalAt(stop)] if stop else []), *([last] if at_end else [])]
+    x, y = arrays()
+    model.fit(
+        x[..., None],
+        y,
+        batch_size=10,
+        shuffle=False,
+        epochs=3,
+        verbose=0,
+        callbacks=[*counting, halving, *dying, saving],
+    )
+    states = [keras.ops.convert_to_numpy(one).tolist() for one in recurrent.states]
+    return {"digest": digest(model), "states": states, "epochs": falling.epochs}
+
+
 class TwoOptimizers(keras.Model):
     """A model of the user's own, each half of which has an optimizer."""
 

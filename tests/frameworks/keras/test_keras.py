@@ -119,6 +119,20 @@ def test_counters(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(f"{CASES}fit", run, epochs=9, patience=5).checked()["epochs"] == []
 
 
+def test_what_callbacks_have_done(server: ForkServer, tmp_path: Path) -> None:
+    """Rates, counts, swapped and best weights, states of recurrent layers: as in a training that nothing disturbed.
+
+    Batches that are drawn again are seen by the callbacks twice, and count once.
+    """
+    whole = server.run(f"{CASES}tuned", str(tmp_path / "alone")).checked()
+    assert whole["epochs"] == [[0, 4], [1, 8], [2, 12]]
+    for name, kills in {"batch": [{"stop": 8}, {"stop": 3}], "epoch": [{"stop": 9}], "end": [{"at_end": True}]}.items():
+        run = str(tmp_path / name)
+        for kill in kills:
+            assert server.run(f"{CASES}tuned", run, **kill).status == -signal.SIGKILL
+        assert server.run(f"{CASES}tuned", run).checked() == whole, name
+
+
 def test_what_else_a_run_has(server: ForkServer, tmp_path: Path) -> None:
     """A second optimizer and a state of the user's own come back; what would be lost or mixed up is refused."""
     found = server.run(f"{CASES}two_optimizers", str(tmp_path / "run")).checked()

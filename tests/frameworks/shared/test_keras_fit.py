@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.frameworks import keras_state
 from holdfast.frameworks.keras_state import Counters, FitRun
 
 
@@ -64,3 +66,131 @@ def test_a_fit_that_is_done_has_nothing_left_to_do(every: int, tmp_path: Path) -
         ck = fit(tmp_path, epochs=2, every=every)
         assert hf.load(tmp_path)["fit"]["epoch"] == 2
         assert ck.latest().step == 6
+
+
+class Rates:
+    """A callback as people write them: a smaller rate with each epoch and each batch, and what it has seen."""
+
+    def __init__(self, *, stops_at: int = 0) -> None:
+        self.stops_at = stops_at
+        self.batches, self.seen, self.ends, self.rows = 0, [], {"batches": 0}, np.zeros(2)
+        self.params: Any = None
+
+    def on_train_begin(self, params: Any) -> None:
+        self.params = params
+        self.began = True
+
+    def on_epoch_begin(self, model: Any, epoch: int) -> None:
+        model.optimizer.variables[1].assign(model.optimizer.variables[1].value * 0.5)
+        self.seen.append(epoch)
+
+    def on_train_batch_end(self, model: Any) -> None:
+        model.optimizer.variables[1].assign(model.optimizer.variables[1].value * 0.9)
+        self.batches += 1
+        self.ends["batches"] += 1
+        self.rows[0] += 1
+        if self.batches == self.stops_at:
+            model.stop_training = True
+
+    def on_epoch_end(self, model: Any, epoch: int) -> None:
+        self.ends[f"of epoch {epoch}"] = self.batches
+
+
+class Killed(Exception):
+    pass
+
+
+def life(path: Path, *, epochs: int = 3, dies_at: int = 0, stops_at: int = 0, first: int = 0) -> dict[str, Any]:
+    """A fit with a callback in front, as Keras goes through one; perhaps until a batch of this life."""
+    model, rates = make_model(), Rates(stops_at=stops_at)
+    model.optimizer.variables.append(Variable("optimizer/rate"))
+    model.optimizer.variables[1].assign(np.ones(2, "float32"))
+    model._initial_epoch = None
+    left = [dies_at]
+
+    def train(batch: int) -> dict[str, float]:
+        value = model.variables[0].value + model.optimizer.variables[1].value * (batch + 1)
+        model.variables[0].assign(value.astype("float32"))
+        return {"loss": 0.5}
+
+    model.train_function = train
+    run = FitRun(lambda: model, Counters([rates]), {"path": path, "every": 2, "keep": None})
+    rates.on_train_begin(params := {"epochs": epochs})
+    run.begin(params)
+    for epoch in range(model._initial_epoch or first, epochs):
+        rates.on_epoch_begin(model, epoch)
+        run.enter_epoch(epoch)
+        for batch in range(5):
+            logs = model.train_function(batch)
+            rates.on_train_batch_end(model)
+            run.batch_done(logs)
+            left[0] -= 1
+            if not left[0]:
+                run.close(Killed())
+                return {}
+            if model.stop_training:
+                break
+        rates.on_epoch_end(model, epoch)
+        run.leave_epoch({"loss": 0.5})
+        if model.stop_training:
+            break
+    run.end()
+    found = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(rates).items()}
+    del found["params"]
+    tensors = [variable.value.tolist() for variable in (*model.variables, *model.optimizer.variables)]
+    return {"counted": found, "tensors": tensors, "epoch": run.checkpointer.epoch}
+
+
+@pytest.mark.parametrize("small", [1 << 20, 0], ids=["copies", "loads again"])
+@pytest.mark.parametrize("deaths", [(3,), (9,), (7, 4), (10,)], ids=str)
+def test_what_callbacks_do_about_skipped_batches_is_undone(
+    deaths: tuple[int, ...], small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that is drawn again only to come to the next one counts once: in rates, counters and lists."""
+    monkeypatch.setattr(keras_state, "_SMALL", small)
+    monkeypatch.setattr(keras_state, "_changes", lambda variable: variable.value.tobytes())
+    whole = life(tmp_path / "whole")
+    assert whole["counted"]["batches"] == 15
+    for dies_at in deaths:
+        assert life(tmp_path / "cut", dies_at=dies_at) == {}
+    assert life(tmp_path / "cut") == whole
+    assert life(tmp_path / "cut") == whole  # a start of a finished run has no epoch, and its counters all the same
+
+
+def test_a_callback_that_stops_at_a_batch(tmp_path: Path) -> None:
+    """Batches that are drawn again stop nobody; the one at which the training was stopped does."""
+    whole = life(tmp_path / "whole", stops_at=9)
+    assert whole["counted"]["batches"] == 9
+    life(tmp_path / "cut", stops_at=9, dies_at=8)
+    assert life(tmp_path / "cut", stops_at=9) == whole
+    life(tmp_path / "at", stops_at=8, dies_at=8)  # saved at the batch that stops
+    assert life(tmp_path / "at", stops_at=8) == life(tmp_path / "whole of at", stops_at=8)
+
+
+def test_epochs_of_a_fit_that_begins_at_a_later_one(tmp_path: Path) -> None:
+    """With `fit(initial_epoch=1)` the run counts epochs as Keras does, in its first life as in later ones."""
+    whole = life(tmp_path / "whole", first=1)
+    assert whole["epoch"] == 3
+    life(tmp_path / "cut", first=1, dies_at=7)
+    assert life(tmp_path / "cut", first=1) == whole
+
+
+def test_a_fit_that_an_exception_left_is_ended_by_the_next(tmp_path: Path) -> None:
+    """Also when nobody has a reference to it any more, so that its owner could not end it."""
+    for _ in range(2):
+        run = FitRun(make_model, Counters(()), {"path": tmp_path, "every": "1ep", "keep": None})
+        run.begin({"epochs": 3})
+        run.enter_epoch(0)
+        del run
+        gc.collect()
+    fit(tmp_path, epochs=1)
+
+
+def test_a_callback_behind_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Keras gives params in the order of its list: who has none yet comes behind the callback that saves."""
+    first, second = Rates(), Rates()
+    params = first.params = {"epochs": 3}
+    Counters([first]).look(params)
+    assert caplog.messages == []
+    Counters([first, second]).look(params)
+    assert "Rates-1: give it to fit() before HoldfastCallback" in caplog.text
